@@ -1,0 +1,324 @@
+"""A pool of rank processes that is started once per test session, and ranks of their own for tests that break them.
+
+`run_ranks(fn, world_size, *args)` runs a module-level function on pooled ranks, each with a fresh default Gloo group.
+`on_ranks(2, 3)` makes a test whose body runs on every rank, once per world size. `start_ranks` and `spawn_ranks` start
+processes that a test may kill, stop or interrupt.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.multi.rank_worker import Job, Outcome
+
+NUM_RANKS = 4
+ROOT = Path(__file__).resolve().parents[2]
+# How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
+_GRACE_S = 15.0
+_WORKER = [sys.executable, "-m", "tests.multi.rank_worker"]
+
+
+class RankError(AssertionError):
+    """A function failed on at least one rank; the message holds every failing rank's traceback."""
+
+
+class RankHang(AssertionError):
+    """Ranks did not finish in time; the message holds their stacks."""
+
+
+def rank_environment(**extra: str) -> dict[str, str]:
+    """Return the environment of a rank process: one thread, loopback only."""
+    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **fixed, **extra}
+
+
+class PooledRank:
+    """One process of the pool and the socket to it."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        self.rank = rank
+        self.stack_path = directory / f"stack-{rank}-{time.monotonic_ns()}.txt"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [*_WORKER, "pool", str(theirs.fileno())]
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=rank_environment(), pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send_bytes(pickle.dumps((sys.path, str(self.stack_path))))
+
+    def wait_ready(self) -> None:
+        """Block until the process has imported torch."""
+        if not self.connection.poll(60) or self.connection.recv_bytes() != b"ready":
+            raise RankHang(f"pooled rank {self.rank} did not start within 60 s")
+
+    def send(self, job: Job) -> None:
+        self.connection.send_bytes(pickle.dumps(tuple(job)))
+
+    def receive(self) -> Outcome:
+        """Return the outcome that has arrived; a closed socket means that the process died."""
+        try:
+            return Outcome(*pickle.loads(self.connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            return Outcome("error", f"the process of rank {self.rank} died with exit code {self.process.wait()}")
+
+    def stacks(self) -> str:
+        """Ask the (hung) process for the stacks of all its threads."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.stack_path.read_text() if self.stack_path.exists() else "(no stack)"
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class RankPool:
+    """`NUM_RANKS` processes that run functions as the ranks of a job; restarted when a job hangs or breaks them."""
+
+    def __init__(self) -> None:
+        self._ranks: list[PooledRank] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._job_ids = itertools.count()
+
+    def run(self, job: Job) -> list[Any]:
+        """Run `job` on ranks `0 .. world_size - 1` and return their results by rank.
+
+        Raises:
+            RankError: a rank raised; the message holds rank and traceback of each that did.
+            RankHang: a rank was not done after the job's timeout; the pool is restarted for the next job.
+        """
+        ranks = self._started()[: job.world_size]
+        job = job._replace(store_path=self._store_path())
+        try:
+            for rank in ranks:
+                rank.send(job._replace(rank=rank.rank))
+            outcomes = self._gather(ranks, job.timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self._judge(outcomes, ranks, job)
+        return [outcomes[rank].value for rank in range(job.world_size)]
+
+    def _store_path(self) -> str:
+        assert self._directory is not None
+        return str(Path(self._directory.name) / f"store-{next(self._job_ids)}")
+
+    def _started(self) -> list[PooledRank]:
+        if not self._ranks:
+            self._directory = self._directory or tempfile.TemporaryDirectory(prefix="rank-pool-")
+            self._ranks = [PooledRank(rank, Path(self._directory.name)) for rank in range(NUM_RANKS)]
+            for rank in self._ranks:
+                rank.wait_ready()
+        return self._ranks
+
+    @staticmethod
+    def _gather(ranks: Sequence[PooledRank], timeout_s: float) -> dict[int, Outcome]:
+        """Collect outcomes until all are in or the time is up; after a failure the others get only a short grace."""
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(outcomes) < len(ranks):
+            waiting = {rank.connection: rank for rank in ranks if rank.rank not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                outcomes[rank.rank] = rank.receive()
+                if outcomes[rank.rank].kind == "error":
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return outcomes
+
+    def _judge(self, outcomes: dict[int, Outcome], ranks: Sequence[PooledRank], job: Job) -> None:
+        """Raise what the outcomes call for; break the pool where a rank hangs or died."""
+        failed = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "error"}
+        words = [f"--- rank {rank} of {job.world_size} failed in {job.qualname}:\n{text}" for rank, text in failed.items()]
+        hung = [rank for rank in ranks if rank.rank not in outcomes]
+        words += [f"--- rank {rank.rank} hung in {job.qualname}:\n{rank.stacks()}" for rank in hung]
+        if hung or any(rank.process.poll() is not None for rank in ranks):
+            self.kill()
+        if words:
+            raise (RankHang if hung and not failed else RankError)("\n".join(["", *words]))
+        skipped = [outcome.value for outcome in outcomes.values() if outcome.kind == "skip"]
+        if skipped:
+            pytest.skip(skipped[0])
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the ranks, starting them if need be."""
+        return [rank.process.pid for rank in self._started()]
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def close(self) -> None:
+        """End the pool and remove its files."""
+        self.kill()
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+
+POOL = RankPool()
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 40.0, kwargs: dict[str, Any] | None = None
+) -> list[Any]:
+    """Run the module-level function `fn(*args, **kwargs)` on every rank of a fresh default group.
+
+    Args:
+        fn: found by module and qualified name on the other side, so it must not be a closure.
+        world_size: 1 to `NUM_RANKS`.
+        timeout: seconds; also the timeout of the process group.
+
+    Returns:
+        The results (pickled on the way) by rank.
+    """
+    job = Job(fn.__module__, fn.__qualname__, args, kwargs or {}, 0, world_size, "", timeout)
+    return POOL.run(job)
+
+
+def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function that is to run on every rank, once per world size.
+
+    The body finds its rank through `torch.distributed`; parametrised arguments reach it as keywords. It must be at
+    module level.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def test(world_size: int, **kwargs: Any) -> None:
+            run_ranks(body, world_size, timeout=timeout, kwargs=kwargs)
+
+        own = list(inspect.signature(body).parameters.values())
+        world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        test.__signature__ = inspect.Signature([*own, world])  # type: ignore[attr-defined]
+        test.rank_body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes, ids=[f"{n}ranks" for n in world_sizes])(test)
+
+    return decorate
+
+
+class RankExit(NamedTuple):
+    """How a process of its own ended: exit code (negative: signal), what it wrote, and seconds since the start."""
+
+    rank: int
+    returncode: int
+    output: str
+    wall_s: float
+
+
+class RankProcesses:
+    """Processes of their own, one per rank, that a test may signal and wait for."""
+
+    def __init__(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], store_port: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._logs = [Path(self._directory.name) / f"rank-{rank}.log" for rank in range(world_size)]
+        job = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, args))
+        command = [*_WORKER, "once", base64.b64encode(job).decode()]
+        self._began = time.monotonic()
+        self.processes = [self._start(command, rank, world_size, store_port) for rank in range(world_size)]
+
+    def _start(self, command: list[str], rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
+        env = rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size), STORE_PORT=str(port))
+        with open(self._logs[rank], "wb") as log:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def output(self, rank: int) -> str:
+        """Return what `rank` has written so far."""
+        return self._logs[rank].read_text(errors="replace")
+
+    def wait_for(self, rank: int, text: str, timeout: float = 30.0) -> None:
+        """Block until `rank` has written `text`."""
+        deadline = time.monotonic() + timeout
+        while text not in self.output(rank):
+            if time.monotonic() > deadline or self.processes[rank].poll() is not None:
+                raise RankError(f"rank {rank} never wrote {text!r}; it wrote:\n{self.output(rank)}")
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to `rank`."""
+        self.processes[rank].send_signal(number)
+
+    def wait(self, timeout: float, ranks: Sequence[int] | None = None) -> list[RankExit]:
+        """Wait for the given ranks (all by default) to exit by themselves.
+
+        Raises:
+            RankHang: a rank was still there after `timeout` seconds; the message holds stacks and output.
+        """
+        chosen = range(len(self.processes)) if ranks is None else ranks
+        deadline = time.monotonic() + timeout
+        ended: dict[int, float] = {}
+        while len(ended) < len(chosen):
+            for rank in chosen:
+                if rank not in ended and self.processes[rank].poll() is not None:
+                    ended[rank] = time.monotonic() - self._began
+            if time.monotonic() > deadline and len(ended) < len(chosen):
+                raise RankHang(self._hang_report([rank for rank in chosen if rank not in ended], timeout))
+            time.sleep(0.02)
+        return [RankExit(rank, self.processes[rank].returncode, self.output(rank), ended[rank]) for rank in chosen]
+
+    def _hang_report(self, ranks: Sequence[int], timeout: float) -> str:
+        for rank in ranks:
+            self.signal(rank, signal.SIGUSR1)
+        time.sleep(0.5)
+        logs = [f"--- rank {rank}:\n{self.output(rank)}" for rank in range(len(self.processes))]
+        return "\n".join([f"ranks {list(ranks)} did not exit within {timeout} s", *logs])
+
+    def close(self) -> None:
+        """Kill what is left and remove the logs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._directory.cleanup()
+
+
+@contextlib.contextmanager
+def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[RankProcesses]:
+    """Start one process per rank that runs `fn(*args)`; whatever is left at the end of the block is killed.
+
+    `fn` calls `rank_worker.default_group_from_env()` itself. The store lives in the test process, as torchrun's does
+    in its agent, so that no rank's death takes it away.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+    ranks = RankProcesses(fn, world_size, args, store.port)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        del store
+
+
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[RankExit]:
+    """Run `fn(*args)` in a process of its own per rank until all have exited; returns exit codes and output."""
+    with start_ranks(fn, world_size, *args) as ranks:
+        return ranks.wait(timeout)

@@ -1,0 +1,196 @@
+"""What runs inside a rank's process: either a pooled rank that serves jobs, or a rank of its own for one function.
+
+    python -m tests.multi.rank_worker pool <fd>     serves jobs that arrive on the socket <fd> until it closes
+    python -m tests.multi.rank_worker once <job>    runs one function (base64 of a pickle) and exits as Python exits
+
+The second form leaves the interpreter's own exit untouched, so that tests of shutdown see what a user's script would.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any, Callable, NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Job(NamedTuple):
+    """One function to run on the ranks `0 .. world_size - 1`."""
+
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    store_path: str
+    timeout_s: float
+
+
+class Outcome(NamedTuple):
+    """How a job ended on one rank: `kind` is "ok", "error" or "skip"; `value` is the result or the words."""
+
+    kind: str
+    value: Any
+
+
+def resolve(module: str, qualname: str) -> Callable[..., Any]:
+    """Return the function `qualname` of `module`; of a test made by `on_ranks`, the body that the ranks run."""
+    target: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return getattr(target, "rank_body", target)
+
+
+def import_torch() -> None:
+    """Import torch, then turn every warning into an error (torch's own import is not ours to judge)."""
+    import torch
+    import torch.distributed
+    import torch.nn.parallel  # noqa: F401
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # A future change of torch's own C++ logging, not of anything that runs here.
+    warnings.filterwarnings("default", message=".*TORCH_CPP_LOG_LEVEL.*")
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the test process ends, however that happens."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class BackgroundFailures:
+    """Collects exceptions that no test can see: those that end a thread, and those raised in destructors."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        threading.excepthook = self._on_thread
+        sys.unraisablehook = self._on_unraisable
+
+    def _on_thread(self, args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread else "?"
+        trace = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        self.found.append(f"exception ended the thread {name}:\n{trace}")
+
+    def _on_unraisable(self, args: Any) -> None:
+        trace = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        self.found.append(f"exception ignored in {args.object!r}: {args.err_msg}\n{trace}")
+
+    def take(self) -> list[str]:
+        found, self.found = self.found, []
+        return found
+
+
+def init_group(job: Job) -> None:
+    """Set up the default Gloo group of a pooled job over a fresh file store."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(job.store_path, job.world_size)
+    timeout = datetime.timedelta(seconds=job.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+
+
+def reset_process() -> None:
+    """Give every job the same start, whatever the one before it did."""
+    import torch
+
+    torch.manual_seed(1234)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+
+
+def run_in_group(job: Job) -> Any:
+    """Run the job's function inside its own default group and destroy the group afterwards."""
+    import torch.distributed as dist
+
+    reset_process()
+    function = resolve(job.module, job.qualname)
+    init_group(job)
+    try:
+        return function(*job.args, **job.kwargs)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_job(job: Job, background: BackgroundFailures) -> Outcome:
+    """Run a job; never raises."""
+    try:
+        outcome = Outcome("ok", run_in_group(job))
+    except BaseException as error:
+        kind = "skip" if type(error).__name__ == "Skipped" else "error"
+        text = str(error) if kind == "skip" else traceback.format_exc()
+        traceback.clear_frames(error.__traceback__)
+        outcome = Outcome(kind, text)
+    gc.collect()
+    found = background.take()
+    if found and outcome.kind == "ok":
+        return Outcome("error", "\n".join(found))
+    return outcome
+
+
+def encode(outcome: Outcome) -> bytes:
+    """Pickle an outcome; a result that cannot be pickled becomes an error that says so."""
+    try:
+        return pickle.dumps(tuple(outcome))
+    except Exception as error:
+        return pickle.dumps(("error", f"the result of the job cannot be pickled: {error!r}"))
+
+
+def serve(fd: int) -> None:
+    """Serve jobs from the socket `fd` until it closes. The first message sets `sys.path` and names the stack file."""
+    die_with_parent()
+    connection = Connection(fd)
+    sys.path[:], stack_path = pickle.loads(connection.recv_bytes())
+    stack_file: io.TextIOBase = open(stack_path, "w")  # noqa: SIM115 (open for the life of the process)
+    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    import_torch()
+    background = BackgroundFailures()
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            job = Job(*pickle.loads(connection.recv_bytes()))
+        except EOFError:
+            return
+        connection.send_bytes(encode(run_job(job, background)))
+
+
+def run_once(encoded: str) -> None:
+    """Run one function in this process and let the interpreter exit in its own way."""
+    die_with_parent()
+    path, module, qualname, args = pickle.loads(base64.b64decode(encoded))
+    sys.path[:] = path
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import_torch()
+    resolve(module, qualname)(*args)
+
+
+def default_group_from_env(timeout_s: float = 30.0) -> int:
+    """Set up the default group of a rank of its own, over the store that the test process hosts; returns the rank."""
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), world_size, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return rank
+
+
+if __name__ == "__main__":
+    # The module object that tests import, not this `__main__` copy, so that its classes are the ones they see.
+    worker = importlib.import_module("tests.multi.rank_worker")
+    {"pool": lambda: worker.serve(int(sys.argv[2])), "once": lambda: worker.run_once(sys.argv[2])}[sys.argv[1]]()
