@@ -1,0 +1,1 @@
+"""Compiled kernels, each behind one checked crossing: `native` for C++."""

@@ -1,0 +1,253 @@
+"""The only crossing into the C++ extension.
+
+Everything that takes an address does so here, after the tensor was found to be what the kernel needs: on the CPU, of the
+right type, contiguous, large enough, and not overlapping what is written. The kernels run without the GIL.
+
+Numbers: arithmetic is in float32 (float64 for float64) with a true division, then one rounding to nearest even. Denormals
+are kept, whatever `torch.set_flush_denormal` says. A cast to another type turns any NaN into the positive quiet NaN. All
+instruction sets give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import NoReturn
+
+import torch
+
+from commlib.errors import CommlibError, ConfigError
+
+FORCE_ISA_VARIABLE = "COMMLIB_FORCE_ISA"
+"""The environment variable that names the instruction set to use instead of the best one (for tests)."""
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Load the extension and choose the instruction set.
+
+    Returns:
+        The module `commlib._native`. Only this file may call its functions with addresses.
+
+    Raises:
+        CommlibError: The extension cannot be loaded.
+        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not run.
+    """
+    try:
+        from commlib import _native
+    except ImportError as error:
+        raise CommlibError(
+            f"The compiled extension commlib._native cannot be loaded: {error}. "
+            "Install commlib again with a C++ compiler present (pip install --force-reinstall --no-deps .)."
+        ) from error
+    wanted = os.environ.get(FORCE_ISA_VARIABLE, "").strip()
+    supported = _native.supported_isas()
+    if wanted and wanted not in supported:
+        raise ConfigError(
+            f"{FORCE_ISA_VARIABLE}={wanted!r} is not an instruction set of this machine; expected one of "
+            f"{', '.join(supported)}. Unset it to use the best one, {supported[0]}."
+        )
+    _native.select_isa(wanted or supported[0])
+    _bind_tensors(_native)
+    return _native
+
+
+def isa() -> str:
+    """Return the instruction set in use: "avx512", "avx2", "neon" or "scalar".
+
+    Raises:
+        CommlibError: The extension cannot be loaded.
+        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not run.
+    """
+    return load().isa()
+
+
+def supported_isas() -> list[str]:
+    """Return the instruction sets that this machine runs, the best first.
+
+    Raises:
+        CommlibError: The extension cannot be loaded.
+    """
+    return load().supported_isas()
+
+
+class PackPlan:
+    """Where each of a list of tensors lies in one flat buffer: made once, used every step.
+
+    Args:
+        numels: Number of elements of each tensor.
+        src_dtype: Type of the tensors: float32, bfloat16, float16 or float64.
+        dst_dtype: Type of the flat buffer, `src_dtype` by default. Float64 goes with float64 only.
+        offsets: First element of each tensor in the flat buffer; one after the other by default. Places must not overlap.
+
+    Raises:
+        ConfigError: A type without a kernel, a negative size, or places that overlap.
+    """
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        src_dtype: torch.dtype,
+        dst_dtype: torch.dtype | None = None,
+        *,
+        offsets: Sequence[int] | None = None,
+    ) -> None:
+        self._numels = [int(numel) for numel in numels]
+        self._src_dtype = src_dtype
+        self._dst_dtype = dst_dtype or src_dtype
+        starts = list(itertools.accumulate(self._numels, initial=0))[:-1] if offsets is None else list(offsets)
+        _check_places(self._numels, starts)
+        codes = _dtype_code(self._src_dtype), _dtype_code(self._dst_dtype)
+        try:
+            self._native = load().PackPlan(starts, self._numels, *codes)
+        except ValueError as error:
+            raise ConfigError(f"This pack plan cannot be made: {error}.") from None
+
+    @property
+    def extent(self) -> int:
+        """The number of elements that the flat buffer must have."""
+        return self._native.extent
+
+    def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], divisor: float = 1.0) -> None:
+        """Write every source, divided by `divisor` and cast, to its place in `dst`.
+
+        Elements of `dst` that belong to no source stay as they are. A source may already be the place that it goes to (a
+        view of `dst`): it is then divided in place.
+
+        Args:
+            dst: `[>= extent] dst_dtype`, contiguous, on the CPU; changed in place.
+            srcs: One contiguous CPU tensor of `src_dtype` for each size of the plan, of any shape; `None` writes zeros.
+            divisor: Finite and not zero; used as a float32 (float64 for float64).
+
+        Raises:
+            ConfigError: A tensor or the divisor is not as described; the message says which. Nothing was written.
+        """
+        _check_flat(dst, self._dst_dtype, self.extent, "dst")
+        _check_divisor(divisor, self._src_dtype)
+        if len(srcs) != len(self._numels):
+            raise ConfigError(f"The plan packs {len(self._numels)} tensors, got {len(srcs)}.")
+        refused = self._native.pack(dst.data_ptr(), srcs if isinstance(srcs, list) else list(srcs), divisor)
+        if refused >= 0:
+            self._explain(srcs[refused], refused)
+
+    def _explain(self, src: torch.Tensor | None, index: int) -> NoReturn:
+        """Raise with the reason why the extension did not take a source."""
+        if src is not None:
+            _check_tensor(src, self._src_dtype, f"source {index}")
+            if src.numel() != self._numels[index]:
+                raise ConfigError(f"source {index} must have {self._numels[index]} elements, got {src.numel()}.")
+        raise ConfigError(
+            f"source {index} overlaps the flat buffer elsewhere than in its own place, or has no memory. "
+            "Pass a copy of it (clone())."
+        )
+
+
+def pack(dst: torch.Tensor, srcs: Sequence[torch.Tensor], divisor: float = 1.0) -> None:
+    """Write the sources one after the other into `dst`, divided and cast: a `PackPlan` used once.
+
+    Args:
+        dst: `[>= sum of sizes]`, contiguous, on the CPU; changed in place.
+        srcs: Contiguous CPU tensors of one type.
+        divisor: Finite and not zero.
+
+    Raises:
+        ConfigError: As `PackPlan` and `PackPlan.pack`.
+    """
+    src_dtype = srcs[0].dtype if srcs else dst.dtype
+    PackPlan([src.numel() for src in srcs], src_dtype, dst.dtype).pack(dst, srcs, divisor)
+
+
+def unpack_cast(dst: torch.Tensor, src: torch.Tensor, divisor: float = 1.0) -> None:
+    """Write `src / divisor`, cast to the type of `dst`, to the front of `dst`.
+
+    Args:
+        dst: `[>= src.numel()]`, contiguous, on the CPU; changed in place. The tail stays as it is.
+        src: `[numel]`, contiguous, on the CPU; may be `dst` itself, and must not overlap it otherwise.
+        divisor: Finite and not zero; used as a float32 (float64 for float64).
+
+    Raises:
+        ConfigError: A tensor, the pair of types or the divisor is not as described. Nothing was written.
+    """
+    _check_tensor(src, src.dtype, "src")
+    _check_flat(dst, dst.dtype, src.numel(), "dst")
+    _check_divisor(divisor, src.dtype)
+    _check_apart(dst, src)
+    codes = _dtype_code(dst.dtype), _dtype_code(src.dtype)
+    try:
+        load().convert(dst.data_ptr(), codes[0], src.data_ptr(), codes[1], src.numel(), divisor)
+    except ValueError as error:
+        raise ConfigError(f"This cast cannot be made: {error}.") from None
+
+
+def _bind_tensors(native: ModuleType) -> None:
+    """Give the extension what it needs to read tensors by itself."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    try:
+        native.bind_tensor_type(torch.Tensor, capsule, torch.Tensor.is_neg)
+    except (RuntimeError, ValueError) as error:
+        raise CommlibError(
+            f"This torch ({torch.__version__}) cannot be used: {error}. Install torch 2.11 or later."
+        ) from None
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    code = _DTYPE_CODES.get(dtype)
+    if code is None:
+        expected = ", ".join(str(known) for known in _DTYPE_CODES)
+        raise ConfigError(f"No kernel takes {dtype}; expected one of {expected}. Convert the tensor first.")
+    return code
+
+
+def _check_places(numels: Sequence[int], starts: Sequence[int]) -> None:
+    if len(starts) != len(numels):
+        raise ConfigError(f"Every tensor needs one offset: got {len(starts)} offsets for {len(numels)} tensors.")
+    if any(value < 0 for value in itertools.chain(numels, starts)):
+        raise ConfigError("Sizes and offsets must not be negative.")
+
+
+def _check_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Raise unless the address of `tensor` can be given to a kernel that reads `dtype`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} must be a tensor, got {type(tensor).__name__}.")
+    problems = _problems(tensor, dtype)
+    if problems:
+        raise ConfigError(f"{name} {problems[0]}, got {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}.")
+
+
+def _problems(tensor: torch.Tensor, dtype: torch.dtype) -> list[str]:
+    if tensor.layout is not torch.strided:
+        return [f"must be dense, not {tensor.layout} (to_dense())"]
+    checks: Iterable[tuple[bool, str]] = (
+        (tensor.device.type == "cpu", "must be on the CPU (cpu())"),
+        (tensor.dtype == dtype, f"must be {dtype} (to({dtype}))"),
+        (tensor.is_contiguous(), "must be contiguous (contiguous())"),
+        (not tensor.is_neg(), "must not be a negated view (resolve_neg())"),
+    )
+    return [problem for is_good, problem in checks if not is_good]
+
+
+def _check_flat(tensor: torch.Tensor, dtype: torch.dtype, numel: int, name: str) -> None:
+    _check_tensor(tensor, dtype, name)
+    if tensor.numel() < numel:
+        raise ConfigError(f"{name} must have at least {numel} elements, got {tensor.numel()}.")
+
+
+def _check_divisor(divisor: float, dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype if dtype == torch.float64 else torch.float32).max
+    smallest = 2.0**-1074 if dtype == torch.float64 else 2.0**-149
+    if not math.isfinite(divisor) or not smallest <= abs(divisor) <= largest:
+        raise ConfigError(f"The divisor must be finite and not zero as a {dtype} computation sees it, got {divisor}.")
+
+
+def _check_apart(dst: torch.Tensor, src: torch.Tensor) -> None:
+    first, second = dst.data_ptr(), src.data_ptr()
+    if first == second and dst.dtype == src.dtype:
+        return
+    if first < second + src.nbytes and second < first + dst.nbytes:
+        raise ConfigError("src and dst overlap. Pass a copy of src (clone()).")

@@ -1,0 +1,115 @@
+// The logic of the cast kernels, written once. Each kernels_<isa>.cpp includes this file inside its own namespace,
+// after it has named its instruction set, so the compiler makes one version of it per instruction set. Hence no include
+// guard, and no #include here: nothing of the standard library may be compiled for an instruction set that is not
+// checked for.
+//
+// [Note: casts]
+// The arithmetic is in float32 (float64 for float64), then one rounding to nearest, ties to even. Denormals are kept. A
+// cast to another type writes a NaN as the positive quiet NaN without payload (0x7FC00000, 0x7FC0, 0x7E00): hardware
+// disagrees about sign and payload, bytes on the wire must not.
+
+struct Float32 {
+  using Storage = float;
+  using Compute = float;
+  static inline float load(float x) { return x; }
+  static inline float store(float x) { return x; }
+};
+
+struct Float64 {
+  using Storage = double;
+  using Compute = double;
+  static inline double load(double x) { return x; }
+  static inline double store(double x) { return x; }
+};
+
+static inline std::uint32_t bits_of(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+static inline float float_of(std::uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+struct BFloat16 {
+  using Storage = std::uint16_t;
+  using Compute = float;
+  static inline float load(std::uint16_t x) { return float_of(static_cast<std::uint32_t>(x) << 16); }
+  static inline std::uint16_t store(float x) {
+    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    return static_cast<std::uint16_t>(is_nan ? 0x7FC0u : rounded);
+  }
+};
+
+struct Float16 {
+  using Storage = std::uint16_t;
+  using Compute = float;
+
+  // Exponents are moved with two exact float operations, so that denormals need no branch.
+  static inline float load(std::uint16_t x) {
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(x & 0x7FFFu) << 13;
+    const float shifted = float_of(magnitude) * 0x1.0p112f;
+    const std::uint32_t bits = (x & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : bits_of(shifted);
+    return float_of(bits | static_cast<std::uint32_t>(x & 0x8000u) << 16);
+  }
+
+  // Adding a power of two that is as large as the last kept bit demands makes the float adder do the rounding. Scaling
+  // up and down first turns what is too large into infinity.
+  static inline std::uint16_t store(float x) {
+    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+    const float saturated = (float_of(magnitude) * 0x1.0p112f) * 0x1.0p-110f;
+    const std::uint32_t exponent = magnitude & 0x7F800000u;
+    const std::uint32_t bias = (exponent < 0x38800000u ? 0x38800000u : exponent) + 0x07800000u;
+    const std::uint32_t summed = bits_of(float_of(bias) + saturated);
+    const std::uint32_t rounded = ((summed >> 13) & 0x7C00u) + (summed & 0x0FFFu);
+    return static_cast<std::uint16_t>(magnitude > 0x7F800000u ? 0x7E00u : rounded | ((bits >> 16) & 0x8000u));
+  }
+};
+
+template <class In, class Out>
+static inline typename Out::Storage cast(typename In::Compute x) {
+  if constexpr (std::is_same_v<Out, Float32> && !std::is_same_v<In, Float32>) return x == x ? x : float_of(0x7FC00000u);
+  return Out::store(x);
+}
+
+template <class In, class Out>
+static void divide(void* dst, const void* src, std::size_t count, double operand) {
+  const auto* in = static_cast<const typename In::Storage*>(src);
+  auto* out = static_cast<typename Out::Storage*>(dst);
+  const auto divisor = static_cast<typename In::Compute>(operand);
+  COMMLIB_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) out[i] = cast<In, Out>(In::load(in[i]) / divisor);
+}
+
+template <class In, class Out>
+static void multiply(void* dst, const void* src, std::size_t count, double operand) {
+  const auto* in = static_cast<const typename In::Storage*>(src);
+  auto* out = static_cast<typename Out::Storage*>(dst);
+  const auto factor = static_cast<typename In::Compute>(operand);
+  COMMLIB_INDEPENDENT_ITERATIONS
+  for (std::size_t i = 0; i < count; ++i) out[i] = cast<In, Out>(In::load(in[i]) * factor);
+}
+
+static Kernels make_kernels(const char* name) {
+  return Kernels{
+      name,
+      {
+          {divide<Float32, Float32>, divide<Float32, BFloat16>, divide<Float32, Float16>, nullptr},
+          {divide<BFloat16, Float32>, divide<BFloat16, BFloat16>, divide<BFloat16, Float16>, nullptr},
+          {divide<Float16, Float32>, divide<Float16, BFloat16>, divide<Float16, Float16>, nullptr},
+          {nullptr, nullptr, nullptr, divide<Float64, Float64>},
+      },
+      {
+          {multiply<Float32, Float32>, multiply<Float32, BFloat16>, multiply<Float32, Float16>, nullptr},
+          {multiply<BFloat16, Float32>, multiply<BFloat16, BFloat16>, multiply<BFloat16, Float16>, nullptr},
+          {multiply<Float16, Float32>, multiply<Float16, BFloat16>, multiply<Float16, Float16>, nullptr},
+          {nullptr, nullptr, nullptr, multiply<Float64, Float64>},
+      },
+  };
+}

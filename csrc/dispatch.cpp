@@ -1,0 +1,70 @@
+// Finds the instruction sets of this machine and holds the table in use.
+#include <atomic>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace commlib {
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#else
+bool has_avx2() {
+  return false;
+}
+bool has_avx512() {
+  return false;
+}
+#endif
+
+std::vector<const Kernels*> find_kernels() {
+  std::vector<const Kernels*> found;
+  if (has_avx512()) found.push_back(avx512_kernels());
+  if (has_avx2()) found.push_back(avx2_kernels());
+  if (neon_kernels()) found.push_back(neon_kernels());
+  found.push_back(scalar_kernels());
+  return found;
+}
+
+const std::vector<const Kernels*>& supported_kernels() {
+  static const std::vector<const Kernels*> supported = find_kernels();
+  return supported;
+}
+
+std::atomic<const Kernels*>& active() {
+  static std::atomic<const Kernels*> kernels{supported_kernels().front()};
+  return kernels;
+}
+
+}  // namespace
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+const Kernels& active_kernels() {
+  return *active().load(std::memory_order_acquire);
+}
+
+void select_isa(const std::string& name) {
+  for (const Kernels* kernels : supported_kernels()) {
+    if (name == kernels->name) {
+      active().store(kernels, std::memory_order_release);
+      return;
+    }
+  }
+  throw std::invalid_argument("this machine does not run the instruction set '" + name + "'");
+}
+
+}  // namespace commlib

@@ -1,0 +1,22 @@
+// Everything that convert_impl.h needs, included by each kernels_<isa>.cpp before it names its instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels.h"
+
+// Says that no iteration of the next loop reads what another one writes (in and out may be the same address).
+#if defined(__clang__)
+#define COMMLIB_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define COMMLIB_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
+#endif
+
+#if defined(__x86_64__)
+#define COMMLIB_X86 1
+#elif defined(__aarch64__)
+#define COMMLIB_ARM64 1
+#endif

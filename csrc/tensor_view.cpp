@@ -1,0 +1,112 @@
+#include "tensor_view.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace commlib {
+namespace {
+
+// The parts of DLPack 1.x that are used here, laid out as its standard demands.
+struct ExchangeVersion {
+  std::uint32_t major;
+  std::uint32_t minor;
+};
+
+struct ExchangedTensor {
+  void* data;
+  std::int32_t device_type;
+  std::int32_t device_id;
+  std::int32_t num_dims;
+  std::uint8_t type_code;
+  std::uint8_t type_bits;
+  std::uint16_t type_lanes;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+using ReadFn = int (*)(void* object, ExchangedTensor* out);
+
+struct ExchangeTable {
+  ExchangeVersion version;
+  ExchangeTable* previous;
+  void* allocate;
+  void* export_managed;
+  void* import_managed;
+  ReadFn read;
+  void* current_stream;
+};
+
+constexpr std::uint32_t kMajorVersion = 1;
+constexpr std::int32_t kCpu = 1;
+constexpr std::int32_t kPinnedCpu = 3;
+constexpr std::uint8_t kFloat = 2;
+constexpr std::uint8_t kBFloat = 4;
+
+PyTypeObject* tensor_class = nullptr;
+PyObject* is_neg_method = nullptr;
+ReadFn read_function = nullptr;
+
+bool has_type(const ExchangedTensor& tensor, DType dtype) {
+  const std::uint8_t code = dtype == DType::kBFloat16 ? kBFloat : kFloat;
+  return tensor.type_code == code && tensor.type_bits == 8 * element_bytes(dtype) && tensor.type_lanes == 1;
+}
+
+bool has_size(const ExchangedTensor& tensor, std::size_t count) {
+  std::size_t size = 1;
+  for (int dim = 0; dim < tensor.num_dims; ++dim) size *= static_cast<std::size_t>(tensor.shape[dim]);
+  return size == count;
+}
+
+bool is_contiguous(const ExchangedTensor& tensor) {
+  std::int64_t expected = 1;
+  for (int dim = tensor.num_dims - 1; dim >= 0; --dim) {
+    if (tensor.shape[dim] != 1 && tensor.strides[dim] != expected) return false;
+    expected *= tensor.shape[dim];
+  }
+  return true;
+}
+
+// The imaginary part of a conjugate is stored without its sign, which the table does not tell. It has a stride of two,
+// so only a single element of it passes for contiguous, and only then is it worth a call of Python.
+bool is_negated(PyObject* object) {
+  PyObject* answer = PyObject_CallFunctionObjArgs(is_neg_method, object, nullptr);
+  if (!answer) PyErr_Clear();
+  Py_XDECREF(answer);
+  return answer != Py_False;
+}
+
+}  // namespace
+
+void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObject* is_neg) {
+  auto* table = static_cast<ExchangeTable*>(PyCapsule_GetPointer(exchange_capsule, "dlpack_exchange_api"));
+  if (!table) PyErr_Clear();
+  while (table && table->version.major > kMajorVersion) table = table->previous;
+  if (!PyType_Check(tensor_type) || !table || table->version.major != kMajorVersion || !table->read) {
+    throw std::runtime_error("the tensor class has no DLPack 1 exchange table that reads tensors");
+  }
+  // Kept for the life of the process, as the extension is.
+  Py_INCREF(tensor_type);
+  Py_INCREF(is_neg);
+  tensor_class = reinterpret_cast<PyTypeObject*>(tensor_type);
+  is_neg_method = is_neg;
+  read_function = table->read;
+}
+
+bool read_tensor(PyObject* object, DType dtype, std::size_t count, const void** data) {
+  ExchangedTensor tensor;
+  if (!read_function || !PyObject_TypeCheck(object, tensor_class)) return false;
+  if (read_function(object, &tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool is_on_cpu = tensor.device_type == kCpu || tensor.device_type == kPinnedCpu;
+  if (!is_on_cpu || !has_type(tensor, dtype) || !has_size(tensor, count)) return false;
+  if (count == 0) return true;
+  if (count == 1 && is_negated(object)) return false;
+  *data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
+  return tensor.data && is_contiguous(tensor);
+}
+
+}  // namespace commlib

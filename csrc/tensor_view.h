@@ -1,0 +1,27 @@
+// Reads a torch tensor's address, type and shape without libtorch and without calling Python.
+//
+// [Note: tensor exchange]
+// torch 2.10 and later publish a table of C functions on the tensor class, the DLPack C exchange interface
+// (`torch.Tensor.__dlpack_c_exchange_api__`). Its layout is a stable C interface of its own standard, so the extension
+// neither includes nor links torch. Asking Python for the same facts (data_ptr, numel, dtype, device, is_contiguous)
+// takes about ten times as long, and a step may pack thousands of tensors.
+#pragma once
+
+#include <Python.h>
+
+#include <cstddef>
+
+#include "kernels.h"
+
+namespace commlib {
+
+// Names the class of tensors, the capsule with its table, and the method that says whether a tensor is a negated view.
+// Must be called once before `read_tensor`.
+// Throws std::runtime_error if the table is of another major version or lacks the function that is needed.
+void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObject* is_neg);
+
+// Returns true and sets `data` if `object` is a contiguous CPU tensor of `count` elements of type `dtype`. Leaves no
+// Python error behind. Needs the GIL.
+bool read_tensor(PyObject* object, DType dtype, std::size_t count, const void** data);
+
+}  // namespace commlib

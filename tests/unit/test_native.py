@@ -1,0 +1,319 @@
+"""The C++ kernels against NumPy and torch: the same bits on every instruction set."""
+
+import functools
+import math
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.errors import CommlibError, ConfigError
+from commlib.kernels import native
+
+FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
+PAIRS = [(src, dst) for src in FLOAT_TYPES for dst in FLOAT_TYPES] + [(torch.float64, torch.float64)]
+DIVISORS = [1.0, 2.0, 4.0, 0.5, -8.0, 3.0, 7.0, 1e-3, 2.0**-126, 2.0**127, 2.0**-140, 1e30]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def all_isas() -> list[str]:
+    return native.supported_isas()
+
+
+@pytest.fixture(params=all_isas())
+def isa(request, monkeypatch):
+    monkeypatch.setenv(native.FORCE_ISA_VARIABLE, request.param)
+    native.load.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    native.load.cache_clear()
+    native.load()
+
+
+@functools.cache
+def special_values(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of a 16-bit type; for wider ones random bits, ordinary numbers, and the edges of the narrow types."""
+    if dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    generator = np.random.default_rng(7)
+    random_bits = torch.from_numpy(generator.integers(0, 2**63 - 1, 30_000)) * 2 + 1
+    named = [
+        0.0,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        1e-45,
+        -1e-40,
+        65504,
+        65519.996,
+        65520,
+        3.4e38,
+        2.0**-24,
+        2.0**-25,
+    ]
+    halves = special_values(torch.float16).to(dtype)
+    midway = halves * (1 + 2.0**-11)
+    normal = torch.from_numpy(generator.normal(size=9_999))
+    return torch.cat([random_bits.view(dtype), torch.tensor(named, dtype=dtype), normal.to(dtype), halves, midway])
+
+
+def reference(src: torch.Tensor, dst_dtype: torch.dtype, divisor: float) -> torch.Tensor:
+    """A true division in float32 (float64), one rounding, and the canonical NaN in casts: what the kernels must give."""
+    if src.dtype == dst_dtype and divisor == 1.0:
+        return src.clone()
+    compute = np.float64 if src.dtype == torch.float64 else np.float32
+    with np.errstate(all="ignore"):
+        quotient = src.to(torch.float64 if compute == np.float64 else torch.float32).numpy() / compute(divisor)
+        if dst_dtype == torch.bfloat16:
+            result = round_to_bfloat16(quotient)
+        else:
+            result = torch.from_numpy(quotient.astype(np.float16) if dst_dtype == torch.float16 else quotient)
+    is_nan = torch.from_numpy(np.isnan(quotient))
+    return torch.where(is_nan, canonical_nan(dst_dtype), result)
+
+
+def round_to_bfloat16(values: np.ndarray) -> torch.Tensor:
+    raw = values.view(np.uint32).astype(np.uint64)
+    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+    return torch.from_numpy(rounded.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
+
+
+def canonical_nan(dtype: torch.dtype) -> torch.Tensor:
+    codes = {torch.float64: 0x7FF8 << 48, torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+    return torch.tensor(codes[dtype], dtype=BITS[dtype.itemsize]).view(dtype)
+
+
+@pytest.mark.parametrize("divisor", DIVISORS)
+@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS)
+def test_cast_is_bit_equal_to_numpy(isa, src_dtype, dst_dtype, divisor):
+    src = special_values(src_dtype)
+    dst = torch.full_like(src, 7, dtype=dst_dtype)
+    native.unpack_cast(dst, src, divisor)
+    want = reference(src, dst_dtype, divisor)
+    if src_dtype == dst_dtype and src_dtype.itemsize > 2 and divisor != 1.0:
+        # Dividing without a cast leaves the payload of a NaN to the processor.
+        dst = torch.where(dst.isnan(), canonical_nan(dst_dtype), dst)
+    assert torch.equal(bits(dst), bits(want))
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT_TYPES, torch.float64])
+@pytest.mark.parametrize("divisor", [3.0, 4.0])
+def test_all_instruction_sets_give_the_same_bits(dtype, divisor, monkeypatch):
+    src, results = special_values(dtype), []
+    for name in all_isas():
+        monkeypatch.setenv(native.FORCE_ISA_VARIABLE, name)
+        native.load.cache_clear()
+        results.append(torch.empty_like(src))
+        native.unpack_cast(results[-1], src, divisor)
+    native.load.cache_clear()
+    assert all(torch.equal(bits(results[0]), bits(result)) for result in results)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_cast_agrees_with_torch_for_numbers(isa, dtype):
+    src = torch.randn(1001)
+    dst = torch.empty(1001, dtype=dtype)
+    native.unpack_cast(dst, src, 3.0)
+    assert torch.equal(bits(dst), bits((src / 3.0).to(dtype)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127])
+@pytest.mark.parametrize(("src_dtype", "dst_dtype"), PAIRS)
+def test_tails_write_exactly_their_elements(isa, src_dtype, dst_dtype, count):
+    src = torch.randn(count + 1).to(src_dtype)[1:]  # not aligned to a vector
+    dst = torch.full((count + 8,), 5.0, dtype=dst_dtype)
+    native.unpack_cast(dst, src, 3.0)
+    assert torch.equal(bits(dst[:count]), bits(reference(src, dst_dtype, 3.0)))
+    assert (dst[count:] == 5.0).all()
+
+
+def test_pack_gathers_divides_and_casts(isa):
+    shapes = [(3, 5), (), (0, 4), (17,), (2, 2, 2), (1,)]
+    srcs = [torch.randn(shape) for shape in shapes]
+    dst = torch.empty(sum(src.numel() for src in srcs), dtype=torch.bfloat16)
+    native.pack(dst, srcs, 3.0)
+    want = torch.cat([src.reshape(-1) / 3.0 for src in srcs]).to(torch.bfloat16)
+    assert torch.equal(bits(dst), bits(want))
+
+
+def test_pack_leaves_gaps_alone_and_writes_zeros_for_none(isa):
+    plan = native.PackPlan([2, 3, 2], torch.float32, offsets=[6, 0, 4])
+    dst = torch.full((10,), 9.0)
+    plan.pack(dst, [torch.ones(2), torch.full((3,), 2.0), None])
+    assert dst.tolist() == [2, 2, 2, 9, 0, 0, 1, 1, 9, 9]
+    assert plan.extent == 8
+
+
+def test_pack_divides_in_place_where_the_source_is_its_own_place():
+    dst = torch.arange(6.0)
+    native.PackPlan([2, 4], torch.float32).pack(dst, [dst[:2], dst[2:]], 3.0)
+    assert torch.equal(dst, torch.arange(6.0) / 3.0)
+
+
+def test_pack_takes_parameters_and_tensors_that_require_grad():
+    dst = torch.empty(4)
+    native.pack(dst, [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)])
+    assert dst.tolist() == [1, 1, 1, 1]
+
+
+def test_an_empty_plan_does_nothing():
+    dst = torch.empty(0)
+    native.PackPlan([], torch.float32).pack(dst, [], 2.0)
+    native.PackPlan([0, 0], torch.float32).pack(dst, [torch.empty(0), torch.empty(0, 3)], 2.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(numels=st.lists(st.integers(0, 70), max_size=12), divisor=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
+def test_pack_equals_division_and_concatenation(numels, divisor, seed):
+    torch.manual_seed(seed)
+    srcs = [torch.randn(numel) for numel in numels]
+    dst = torch.empty(sum(numels))
+    native.PackPlan(numels, torch.float32).pack(dst, srcs, divisor)
+    want = [(src.numpy() / np.float32(divisor)) for src in srcs]
+    assert np.array_equal(dst.numpy(), np.concatenate([*want, np.empty(0, np.float32)]))
+
+
+def test_denormals_are_kept_when_the_thread_flushes_them(isa):
+    src = torch.tensor([1e-40, -1e-45, 3e-39])
+    dst = torch.empty(3)
+    want = src.numpy() / np.float32(3.0)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush denormals")
+    try:
+        native.unpack_cast(dst, src, 3.0)
+        flushed = torch.tensor([1e-40]) / 3.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(dst.numpy().view(np.int32), want.view(np.int32))
+    assert flushed.view(torch.int32).item() == 0  # the kernel put the thread's own mode back
+
+
+def test_kernels_run_without_the_gil():
+    src, dst = torch.randn(8_000_000), torch.empty(8_000_000)
+    calls = 0
+
+    def work():
+        for _ in range(20):
+            native.unpack_cast(dst, src, 3.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    start = time.perf_counter()
+    longest = 0.0
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, start, calls = max(longest, now - start), now, calls + 1
+    thread.join()
+    assert calls > 1000  # with the GIL held, this thread would have come to run some twenty times
+    assert longest < 5.0
+
+
+def not_contiguous():
+    return torch.randn(4, 3).t()
+
+
+BAD_SOURCES = {
+    "contiguous": (not_contiguous, 12),
+    "float32": (lambda: torch.randn(12, dtype=torch.float64), 12),
+    "12 elements": (lambda: torch.randn(11), 12),
+    "CPU": (lambda: torch.empty(12, device="meta"), 12),
+    "dense": (lambda: torch.eye(4)[:3].to_sparse(), 12),
+    "must be a tensor": (lambda: [0.0] * 12, 12),
+    "negated": (lambda: torch.tensor([1 + 2j]).conj().imag, 1),
+}
+
+
+@pytest.mark.parametrize("what", BAD_SOURCES)
+def test_pack_refuses_a_bad_source_and_writes_nothing(what):
+    make, numel = BAD_SOURCES[what]
+    dst = torch.full((2 + numel,), 3.0)
+    with pytest.raises(ConfigError, match=rf"source 1 .*{what}"):
+        native.PackPlan([2, numel], torch.float32).pack(dst, [torch.zeros(2), make()])
+    assert (dst == 3.0).all()
+
+
+def test_pack_refuses_a_bad_buffer():
+    plan, srcs = native.PackPlan([4], torch.float32, torch.float16), [torch.ones(4)]
+    for bad in (torch.empty(4), torch.empty(3, dtype=torch.half), torch.empty(8, dtype=torch.half)[::2]):
+        with pytest.raises(ConfigError, match="dst must"):
+            plan.pack(bad, srcs)
+    with pytest.raises(ConfigError, match="packs 1 tensors, got 2"):
+        plan.pack(torch.empty(4, dtype=torch.half), srcs * 2)
+
+
+def test_pack_refuses_overlap():
+    flat = torch.arange(8.0)
+    plan = native.PackPlan([4, 4], torch.float32)
+    with pytest.raises(ConfigError, match="source 0 overlaps"):
+        plan.pack(flat, [flat[4:], torch.ones(4)])
+    with pytest.raises(ConfigError, match="source 1 overlaps"):
+        plan.pack(flat, [torch.ones(4), flat[3:7]])
+    assert flat.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("divisor", [0.0, float("nan"), float("inf"), 1e39, 1e-50])
+def test_a_divisor_that_is_none_is_refused(divisor):
+    with pytest.raises(ConfigError, match="divisor must be finite and not zero"):
+        native.pack(torch.empty(2), [torch.ones(2)], divisor)
+    with pytest.raises(ConfigError, match="divisor must be finite and not zero"):
+        native.unpack_cast(torch.empty(2), torch.ones(2), divisor)
+
+
+def test_a_plan_that_makes_no_sense_is_refused():
+    with pytest.raises(ConfigError, match="share elements"):
+        native.PackPlan([4, 4], torch.float32, offsets=[0, 3])
+    with pytest.raises(ConfigError, match="one offset"):
+        native.PackPlan([4, 4], torch.float32, offsets=[0])
+    with pytest.raises(ConfigError, match="negative"):
+        native.PackPlan([4], torch.float32, offsets=[-1])
+    with pytest.raises(ConfigError, match="no kernel from float64 to bfloat16"):
+        native.PackPlan([4], torch.float64, torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"No kernel takes torch\.int32"):
+        native.PackPlan([4], torch.int32)
+
+
+def test_unpack_cast_refuses_bad_tensors():
+    flat = torch.zeros(8)
+    with pytest.raises(ConfigError, match="dst must have at least 4"):
+        native.unpack_cast(torch.empty(3), torch.ones(4))
+    with pytest.raises(ConfigError, match="overlap"):
+        native.unpack_cast(flat, flat[2:])
+    with pytest.raises(ConfigError, match="src must be contiguous"):
+        native.unpack_cast(flat, torch.ones(8)[::2])
+    with pytest.raises(ConfigError, match="no kernel from float32 to float64"):
+        native.unpack_cast(torch.empty(4, dtype=torch.double), torch.ones(4))
+
+
+def test_isa_is_the_best_one_unless_forced(isa):
+    assert native.isa() == isa
+
+
+def test_the_environment_must_name_a_supported_isa(monkeypatch):
+    monkeypatch.setenv(native.FORCE_ISA_VARIABLE, "mmx")
+    native.load.cache_clear()
+    with pytest.raises(ConfigError, match=r"COMMLIB_FORCE_ISA='mmx'.*scalar"):
+        native.isa()
+    monkeypatch.undo()
+    native.load.cache_clear()
+    assert native.isa() == native.supported_isas()[0]
+
+
+def test_a_missing_extension_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "commlib._native", None)
+    monkeypatch.delattr("commlib._native", raising=False)
+    native.load.cache_clear()
+    with pytest.raises(CommlibError, match="C\\+\\+ compiler"):
+        native.isa()
+    monkeypatch.undo()
+    native.load.cache_clear()
+    assert native.isa()
