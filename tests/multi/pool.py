@@ -109,6 +109,7 @@ class RankPool:
             RankError: a rank raised; the message holds rank and traceback of each that did.
             RankHang: a rank was not done after the job's timeout; the pool is restarted for the next job.
         """
+        __tracebackhide__ = True
         ranks = self._started()[: job.world_size]
         job = job._replace(store_path=self._store_path())
         try:
@@ -152,6 +153,7 @@ class RankPool:
 
     def _judge(self, outcomes: dict[int, Outcome], ranks: Sequence[PooledRank], job: Job) -> None:
         """Raise what the outcomes call for; break the pool where a rank hangs or died."""
+        __tracebackhide__ = True
         failed = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "error"}
         words = [f"--- rank {rank} of {job.world_size} failed in {job.qualname}:\n{text}" for rank, text in failed.items()]
         hung = [rank for rank in ranks if rank.rank not in outcomes]
@@ -198,6 +200,7 @@ def run_ranks(
     Returns:
         The results (pickled on the way) by rank.
     """
+    __tracebackhide__ = True
     job = Job(fn.__module__, fn.__qualname__, args, kwargs or {}, 0, world_size, "", timeout)
     return POOL.run(job)
 
@@ -212,6 +215,7 @@ def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[...
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
         def test(world_size: int, **kwargs: Any) -> None:
+            __tracebackhide__ = True
             run_ranks(body, world_size, timeout=timeout, kwargs=kwargs)
 
         own = list(inspect.signature(body).parameters.values())
