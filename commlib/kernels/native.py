@@ -1,11 +1,11 @@
 """The only crossing into the C++ extension.
 
-Everything that takes an address does so here, after the tensor was found to be what the kernel needs: on the CPU, of the
-right type, contiguous, large enough, and not overlapping what is written. The kernels run without the GIL.
+Everything that takes an address does so here, after the tensor was found to be what the kernel needs: on the CPU, of
+the right type, contiguous, large enough, and not overlapping what is written. The kernels run without the GIL.
 
-Numbers: arithmetic is in float32 (float64 for float64) with a true division, then one rounding to nearest even. Denormals
-are kept, whatever `torch.set_flush_denormal` says. A cast to another type turns any NaN into the positive quiet NaN. All
-instruction sets give the same bits.
+Numbers: arithmetic is in float32 (float64 for float64) with a true division, then one rounding to nearest even.
+Denormals are kept, whatever `torch.set_flush_denormal` says. A cast to another type turns any NaN into the positive
+quiet NaN. All instruction sets give the same bits.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class PackPlan:
         numels: Number of elements of each tensor.
         src_dtype: Type of the tensors: float32, bfloat16, float16 or float64.
         dst_dtype: Type of the flat buffer, `src_dtype` by default. Float64 goes with float64 only.
-        offsets: First element of each tensor in the flat buffer; one after the other by default. Places must not overlap.
+        offsets: First element of each tensor in the flat buffer, one after the other by default. Places must not
+            overlap.
 
     Raises:
         ConfigError: A type without a kernel, a negative size, or places that overlap.
@@ -117,8 +118,8 @@ class PackPlan:
     def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], divisor: float = 1.0) -> None:
         """Write every source, divided by `divisor` and cast, to its place in `dst`.
 
-        Elements of `dst` that belong to no source stay as they are. A source may already be the place that it goes to (a
-        view of `dst`): it is then divided in place.
+        Elements of `dst` that belong to no source stay as they are. A source may already be the place that it goes to
+        (a view of `dst`): it is then divided in place.
 
         Args:
             dst: `[>= extent] dst_dtype`, contiguous, on the CPU; changed in place.

@@ -68,7 +68,7 @@ def special_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def reference(src: torch.Tensor, dst_dtype: torch.dtype, divisor: float) -> torch.Tensor:
-    """A true division in float32 (float64), one rounding, and the canonical NaN in casts: what the kernels must give."""
+    """What the kernels must give: a true division in float32 (float64), one rounding, the canonical NaN in casts."""
     if src.dtype == dst_dtype and divisor == 1.0:
         return src.clone()
     compute = np.float64 if src.dtype == torch.float64 else np.float32
