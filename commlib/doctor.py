@@ -1,0 +1,224 @@
+"""What `commlib doctor` finds out: versions, backends, instruction sets, devices, and what is missing with its fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Status = Literal["ok", "absent", "broken"]
+"""`ok`: there; `absent`: not there, and something optional needs it; `broken`: commlib does not work like this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: The group that it belongs to, as "versions".
+        name: What was looked for.
+        status: Whether it is there.
+        value: What was found, in words.
+        fix: What to do about it, or "" where nothing is to be done.
+    """
+
+    topic: str
+    name: str
+    status: Status
+    value: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at this machine and return the findings, in the order in which they are shown.
+
+    A check that fails in an unforeseen way becomes a finding itself, so that the others are still shown.
+    """
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        try:
+            findings.extend(check())
+        except Exception as error:
+            findings.append(Finding("doctor", check.__name__.strip("_"), "absent", f"could not be checked: {error!r}"))
+    return findings
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """Return 0, or 1 where commlib cannot work: a finding is broken."""
+    return int(any(finding.status == "broken" for finding in findings))
+
+
+def to_json(findings: list[Finding]) -> str:
+    """Return the findings as a JSON object: `{"ok": bool, "findings": [{topic, name, status, value, fix}]}`."""
+    rows = [dataclasses.asdict(finding) for finding in findings]
+    return json.dumps({"ok": exit_code(findings) == 0, "findings": rows}, indent=2)
+
+
+def show(findings: list[Finding]) -> None:
+    """Print the findings as a table, and below it what to do about those that are not `ok`."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    marks = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "broken": "[bold red]broken[/]"}
+    table = Table("", "", "", "", title="commlib doctor", title_justify="left", show_header=False)
+    last_topic = ""
+    for finding in findings:
+        if last_topic and finding.topic != last_topic:
+            table.add_section()
+        topic = "" if finding.topic == last_topic else finding.topic
+        last_topic = finding.topic
+        table.add_row(topic, escape(finding.name), marks[finding.status], escape(finding.value))
+    console = Console()
+    console.print(table)
+    for finding in findings:
+        if finding.fix:
+            console.print(f"[bold]{escape(finding.name)}[/]: {escape(finding.fix)}", highlight=False)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    for name in ("commlib", "torch", "numpy"):
+        try:
+            yield Finding("versions", name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            fix = "Install it: pip install ." if name == "commlib" else f"Install it: pip install {name}."
+            yield Finding("versions", name, "absent", "is not an installed package", fix)
+
+
+def _backends() -> Iterator[Finding]:
+    if not dist.is_available():
+        fix = "Install a torch build that has torch.distributed; commlib communicates through it."
+        yield Finding("backends", "torch.distributed", "broken", "not in this torch", fix)
+        return
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    uses = {"gloo": "CPU tensors", "nccl": "CUDA tensors", "mpi": "not needed"}
+    for name, is_there in backends.items():
+        value = "available" if is_there else "not in this torch"
+        yield Finding("backends", name, "ok" if is_there else "absent", f"{value} ({uses[name]})")
+
+
+def _extension() -> Iterator[Finding]:
+    from commlib.errors import CommlibError
+    from commlib.kernels import native
+
+    try:
+        supported, chosen = native.supported_isas(), native.isa()
+    except CommlibError as error:
+        yield Finding("kernels", "C++ extension", "broken", str(error), _extension_fix(str(error)))
+        return
+    yield Finding("kernels", "C++ extension", "ok", str(native.load().__file__))
+    forced = os.environ.get(native.FORCE_ISA_VARIABLE)
+    value = f"{chosen} of {', '.join(supported)}" + (f" ({native.FORCE_ISA_VARIABLE}={forced})" if forced else "")
+    yield Finding("kernels", "instruction set", "ok", value)
+
+
+def _extension_fix(message: str) -> str:
+    if "COMMLIB_FORCE_ISA" in message:
+        return "Unset COMMLIB_FORCE_ISA, or set it to an instruction set of this machine."
+    return "Install a C++17 compiler, then commlib again: pip install --force-reinstall --no-deps ."
+
+
+def _compiler() -> Iterator[Finding]:
+    wanted = os.environ.get("CXX", "").split()[:1]
+    for name in wanted or ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            yield Finding("kernels", "C++ compiler", "ok", f"{path}: {_first_line([path, '--version'])}")
+            return
+    fix = "Needed only to build commlib from source. Debian, Ubuntu: apt-get install g++. Or set CXX."
+    yield Finding("kernels", "C++ compiler", "absent", "none found", fix)
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("devices", "CUDA", "absent", _why_no_cuda())
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"sm_{properties.major}{properties.minor}"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        yield Finding("devices", f"CUDA device {index}", "ok", f"{properties.name}, {capability}, {memory}")
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    return f"this torch has CUDA {torch.version.cuda}, but no device or driver was found"
+
+
+def _cupy() -> Iterator[Finding]:
+    extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
+    status: Status = "absent"
+    fix = f"Install it: pip install 'commlib[{extra}]'." if torch.cuda.is_available() else ""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        yield Finding("devices", "CuPy (CUDA kernels)", status, f"not importable: {error}", fix)
+        return
+    yield Finding("devices", "CuPy (CUDA kernels)", "ok", cupy.__version__)
+    try:
+        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+        major, minor = nvrtc.getVersion()
+    except Exception as error:  # whatever a missing or foreign library makes of it
+        fix = "Install NVIDIA's run-time compiler for your CUDA version (the nvrtc package)."
+        yield Finding("devices", "NVRTC", "absent", f"cannot be loaded: {error}", fix)
+    else:
+        yield Finding("devices", "NVRTC", "ok", f"{major}.{minor} (compiles without a device too)")
+
+
+def _cores() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("machine", "cores", "ok", f"{usable} usable of {os.cpu_count()}, {_processor_name()}")
+    wanted = os.environ.get("OMP_NUM_THREADS", "not set")
+    yield Finding("machine", "threads", "ok", f"torch uses {torch.get_num_threads()} (OMP_NUM_THREADS is {wanted})")
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _emulated_hosts() -> Iterator[Finding]:
+    from commlib.network import check_requirements
+
+    missing = check_requirements()
+    if not missing:
+        yield Finding("machine", "emulated hosts", "ok", "root, iproute2 and the kernel's features are there")
+        return
+    fix = "Needed only for benchmarks on emulated hosts: run as root; Debian, Ubuntu: apt-get install iproute2."
+    yield Finding("machine", "emulated hosts", "absent", f"missing: {', '.join(missing)}", fix)
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not run: {error}"
+    return (done.stdout or done.stderr).partition("\n")[0]
+
+
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _versions,
+    _backends,
+    _extension,
+    _compiler,
+    _gpus,
+    _cupy,
+    _cores,
+    _emulated_hosts,
+)
