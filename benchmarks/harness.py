@@ -1,0 +1,138 @@
+"""What the benchmark drivers share: running workers with live progress, and the header of a result file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import launch
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_WORKER = pathlib.Path(__file__).resolve().parent / "worker.py"
+_REFRESH_S = 0.25
+console = Console(stderr=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the ranks run.
+
+    Attributes:
+        ranks: How many.
+        emulated: Whether each has a host of its own in a network namespace; otherwise all share loopback.
+        rate: Rate of the emulated links, for example "200mbit"; None for unshaped ones.
+    """
+
+    ranks: int
+    emulated: bool = False
+    rate: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} hosts at {self.rate or 'full rate'}" if self.emulated else f"{self.ranks} ranks on loopback"
+        )
+
+
+def run_workers(
+    place: Place, spec: dict[str, Any], num_steps: int, env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one worker per rank and return what rank 0 wrote.
+
+    Args:
+        place: Where.
+        spec: What the workers read: the mode and its settings.
+        num_steps: Steps they will report, for the progress bar.
+        env: Extra environment variables.
+
+    Raises:
+        WorkerError: A rank failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {key: str(pathlib.Path(folder) / f"{key}.json") for key in ("spec", "result", "progress")}
+        spec = {**spec, **paths}
+        pathlib.Path(paths["spec"]).write_text(json.dumps(spec))
+        env = {"OMP_NUM_THREADS": str(spec["threads"]), **(env or {})}
+        with _follow(pathlib.Path(paths["progress"]), num_steps):
+            if place.emulated:
+                links = launch.run_emulated(place.ranks, place.rate, _WORKER, [paths["spec"]], env, spec["timeout"])
+            else:
+                links = "loopback"
+                launch.run_local(place.ranks, _WORKER, [paths["spec"]], env, spec["timeout"])
+        return {"links": links, **json.loads(pathlib.Path(paths["result"]).read_text())}
+
+
+@contextlib.contextmanager
+def _follow(path: pathlib.Path, num_steps: int) -> Iterator[None]:
+    """Show a progress bar fed by the file that rank 0 writes; nothing moves where there is no terminal."""
+    columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    stop = threading.Event()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=num_steps)
+
+        def refresh() -> None:
+            while not stop.wait(_REFRESH_S):
+                with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
+                    state = json.loads(path.read_text())
+                    progress.update(task, completed=state["done"], description=state["label"])
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def header() -> dict[str, Any]:
+    """Describe the machine, the versions and the command: what a reader needs to judge and repeat a result."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def print_table(table: Table) -> None:
+    """Print a table, at its full width where the output is a file or a pipe."""
+    out = Console()
+    out.print(table, width=None if out.is_terminal else max(out.width, 140), crop=out.is_terminal)
+    out.print()
+
+
+def write_json(path: str, result: dict[str, Any]) -> None:
+    """Write a result file, one row per line so that differences between runs read well."""
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {path}")

@@ -1,0 +1,187 @@
+"""Time training steps of several systems against each other.
+
+python benchmarks/step.py --systems ddp,commlib:allreduce --ranks 2 --model bytes-gpt --json out.json
+
+All systems live in the same processes and take turns, a few steps each, in rotating order; the ratio to the first
+system is taken block by block, so that drifts of the machine cancel. Peak memory is measured apart, in fresh processes
+for each system. benchmarks/README.md says how to read the numbers, systems.py which systems there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import harness
+import numpy as np
+from harness import Place
+from intervals import Ratio, paired_ratio, ratio_to_best
+from launch import WorkerError
+from models import WORKLOADS
+from rich.table import Table
+from systems import ddp_configurations, parse_list
+
+_SWEEP_MB = ("0.5", "1", "2", "4", "8", "16", "32", "64")
+_PLANNED = "commlib:allreduce"
+# Blocks of 64 KiB and more are mapped and given back one by one, so that resident memory is live memory.
+_MEMORY_ENV = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", help="comma-separated; the first is the reference (default: see --sweep, --ranks)")
+    parser.add_argument("--model", choices=WORKLOADS, default="bytes-gpt")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on loopback; 1 measures the engine's overhead")
+    parser.add_argument("--hosts", type=int, help="emulated hosts, one rank each, instead of --ranks")
+    parser.add_argument("--rate", help="rate of the emulated links, for example 200mbit or 1gbit")
+    parser.add_argument("--sweep", action="store_true", help="planned buckets against fixed sizes of 0.5 to 64 MiB")
+    parser.add_argument(
+        "--ddp-all", action="store_true", help="replace ddp by all its configurations, measured in full"
+    )
+    parser.add_argument("--reps", type=int, default=20, help="timed blocks of each system")
+    parser.add_argument("--block", type=int, default=3, help="timed steps in a block")
+    parser.add_argument("--warmup", type=int, default=6, help="first steps of each system, not timed")
+    parser.add_argument("--memory-steps", type=int, default=6, help="steps of the memory measurement; 0 leaves it out")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for all the steps together")
+    parser.add_argument("--json", help="file for the results")
+    args = parser.parse_args(argv)
+    if args.rate and not args.hosts:
+        parser.error("--rate shapes emulated links: give --hosts too")
+    try:
+        args.systems = _systems(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _systems(args: argparse.Namespace) -> list[str]:
+    """Return the names of all systems to measure, the reference first."""
+    if args.sweep:
+        planned = args.systems or _PLANNED
+        return [planned, *(f"{planned}@{cap}" for cap in _SWEEP_MB)]
+    default = f"none,{_PLANNED}" if args.ranks == 1 and not args.hosts else f"ddp,{_PLANNED}"
+    names = [system.name for system in parse_list(args.systems or default)]
+    if not args.ddp_all:
+        return names
+    return [*(system.name for system in ddp_configurations()), *(name for name in names if name != "ddp")]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all systems; returns the content of the result file."""
+    place = Place(args.hosts or args.ranks, emulated=bool(args.hosts), rate=args.rate)
+    keys = ("model", "device", "threads", "seed", "timeout", "block", "warmup", "reps", "memory_steps")
+    spec = {key: getattr(args, key) for key in keys}
+    num_steps = len(args.systems) * (args.warmup + args.reps * (args.block + 1))
+    timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, num_steps)
+    memory = _memory(args, place, spec, timed)
+    return {
+        "header": {**harness.header(), "links": timed["links"], **spec},
+        "ddp_search_s": timed["ddp_search"],
+        "sweep": _sweep_summary(timed["systems"]) if args.sweep else None,
+        "rows": rows(timed["systems"], memory, place, args.model, args.ddp_all),
+    }
+
+
+def _memory(args: argparse.Namespace, place: Place, spec: dict[str, Any], timed: dict[str, Any]) -> dict[str, float]:
+    """Measure the peak memory of each system in fresh processes. Links do not matter to it, so they are not shaped."""
+    if not args.memory_steps:
+        return {}
+    peaks = {}
+    for name, measured in timed["systems"].items():
+        one = {**spec, "mode": "memory", "systems": [measured["configuration"]]}
+        peaks[name] = harness.run_workers(Place(place.ranks), one, args.memory_steps, _MEMORY_ENV)["peak_bytes"]
+    return peaks
+
+
+def rows(
+    systems: dict[str, Any], memory: dict[str, float], place: Place, model: str, to_best_ddp: bool
+) -> list[dict[str, Any]]:
+    """Return one row per system, as described in benchmarks/README.md."""
+    times = {name: measured["blocks_s"] for name, measured in systems.items()}
+    bare_s = float(np.median(times["none"])) if "none" in times else None
+    result = []
+    for name, measured in systems.items():
+        reference, ratio = _ratio(name, times, to_best_ddp)
+        step_s = float(np.median(times[name]))
+        row = {
+            "system": name,
+            "algorithm": name.partition(":")[2].partition("@")[0].partition("(")[0] or None,
+            "configuration": measured["configuration"],
+            "hosts": place.ranks if place.emulated else 1,
+            "ranks": place.ranks,
+            "rate": place.rate,
+            "model": model,
+            "step_s": step_s,
+            "reference": reference,
+            "ratio": ratio.median,
+            "ratio_lo": ratio.lo,
+            "ratio_hi": ratio.hi,
+            "exposed_s": None if bare_s is None else step_s - bare_s,
+            "wire_bytes": float(np.median(measured["wire_bytes"])),
+            "peak_bytes": memory.get(name),
+        }
+        result.append({**row, **_details(measured)})
+    return result
+
+
+def _details(measured: dict[str, Any]) -> dict[str, Any]:
+    reported = measured["exposed_s"]
+    details = {key: measured.get(key) for key in ("reported_wire_bytes", "plan", "bucket_bytes", "loss", "blocks_s")}
+    return {"reported_exposed_s": float(np.median(reported)) if reported else None, **details}
+
+
+def _ratio(name: str, times: dict[str, list[float]], to_best_ddp: bool) -> tuple[str, Ratio]:
+    """Compare with the first system, or with the best DDP configuration."""
+    if to_best_ddp:
+        candidates = {system.name: times[system.name] for system in ddp_configurations()}
+        return ratio_to_best(times[name], candidates)
+    reference = next(iter(times))
+    return reference, paired_ratio(times[name], times[reference])
+
+
+def _sweep_summary(systems: dict[str, Any]) -> dict[str, Any]:
+    """Compare the planned buckets with the best of the fixed sizes."""
+    times = {name: measured["blocks_s"] for name, measured in systems.items()}
+    planned, *fixed = times
+    best, ratio = ratio_to_best(times[planned], {name: times[name] for name in fixed})
+    return {"best_fixed": best, "planned_to_best": ratio.median, "lo": ratio.lo, "hi": ratio.hi}
+
+
+def table(result: dict[str, Any], place: str) -> Table:
+    """Return the rows as a table for the terminal."""
+    shown = Table(title=f"{result['rows'][0]['model']}, {place}", title_justify="left")
+    for column in ("system", "step ms", "ratio", "95 % interval", "exposed ms", "wire MB/step", "peak MB"):
+        shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    for row in result["rows"]:
+        label = row["system"] if row["configuration"] == row["system"] else f"{row['system']} = {row['configuration']}"
+        interval = f"{row['ratio_lo']:.3f} to {row['ratio_hi']:.3f}"
+        values = (row["exposed_s"], 1e3), (row["wire_bytes"], 1e-6), (row["peak_bytes"], 1e-6)
+        cells = ["-" if value is None else f"{value * scale:.1f}" for value, scale in values]
+        shown.add_row(label, f"{row['step_s'] * 1e3:.1f}", f"{row['ratio']:.3f}", interval, *cells)
+    return shown
+
+
+def main() -> None:
+    args = parse_args()
+    place = Place(args.hosts or args.ranks, bool(args.hosts), args.rate)
+    try:
+        result = measure(args)
+    except WorkerError as error:
+        sys.exit(f"error: {error}")
+    harness.print_table(table(result, str(place)))
+    if result["sweep"]:
+        print(
+            "planned to best fixed ({best_fixed}): {planned_to_best:.3f} ({lo:.3f} to {hi:.3f})".format(
+                **result["sweep"]
+            )
+        )
+    if args.json:
+        harness.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    main()

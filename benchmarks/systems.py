@@ -1,0 +1,127 @@
+"""The systems under test: how a name on the command line becomes a model that communicates.
+
+none                                no communication
+ddp                                 DistributedDataParallel, at the best of its configurations (found by a race)
+ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
+ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
+commlib:allreduce                   commlib.wrap with planned buckets
+commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+_SINGLE_BUCKET_MB = 100_000
+_NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\))?(@(?P<cap>[\d.]+|default))?")
+_HOOKS = ("fp16", "bf16", "powersgd")
+_DDP_CAPS = ("default", "1", "5", "25", "100")
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One way to train.
+
+    Attributes:
+        name: As given on the command line.
+        kind: "none", "ddp" or "commlib".
+        variant: DDP's hook or commlib's algorithm; empty for neither.
+        options: Keyword arguments of DistributedDataParallel or of the algorithm.
+        cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
+    """
+
+    name: str
+    kind: str
+    variant: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    cap: str = ""
+
+    @property
+    def cap_mb(self) -> float | None:
+        """Bucket size in MiB, None for the library's own."""
+        return None if self.cap in ("", "default") else float(self.cap)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is DDP with its configuration left to be found."""
+        return self == System(self.name, "ddp")
+
+
+def parse(name: str) -> System:
+    """Return the system of that name.
+
+    Raises:
+        ValueError: Not a name of the form above.
+    """
+    match = _NAME.fullmatch(name.strip())
+    if not match or match["kind"] not in ("none", "ddp", "commlib"):
+        raise ValueError(f"system {name!r}: expected none, ddp[:hook], or commlib:algorithm, [(key=value,...)][@MiB]")
+    kind, variant = match["kind"], match["variant"] or ""
+    if kind == "ddp" and variant and variant not in _HOOKS:
+        raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
+    if (kind == "commlib") != bool(variant) and kind != "ddp":
+        raise ValueError(
+            f"system {name!r}: {'an algorithm is missing' if kind == 'commlib' else 'none has no variant'}"
+        )
+    return System(name.strip(), kind, variant, _options(match["options"] or ""), match["cap"] or "")
+
+
+def parse_list(names: str) -> list[System]:
+    """Return the systems of a comma-separated list; commas inside parentheses belong to the options."""
+    systems = [parse(name) for name in re.split(r",(?![^(]*\))", names)]
+    if len({system.name for system in systems}) < len(systems):
+        raise ValueError(f"systems {names!r}: a system is named twice")
+    return systems
+
+
+def _options(text: str) -> tuple[tuple[str, Any], ...]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    return tuple((key.strip(), _value(value.strip())) for key, _, value in pairs)
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def ddp_configurations() -> list[System]:
+    """Return DDP at every bucket size and with gradients copied or as views of the buckets."""
+    return [
+        parse(f"ddp(gradient_as_bucket_view={view})@{cap}") for cap in _DDP_CAPS for view in (False, True)
+    ]  # fmt: skip
+
+
+def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+    """Return `model` made to communicate as `system` says."""
+    if system.kind == "none":
+        return model
+    if system.kind == "ddp":
+        return _install_ddp(system, model)
+    import commlib  # lazily: the other systems are measured without it
+
+    algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))
+    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb)
+
+
+def _install_ddp(system: System, model: nn.Module) -> nn.Module:
+    cap = _SINGLE_BUCKET_MB if system.variant == "powersgd" else system.cap_mb
+    ddp = DistributedDataParallel(model, bucket_cap_mb=cap, **dict(system.options))
+    if system.variant in ("fp16", "bf16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{system.variant}_compress_hook"))
+    if system.variant == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return ddp

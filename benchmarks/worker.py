@@ -1,0 +1,281 @@
+"""One rank of a benchmark: reads what to do from a JSON file, trains, and rank 0 writes what was measured.
+
+Not for direct use: step.py and convergence.py start it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import hashlib
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from intervals import rotation
+from models import WORKLOADS, Batch, Workload
+from systems import System, ddp_configurations, install, parse
+from torch import Tensor
+
+_NUM_BATCHES = 16
+_SEARCH_KEEP = 4
+_SEARCH_ROUNDS = 3
+_DIGEST_EVERY = 10
+
+
+class Racer:
+    """One system with its own model and optimizer; all start from the same seed."""
+
+    def __init__(self, system: System, workload: Workload, bench: Bench) -> None:
+        self.system = system
+        self.loss_of = workload.loss
+        model = workload.new_model(bench.spec["seed"], bench.device)
+        self.optimizer = workload.make_optimizer(model)
+        self.model = install(system, model, self.optimizer)
+        self.num_steps = 0
+        self.blocks_s: list[float] = []
+        self.wire_bytes: list[float] = []
+        self.exposed_s: list[float] = []
+        self.loss = float("nan")
+
+    def step(self, batch: Batch) -> Tensor:
+        """Take one training step; returns the loss."""
+        inputs, target = batch
+        loss = self.loss_of(self.model(inputs), target)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        return loss.detach()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what was measured, ready for JSON."""
+        measured = {key: getattr(self, key) for key in ("blocks_s", "wire_bytes", "exposed_s", "loss", "num_steps")}
+        return {"configuration": self.system.name, **measured, **self._stats()}
+
+    def _stats(self) -> dict[str, Any]:
+        if self.system.kind != "commlib":
+            return {}
+        import commlib
+
+        stats = commlib.stats(self.model)
+        buckets = [bucket.nbytes for bucket in stats.buckets]
+        return {"plan": stats.plan, "bucket_bytes": buckets, "reported_wire_bytes": stats.wire_bytes_per_step}
+
+
+class Bench:
+    """What the modes share: the process group, the data, progress and the network's counters."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.device = torch.device(spec["device"], int(os.environ["LOCAL_RANK"]) if spec["device"] == "cuda" else None)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(spec["threads"])
+        timeout = datetime.timedelta(seconds=spec["timeout"])
+        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=timeout)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.workload = WORKLOADS[spec["model"]]()
+        self.batches = [self.draw(idx) for idx in range(_NUM_BATCHES)]
+        self._done = 0
+
+    def draw(self, step: int) -> Batch:
+        """Return this rank's batch of a step, on the device."""
+        inputs, target = self.workload.draw((self.spec["seed"], step, self.rank))
+        return inputs.to(self.device), target.to(self.device)
+
+    def racer(self, system: System) -> Racer:
+        """Return a new model of that system."""
+        return Racer(system, self.workload, self)
+
+    def progress(self, label: str, steps: int) -> None:
+        """Report that `steps` more steps are done."""
+        self._done += steps
+        if self.rank == 0:
+            pathlib.Path(self.spec["progress"]).write_text(json.dumps({"label": label, "done": self._done}))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def warm_up(self, racer: Racer) -> None:
+        """Take the first steps of a system, in which buckets are rebuilt or planned."""
+        for idx in range(self.spec["warmup"]):
+            racer.step(self.batches[idx % _NUM_BATCHES])
+        self.progress(f"warm-up {racer.system.name}", self.spec["warmup"])
+
+    def time_block(self, racer: Racer) -> float:
+        """Time one block of steps; returns this rank's seconds per step.
+
+        One step before it is not timed: the other systems have emptied the caches.
+        """
+        steps = self.spec["block"]
+        racer.step(self.batches[racer.num_steps % _NUM_BATCHES])
+        self.synchronize()
+        dist.barrier()
+        sent, start = _sent_bytes(), time.perf_counter()
+        for _ in range(steps):
+            loss = racer.step(self.batches[racer.num_steps % _NUM_BATCHES])
+        self.synchronize()
+        elapsed = time.perf_counter() - start
+        dist.barrier()
+        racer.wire_bytes.append((_sent_bytes() - sent) / steps / self._ranks_on_interface)
+        racer.loss = loss.item()
+        self.progress(racer.system.name, steps + 1)
+        return elapsed / steps
+
+    @property
+    def _ranks_on_interface(self) -> int:
+        return self.world_size if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else 1
+
+    def slowest(self, seconds: float) -> float:
+        """Return the largest value of all ranks, on every rank."""
+        gathered: list[float] = [0.0] * self.world_size
+        dist.all_gather_object(gathered, seconds)
+        return max(gathered)
+
+
+def _sent_bytes() -> int:
+    """Bytes that this host's interface has sent; headers and acknowledgements count."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    table = pathlib.Path("/proc/self/net/dev")
+    found = re.search(rf"^\s*{re.escape(name)}:(.*)$", table.read_text(), re.MULTILINE) if table.exists() else None
+    return int(found[1].split()[8]) if found else 0
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+def measure_times(bench: Bench) -> dict[str, Any]:
+    """Race all systems: blocks of a few steps, interleaved, the order rotated each repetition."""
+    racers, search = {}, {}
+    for system in map(parse, bench.spec["systems"]):
+        chosen = system
+        if system.is_open:
+            search = _search_ddp(bench)
+            gc.collect()  # DDP is part of reference cycles; its buckets would stay
+            chosen = parse(min(search, key=lambda name: search[name]))
+        racers[system.name] = bench.racer(chosen)
+        bench.warm_up(racers[system.name])
+    names = list(racers)
+    for repetition in range(bench.spec["reps"]):
+        for idx in rotation(len(names), repetition):
+            racer = racers[names[idx]]
+            racer.blocks_s.append(bench.slowest(bench.time_block(racer)))
+            _note_exposed(racer)
+    return {"systems": {name: racer.describe() for name, racer in racers.items()}, "ddp_search": search}
+
+
+def _note_exposed(racer: Racer) -> None:
+    if racer.system.kind == "commlib":
+        import commlib
+
+        racer.exposed_s.append(float(commlib.stats(racer.model).exposed_s))
+
+
+def _search_ddp(bench: Bench) -> dict[str, float]:
+    """Race DDP's configurations; returns the median step time of those that stayed to the end."""
+    racers = [bench.racer(system) for system in ddp_configurations()]
+    for racer in racers:
+        bench.warm_up(racer)
+    for lap in range(_SEARCH_ROUNDS):
+        for racer in racers:
+            racer.blocks_s.append(bench.slowest(bench.time_block(racer)))
+        if lap == 0:
+            racers = sorted(racers, key=lambda racer: racer.blocks_s[0])[:_SEARCH_KEEP]
+    return {racer.system.name: float(np.median(racer.blocks_s)) for racer in racers}
+
+
+def measure_memory(bench: Bench) -> dict[str, Any]:
+    """Return how much the first steps of one system raise the peak of resident memory, the largest of all ranks.
+
+    The bare model trains first and is dropped, so that code pages, thread stacks and library workspaces, which every
+    system needs, are in the baseline. The driver makes malloc give large blocks back at once (a fixed mmap threshold),
+    so resident means live.
+    """
+    (system,) = map(parse, bench.spec["systems"])
+    if system.kind == "commlib":
+        import commlib  # noqa: F401  (its code is not what is measured)
+    warm = bench.racer(parse("none"))
+    for batch in bench.batches[:2]:
+        warm.step(batch)
+    del warm
+    dist.barrier()
+    baseline = _reset_peak(bench.device)
+    racer = bench.racer(system)
+    for idx in range(bench.spec["memory_steps"]):
+        racer.step(bench.batches[idx % _NUM_BATCHES])
+        bench.progress(f"memory {system.name}", 1)
+    return {"peak_bytes": bench.slowest(_peak(bench.device) - baseline)}
+
+
+def _reset_peak(device: torch.device) -> int:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    ctypes.CDLL(None).malloc_trim(0)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _memory("VmHWM")
+
+
+def _memory(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def measure_losses(bench: Bench) -> dict[str, Any]:
+    """Train every system on the same batches; returns each rank's losses and whether the replicas stayed identical."""
+    return {"systems": {system.name: _losses(bench, system) for system in map(parse, bench.spec["systems"])}}
+
+
+def _losses(bench: Bench, system: System) -> dict[str, Any]:
+    racer = bench.racer(system)
+    losses, digests = [], []
+    for step in range(bench.spec["steps"]):
+        losses.append(racer.step(bench.draw(step)).item())
+        if (step + 1) % _DIGEST_EVERY == 0 or step + 1 == bench.spec["steps"]:
+            digests.append(_digest(racer))
+        bench.progress(system.name, 1)
+    gathered: list[Any] = [None] * bench.world_size
+    dist.all_gather_object(gathered, (losses, digests))
+    identical = all(digests == gathered[0][1] for _, digests in gathered)
+    return {"losses": [losses for losses, _ in gathered], "identical": identical, "digest": gathered[0][1][-1]}
+
+
+def _digest(racer: Racer) -> str:
+    digest = hashlib.sha256()
+    for parameter in racer.model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+_MODES = {"time": measure_times, "memory": measure_memory, "losses": measure_losses}
+
+
+def main() -> None:
+    spec = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    bench = Bench(spec)
+    result = _MODES[spec["mode"]](bench)
+    if bench.rank == 0:
+        pathlib.Path(spec["result"]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
