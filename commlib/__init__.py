@@ -1,0 +1,27 @@
+"""commlib: communication relaxation for data-parallel training in PyTorch.
+
+    model = commlib.wrap(model, algorithm="allreduce")
+"""
+
+from commlib import algorithms
+from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.wrap import load_state_dict, state_dict, stats, synchronize, unwrap, wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CodecError",
+    "CommlibError",
+    "ConfigError",
+    "PeerFailure",
+    "PeerTimeout",
+    "TransportError",
+    "__version__",
+    "algorithms",
+    "load_state_dict",
+    "state_dict",
+    "stats",
+    "synchronize",
+    "unwrap",
+    "wrap",
+]

@@ -1,0 +1,88 @@
+"""The algorithms, one file each, found by the file's name; others come through the entry point `commlib.algorithms`.
+
+A file `my_algorithm.py` in this folder, or an entry point `my_algorithm = "package.module:MyAlgorithm"` of an installed
+package, makes `commlib.wrap(model, algorithm="my_algorithm")` work.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import functools
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from typing import Any
+
+from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.errors import ConfigError
+
+__all__ = ["Algorithm", "AllReduce", "BucketView", "Context", "Traits", "create", "get", "list"]
+
+ENTRY_POINT_GROUP = "commlib.algorithms"
+
+
+def list() -> builtins.list[str]:
+    """Return the names that `wrap(..., algorithm=name)` takes, sorted."""
+    return sorted({*_own_names(), *_entry_points()})
+
+
+def get(name: str) -> type[Algorithm]:
+    """Return the algorithm class of that name.
+
+    Raises:
+        ConfigError: No such algorithm (near matches are named), or its module does not define one.
+    """
+    if name in _own_names():
+        return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
+    if name in _entry_points():
+        return _checked(_entry_points()[name].load(), name)
+    near = difflib.get_close_matches(str(name), list(), n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise ConfigError(f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}")
+
+
+def create(algorithm: str | Algorithm) -> Algorithm:
+    """Return `algorithm` itself, or an instance of the one of that name with its defaults.
+
+    Raises:
+        ConfigError: Unknown name, or neither a name nor an `Algorithm`.
+    """
+    if isinstance(algorithm, Algorithm):
+        algorithm.name = algorithm.name or type(algorithm).__name__
+        return algorithm
+    if not isinstance(algorithm, str):
+        shown = f"the class {algorithm.__name__}; pass an instance" if isinstance(algorithm, type) else repr(algorithm)
+        raise ConfigError(f"algorithm: expected a name or an Algorithm instance, got {shown}")
+    instance = get(algorithm)()
+    instance.name = algorithm
+    return instance
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    names = {module.name for module in pkgutil.iter_modules(__path__)}
+    return frozenset(name for name in names if name != "base" and not name.startswith("_"))
+
+
+def _entry_points() -> dict[str, Any]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _class_in(module: Any, name: str) -> type[Algorithm]:
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Algorithm) and value.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        raise ConfigError(f"{module.__name__} must define exactly one Algorithm, found {[c.__name__ for c in own]}")
+    return _checked(own[0], name)
+
+
+def _checked(cls: Any, name: str) -> type[Algorithm]:
+    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+        raise ConfigError(f"the algorithm {name!r} is {cls!r}; expected a subclass of commlib.algorithms.Algorithm")
+    cls.name = name
+    return cls

@@ -1,0 +1,140 @@
+"""What an algorithm is: a small class that says what is communicated; the engine does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from commlib.errors import ConfigError
+from commlib.transport.base import Communication, Communicator
+
+
+class BucketView(Protocol):
+    """A bucket as an algorithm sees it.
+
+    Attributes:
+        index: The bucket's place in the plan; the same on all ranks.
+        flat: [numel] The bucket's values, one after the other; of the parameters' dtype (complex ones as pairs).
+        payload: [numel + num_flags] `flat` and, in the plan's last bucket, the engine's flags behind it; what an
+            algorithm sums that reduces in full precision (`Traits.reduces_flags`).
+    """
+
+    index: int
+    flat: torch.Tensor
+    payload: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the engine must know of an algorithm.
+
+    Attributes:
+        tensors: What a bucket holds: "gradients" (communicated during backward), "weights" (after optimizer steps), or
+            "state:<key>" (that entry of the optimizer's state, after optimizer steps).
+        period: For weights and state: optimizer steps from one round to the next.
+        delay: For weights and state: optimizer steps that a round stays in flight in the background before its
+            result is taken; 0 means that the step waits for it. At most `period`.
+        warmup_steps: Optimizer steps of plain full-precision gradient all-reduce before the algorithm starts.
+        needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
+        reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
+            numbers positive. Where False, the engine sends its flags by themselves.
+        idle_alone: Whether there is nothing to do in a group of one rank.
+        window: How many buckets may be between their first and their last collective.
+    """
+
+    tensors: str = "gradients"
+    period: int = 1
+    delay: int = 0
+    warmup_steps: int = 0
+    needs_optimizer: bool = False
+    reduces_flags: bool = False
+    idle_alone: bool = False
+    window: int = 2
+
+    def __post_init__(self) -> None:
+        kind, _, key = self.tensors.partition(":")
+        if not (self.tensors in ("gradients", "weights") or (kind == "state" and key)):
+            raise ConfigError(f"Traits.tensors: expected 'gradients', 'weights' or 'state:<key>', got {self.tensors!r}")
+        if self.period < 1 or self.warmup_steps < 0 or self.window < 1 or not 0 <= self.delay <= self.period:
+            raise ConfigError(
+                "Traits: expected period >= 1, 0 <= delay <= period, warmup_steps >= 0 and window >= 1, got "
+                f"period={self.period}, delay={self.delay}, warmup_steps={self.warmup_steps}, window={self.window}"
+            )
+        if self.on_gradients and (self.period != 1 or self.delay):
+            raise ConfigError(
+                "Traits: gradients are communicated in every synchronised backward; period and delay are for weights "
+                f"and optimizer state, got period={self.period}, delay={self.delay}"
+            )
+
+    @property
+    def on_gradients(self) -> bool:
+        """Whether the buckets hold gradients."""
+        return self.tensors == "gradients"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an algorithm is told when its buckets exist.
+
+    Attributes:
+        rank: This process's rank in the group.
+        world_size: The number of ranks.
+        buckets: The buckets, in plan order.
+        device: The device of the buckets.
+        optimizer: The user's optimizer, or None.
+        scaler: The user's GradScaler, or None.
+    """
+
+    rank: int
+    world_size: int
+    buckets: Sequence[BucketView]
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
+
+
+class Algorithm:
+    """A relaxation of data-parallel communication. Subclass it in a file named as the algorithm.
+
+    The engine calls `setup` whenever the buckets are made anew, then drives one `communicate` per bucket and round.
+    An algorithm never touches threads, streams, hooks or flat buffers' layout.
+    """
+
+    #: What the engine must know; a class attribute, or set in `__init__` where options decide.
+    traits: Traits = Traits()
+
+    #: Set by the registry: the file's name.
+    name: str = ""
+
+    def setup(self, context: Context) -> None:
+        """Make per-bucket state for `context.buckets`. Called again after the buckets change."""
+
+    def divisor(self, comm: Communicator) -> float:
+        """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.
+
+        Sparse gradients, which the engine exchanges itself, are divided by it.
+        """
+        return comm.num_active
+
+    def predivisor(self, comm: Communicator) -> float:
+        """Return the part of `divisor` by which the engine divides gradients while it gathers them into a bucket."""
+        return 1.0
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        """Communicate one bucket: local work, then `yield` one request, and so on; the result is left in `bucket.flat`.
+
+        Collectives of several buckets are in flight at once; each bucket's own are in the order of its yields. The
+        number of yields must be the same on all ranks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define communicate()")
+        yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the algorithm's own state, tensors included."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; called after `setup`."""

@@ -1,0 +1,289 @@
+"""A bucket: one flat buffer, and the parameters whose tensors are views of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from commlib.errors import ConfigError
+from commlib.kernels.native import PackPlan
+
+_PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Slot:
+    """One parameter's place in a bucket.
+
+    Attributes:
+        name: The parameter's name in the model.
+        param: The parameter.
+        view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
+        expected: How often the gradient hook fires in one backward; recorded in the first one.
+        fired: How often it has fired in this one.
+        had_gradient: Whether this rank had a gradient for it in this round.
+        graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
+    """
+
+    __slots__ = ("expected", "fired", "graph_gradient", "had_gradient", "name", "param", "view")
+
+    def __init__(self, name: str, param: torch.nn.Parameter) -> None:
+        self.name = name
+        self.param = param
+        self.view: torch.Tensor = param.new_empty(0)
+        self.expected = 1
+        self.fired = 0
+        self.had_gradient = True
+        self.graph_gradient: torch.Tensor | None = None
+
+
+class Bucket:
+    """The tensors of some parameters, one after the other in a flat buffer that is allocated once.
+
+    Attributes:
+        index: Its place in the plan.
+        slots: The parameters, in plan order.
+        flat: [numel] The values. Complex parameters take two real elements each.
+        payload: [numel + num_flags] `flat`, then the flags.
+        flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
+            any rank had a gradient. Empty in the others.
+        pending: How many slots have not had their gradient in this backward.
+        is_plain: Whether every gradient of this round is a view of the buffer already.
+    """
+
+    sparse = False
+
+    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0) -> None:
+        self.index = index
+        self.slots = list(slots)
+        self.pending = len(self.slots)
+        first = self.slots[0].param
+        dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
+        offsets, numel = _offsets([slot.param for slot in self.slots])
+        self.payload = torch.zeros(numel + num_flags, dtype=dtype, device=first.device)
+        self.flat = self.payload[:numel]
+        self.flags = self.payload[numel:]
+        for slot, offset in zip(self.slots, offsets, strict=True):
+            slot.view = _view(self.flat, slot.param, offset)
+        self.is_plain = True
+        self._plan = _pack_plan(self.flat, [slot.param for slot in self.slots], offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return self.flat.nbytes
+
+    def describe(self) -> str:
+        """Name the bucket and some of its parameters."""
+        return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
+
+    def start_backward(self) -> None:
+        """Expect every gradient anew."""
+        self.pending = len(self.slots)
+        for slot in self.slots:
+            slot.fired = 0
+
+    def gather(self, divisor: float) -> None:
+        """Bring the gradients into the flat buffer, divided by `divisor`, and make them views of it.
+
+        A gradient that is a view already is divided where it is; a missing one counts as zeros.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        gradients = [slot.param.grad for slot in self.slots]
+        if not self._pack_natively(gradients, divisor):
+            self._pack_with_torch(gradients, divisor)
+        self.is_plain = True
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is slot.view:
+                slot.had_gradient = True
+            elif gradient is None or gradient.requires_grad:
+                slot.had_gradient = gradient is not None
+                slot.graph_gradient = gradient
+                self.is_plain = False
+            else:
+                slot.had_gradient = True
+                slot.param.grad = slot.view
+
+    def _pack_natively(self, gradients: list[torch.Tensor | None], divisor: float) -> bool:
+        if self._plan is None:
+            return False
+        try:
+            self._plan.pack(self.flat, gradients, divisor)
+        except ConfigError:  # an unusual layout, which torch's copy takes
+            return False
+        return True
+
+    def _pack_with_torch(self, gradients: list[torch.Tensor | None], divisor: float) -> None:
+        views, sources = [], []
+        for slot, gradient in zip(self.slots, gradients, strict=True):
+            if gradient is None:
+                slot.view.zero_()
+            elif gradient.layout != torch.strided:
+                raise ConfigError(_sparse_message(slot.name))
+            elif gradient is not slot.view:
+                views.append(slot.view)
+                sources.append(gradient.detach())
+        if views:
+            torch._foreach_copy_(views, sources)
+        if divisor != 1.0:
+            self.flat.div_(divisor)
+
+    def zero(self) -> None:
+        """Contribute nothing: what a rank that has joined early sends."""
+        self.payload.zero_()
+        self.is_plain = False
+        for slot in self.slots:
+            slot.had_gradient = False
+
+    def finish(self, is_used: Sequence[bool]) -> None:
+        """Publish communicated gradients that are not views of the buffer yet.
+
+        Args:
+            is_used: Per slot, whether any rank had a gradient. A parameter that no rank used keeps its `grad=None`.
+        """
+        for slot, used in zip(self.slots, is_used, strict=True):
+            if slot.graph_gradient is not None:
+                with torch.no_grad():
+                    slot.graph_gradient.copy_(slot.view)
+                slot.graph_gradient = None
+            elif used:
+                slot.param.grad = slot.view
+
+    def adopt_existing(self) -> None:
+        """Move gradients that exist (views of an earlier plan's buffers) into this bucket's buffer."""
+        for slot in self.slots:
+            gradient = slot.param.grad
+            if gradient is not None and not gradient.requires_grad:
+                slot.view.copy_(gradient)
+                slot.param.grad = slot.view
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors` (the weights, or entries of the optimizer's state) into the flat buffer."""
+        torch._foreach_copy_([slot.view for slot in self.slots], list(tensors))
+
+    def store(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the flat buffer into `tensors`."""
+        torch._foreach_copy_(list(tensors), [slot.view for slot in self.slots])
+
+
+class SparseBucket:
+    """One parameter whose gradients are sparse; it is exchanged as indices and values, whatever the algorithm."""
+
+    sparse = True
+
+    def __init__(self, index: int, slot: Slot) -> None:
+        self.index = index
+        self.slots = [slot]
+        self.pending = 1
+        self.result: list[torch.Tensor | None] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense parameter."""
+        return self.slots[0].param.nbytes
+
+    def describe(self) -> str:
+        """Name the bucket and its parameter."""
+        return f"sparse bucket {self.index} ({self.slots[0].name!r})"
+
+    def start_backward(self) -> None:
+        """Expect the gradient anew."""
+        self.pending = 1
+        self.slots[0].fired = 0
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's gradient as a sparse tensor, or None."""
+        gradient = self.slots[0].param.grad
+        if gradient is None or gradient.layout == torch.sparse_coo:
+            return gradient
+        return gradient.to_sparse(1)
+
+    def finish(self, divisor: float) -> None:
+        """Publish the sum, divided by `divisor`."""
+        total = self.result.pop()
+        if total is not None:
+            self.slots[0].param.grad = total if divisor == 1.0 else total / divisor
+
+
+def name_some(names: Sequence[str], limit: int = 3) -> str:
+    """Return the first names, quoted, and how many more there are."""
+    shown = ", ".join(map(repr, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def layout_key(param: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    """Return what parameters of one bucket must share."""
+    return (param.dtype.to_real() if param.dtype.is_complex else param.dtype), param.device
+
+
+def _offsets(params: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Return each parameter's first element in the flat buffer, and the buffer's length.
+
+    A complex parameter starts at an even element, which `view_as_complex` needs.
+    """
+    offsets, end = [], 0
+    for param in params:
+        if param.dtype.is_complex:
+            end += end % 2
+        offsets.append(end)
+        end += param.numel() * (2 if param.dtype.is_complex else 1)
+    return offsets, end
+
+
+def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
+    if param.dtype.is_complex:
+        flat = torch.view_as_complex(flat[offset : offset + 2 * param.numel()].view(-1, 2))
+        offset = 0
+    strides = param.stride() if _is_dense(param) else _contiguous_strides(param.shape)
+    return flat.as_strided(param.shape, strides, flat.storage_offset() + offset)
+
+
+def _pack_plan(flat: torch.Tensor, params: Sequence[torch.Tensor], offsets: list[int]) -> PackPlan | None:
+    """Return the native gather for this layout, or None where only torch can copy it."""
+    plain = all(param.is_contiguous() and param.dtype == flat.dtype for param in params)
+    if flat.device.type != "cpu" or flat.dtype not in _PACKABLE or not plain:
+        return None
+    return PackPlan([param.numel() for param in params], flat.dtype, offsets=offsets)
+
+
+def _is_dense(param: torch.Tensor) -> bool:
+    """Return whether the parameter's elements fill a stretch of memory, each once, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 0:
+            return False
+        if size > 1 and stride != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[idx + 1 :]) for idx in range(len(shape)))
+
+
+def _sparse_message(name: str) -> str:
+    return (
+        f"the gradient of {name!r} is sparse, but its module was not recognised as sparse when the model was wrapped. "
+        "Use nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., sparse=True), make the gradient dense, or pass the "
+        "parameter in ignored_parameters and reduce it yourself"
+    )
+
+
+def tensors_of(bucket: Bucket, kind: str, optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors that a bucket of `kind` ("weights" or "state:<key>") mirrors, one per slot.
+
+    Raises:
+        ConfigError: The optimizer has no such state for a parameter.
+    """
+    if kind == "weights":
+        return [slot.param.data for slot in bucket.slots]
+    key = kind.partition(":")[2]
+    missing = [slot.name for slot in bucket.slots if key not in optimizer.state.get(slot.param, {})]
+    if missing:
+        raise ConfigError(f"the optimizer has no state {key!r} for {name_some(missing)}; the algorithm averages it")
+    return [optimizer.state[slot.param][key] for slot in bucket.slots]

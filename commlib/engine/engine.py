@@ -1,0 +1,471 @@
+"""The engine of one wrapped model: from a gradient that is ready to a gradient that is communicated.
+
+[Note: the life of a backward] The first hook that fires (on an output of the forward, or on a parameter where the model
+was not called as a module) *begins* a backward and queues a callback for its end. The first gradient *opens* a round.
+Each bucket whose gradients are all there is gathered and *launched*. The callback *flushes* the buckets that are not
+complete (unused parameters) and waits. A backward that touches no parameter (`torch.autograd.grad` on inputs) opens no
+round. Several models in one backward all flush before any of them waits.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.base import Algorithm, Context
+from commlib.engine import plan as plans
+from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
+from commlib.engine.plan import Parameter, Plan
+from commlib.engine.planner import INITIAL_CAP_BYTES
+from commlib.engine.policy import Schedule
+from commlib.engine.profile import Readiness, measure_cost, slowest
+from commlib.engine.scheduler import Round, Task, acquire
+from commlib.engine.stats import BucketStats, Stats
+from commlib.engine.weights import WeightRounds
+from commlib.errors import CommlibError, ConfigError
+from commlib.primitives.centralized import sparse_sum
+from commlib.transport.base import Communication, Communicator, Transport
+
+#: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
+_PROFILED_BACKWARDS = 3
+
+_in_backward: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Engine:
+    """Buckets, hooks and rounds of the gradients of one model.
+
+    Args:
+        parameters: The parameters to communicate, in the model's order; all on one device, at least one.
+        transport: The communicator, used by nothing else.
+        algorithm: What to do with a bucket.
+        cap_bytes: A fixed bucket size instead of a planned one.
+        optimizer: The user's optimizer, if given.
+        scaler: The user's GradScaler, if given.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        transport: Transport,
+        algorithm: Algorithm,
+        cap_bytes: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: Any = None,
+    ) -> None:
+        self.transport = transport
+        self.algorithm = algorithm
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device = parameters[0].param.device
+        self.comm = Communicator(transport.rank, transport.world_size)
+        self.schedule = Schedule(algorithm.traits)
+        is_alone = transport.world_size == 1 and algorithm.traits.idle_alone
+        self.is_idle = is_alone or not self.schedule.ever_gradients
+        self.require_sync = True
+        self.error: BaseException | None = None
+        self.num_rounds = 0
+        self.exposed_s = 0.0
+        self.weights: WeightRounds | None = None
+        self.driver, release = acquire(self.device)
+        self._finalizer = weakref.finalize(self, _shut_down, transport, release)
+        self._cap_bytes = cap_bytes
+        self._warm_up = AllReduce()
+        self._graph_task: int | None = None
+        self._sync = False
+        self._is_profiling = False
+        self._round: Round | None = None
+        self._last_tasks: list[Task] = []
+        self._launched: list[bool] = []
+        self._num_left = 0
+        self._hooks: list[Any] = []
+        self.adopt(parameters)
+
+    def adopt(self, parameters: Sequence[Parameter]) -> None:
+        """Communicate these parameters from now on, with a plan that starts anew."""
+        for hook in self._hooks:
+            hook.remove()
+        self.parameters = list(parameters)
+        self._slots = [Slot(parameter.name, parameter.param) for parameter in self.parameters]
+        self._has_counts = False
+        self._readiness = Readiness(len(self.parameters), self.device)
+        self._next_plan: Plan | None = None
+        self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
+        self._hooks = [] if self.is_idle else [_hook(self, idx) for idx in range(len(self.parameters))]
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    def _install(self, plan: Plan) -> None:
+        """Make the buckets of `plan`, and move gradients that exist into them."""
+        self.plan = plan
+        self._dense: list[Bucket] = []
+        self.buckets: list[Bucket | SparseBucket] = []  # frees the old buffers before the new ones are allocated
+        for slot in self._slots:
+            slot.view = slot.param.new_empty(0)
+        if self.is_idle:
+            return
+        self.buckets = plans.build(plan, self.parameters, self._slots)
+        self._bucket_of: dict[int, Bucket | SparseBucket] = {
+            idx: self.buckets[place] for place, members in enumerate(plan.buckets) for idx in members
+        }
+        self._dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+        for bucket in self._dense:
+            bucket.adopt_existing()
+        context = Context(self.comm.rank, self.comm.world_size, self._dense, self.device, self.optimizer, self.scaler)
+        self._warm_up.setup(context)
+        if self.algorithm.traits.on_gradients:
+            self.algorithm.setup(context)
+
+    def install_pending(self) -> None:
+        """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
+        if self._next_plan is not None and self._graph_task is None:
+            plan, self._next_plan = self._next_plan, None
+            self._install(plan)
+
+    def _make_plan(self) -> None:
+        """Choose the plan on rank 0 and adopt it on all ranks. Collective."""
+        ready_s, backward_s = self._readiness.result()
+        if self._cap_bytes is not None:
+            plan = plans.fixed(self.parameters, self._cap_bytes, ready_s)
+        else:
+            with torch.no_grad():
+                cost = measure_cost(
+                    self.algorithm, self.transport, self.comm, self.driver, self.device, self.transport.timeout_s
+                )
+            cost = slowest(self.transport.gather_objects(cost)).competing_with_backward(1.0 - plans.spare_cores())
+            plan = plans.planned(self.parameters, ready_s, backward_s, cost)
+        self._next_plan = self.transport.gather_objects(plan)[0]
+
+    # --- one backward -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward began that has not ended."""
+        return self._graph_task is not None
+
+    def begin(self, sync: bool) -> None:
+        """Take part in the backward that is running now; called by every hook on an output, counts once."""
+        if self._graph_task is None:
+            self.check()
+            self.install_pending()
+            self._graph_task = torch._C._current_graph_task_id()
+            _in_backward.add(self)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            self._sync = False
+            for bucket in self.buckets:
+                bucket.start_backward()
+        if sync and not self._sync:
+            self._start_sync()
+
+    def _start_sync(self) -> None:
+        self._sync = self.schedule.gradients and not self.is_idle
+        if not self._sync:
+            return
+        self._is_profiling = self.plan.kind == "initial"
+        if self._is_profiling:
+            self._readiness.start()
+        complete = [bucket for bucket in self.buckets if bucket.pending == 0]
+        if complete:  # an unsynchronised forward shares this backward, and its gradients came first
+            self._open_round()
+        for bucket in complete:
+            self._complete(bucket)
+
+    def on_gradient(self, idx: int) -> None:
+        """Take note that parameter `idx` has its gradient in `param.grad`."""
+        if self._graph_task is None:
+            self.begin(self.require_sync)
+        if self._sync:
+            if self._round is None:
+                self._open_round()
+            if self._is_profiling:
+                self._readiness.mark(idx)
+        slot, bucket = self._slots[idx], self._bucket_of[idx]
+        slot.fired += 1
+        if slot.fired == slot.expected:
+            bucket.pending -= 1
+            if bucket.pending == 0 and self._sync:
+                self._complete(bucket)
+        elif slot.fired > slot.expected and self._round is not None and self._launched[bucket.index]:
+            raise CommlibError(
+                f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after its bucket had left: it was ready "
+                f"{slot.fired} times in this backward and {slot.expected} times in the first one. Run the model the same "
+                "way in every step, or use checkpoint(..., use_reentrant=False)."
+            )
+
+    def _open_round(self) -> None:
+        algorithm = self._current_algorithm()
+        tasks = [Task(bucket.describe, self._communication(algorithm, bucket)) for bucket in self.buckets]
+        if self._dense and not algorithm.traits.reduces_flags:
+            flags = self._dense[-1].flags
+            tasks.append(Task(lambda: "the flags of unused parameters", lambda: _reduce(flags, self.comm)))
+        self._round = Round(self.transport, tasks, algorithm.traits.window)
+        self._launched = [False] * len(self.buckets)
+        self._num_left = len(self.buckets)
+        self.driver.open(self._round)
+
+    def _current_algorithm(self) -> Algorithm:
+        return self._warm_up if self.schedule.warming_up else self.algorithm
+
+    def _communication(self, algorithm: Algorithm, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
+        if isinstance(bucket, SparseBucket):
+            return lambda: sparse_sum(bucket.gradient(), bucket.slots[0].param, self.comm, bucket.result)
+        return lambda: algorithm.communicate(bucket, self.comm)
+
+    def _complete(self, bucket: Bucket | SparseBucket) -> None:
+        """All gradients of the bucket are there."""
+        if not self._is_profiling:
+            self._launch(bucket)
+        elif isinstance(bucket, Bucket):
+            bucket.gather(1.0)  # into place, which frees the gradients; it leaves at the end of backward
+
+    def _launch(self, bucket: Bucket | SparseBucket) -> None:
+        """Gather the bucket and give it to the driver.
+
+        The bucket that carries the flags leaves last: only then is it known which parameters had a gradient.
+        """
+        assert self._round is not None
+        carries_flags = bool(self._dense) and bucket is self._dense[-1]
+        if self._launched[bucket.index] or (carries_flags and self._num_left > 1):
+            return
+        if isinstance(bucket, Bucket):
+            bucket.gather(self._current_algorithm().predivisor(self.comm))
+        self._send(bucket)
+        last = self._dense[-1] if self._dense else None
+        if self._num_left == 1 and last is not None and last.pending == 0:
+            self._launch(last)
+
+    def _send(self, bucket: Bucket | SparseBucket) -> None:
+        assert self._round is not None
+        self._launched[bucket.index] = True
+        self._num_left -= 1
+        if self._num_left == 0 and self._dense:
+            self._write_flags(self._dense[-1].flags)
+        self.driver.ready(self._round, bucket.index)
+        if self._num_left == 0 and len(self._round.tasks) > len(self.buckets):
+            self.driver.ready(self._round, len(self.buckets))
+
+    def _write_flags(self, flags: torch.Tensor) -> None:
+        had = [slot.had_gradient for bucket in self._dense for slot in bucket.slots]
+        if all(had):
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor(had, dtype=flags.dtype))
+
+    def _flush(self) -> None:
+        """Launch what is not complete: some parameter had no gradient in this backward."""
+        if self._round is None or self._num_left == 0:
+            return
+        if self._is_profiling:
+            self._readiness.end()
+        self._count_hooks()
+        for bucket in self.buckets:
+            if not (self._dense and bucket is self._dense[-1]):
+                self._launch(bucket)
+        if self._dense:
+            self._launch(self._dense[-1])
+
+    def _count_hooks(self) -> None:
+        if not self._has_counts:
+            self._has_counts = True
+            for slot in self._slots:
+                slot.expected = max(1, slot.fired)
+
+    def _end(self) -> None:
+        """The callback at the end of backward."""
+        for engine in [e for e in _in_backward if e._graph_task == self._graph_task]:
+            engine._flush()
+        self._count_hooks_of_quiet_backward()
+        round_, self._round = self._round, None
+        try:
+            if round_ is not None:
+                self._finish(round_)
+        except BaseException as error:
+            self.error = error
+            self.driver.cancel(round_, error) if round_ is not None else None
+            raise
+        finally:
+            self._graph_task = None
+            _in_backward.discard(self)
+
+    def _count_hooks_of_quiet_backward(self) -> None:
+        if self._round is None and any(slot.fired for slot in self._slots):
+            self._count_hooks()
+
+    def _finish(self, round_: Round) -> None:
+        start = time.perf_counter()
+        self.driver.wait(round_, self.transport.timeout_s)
+        self.exposed_s = time.perf_counter() - start
+        self._publish()
+        self._last_tasks = round_.tasks
+        self.num_rounds += 1
+        if self.algorithm.traits.on_gradients:
+            self.schedule.end_step()
+        needed = 1 if self._cap_bytes is not None else _PROFILED_BACKWARDS
+        if self._is_profiling and self._readiness.num_backwards >= needed:
+            self._make_plan()
+
+    def _publish(self) -> None:
+        divisor = self._current_algorithm().divisor(self.comm)
+        flags: list[bool] | None = None
+        start = 0
+        for bucket in self.buckets:
+            if isinstance(bucket, SparseBucket):
+                bucket.finish(divisor)
+                continue
+            if not bucket.is_plain:
+                flags = flags or [value > 0 for value in self._dense[-1].flags.tolist()]
+                bucket.finish(flags[start : start + len(bucket.slots)])
+            start += len(bucket.slots)
+
+    def run(self, what: str, communication: Communication) -> None:
+        """Run one communication on its own, now, and wait for it. For set-up, buffers and the like."""
+        self.check()
+        round_ = Round(self.transport, [Task(lambda: what, lambda: communication)], window=1)
+        try:
+            self.driver.open(round_)
+            self.driver.ready(round_, 0)
+            self.driver.wait(round_, self.transport.timeout_s)
+        except BaseException as error:
+            self.error = error
+            self.driver.cancel(round_, error)
+            raise
+
+    def shadow_round(self) -> None:
+        """Take part in a round without data: what a rank that has joined early does."""
+        self.install_pending()
+        if self.is_idle or not self.schedule.gradients:
+            return
+        self._is_profiling = self.plan.kind == "initial"
+        if self._is_profiling:
+            self._readiness.start()
+            self._readiness.end()
+        self._open_round()
+        round_, self._round = self._round, None
+        assert round_ is not None
+        for bucket in self._dense:
+            bucket.zero()
+        for idx in range(len(round_.tasks)):
+            self.driver.ready(round_, idx)
+        self._finish(round_)
+
+    # --- weights and optimizer state --------------------------------------------------------------------------------
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer, transport: Transport) -> None:
+        """Run the algorithm's rounds over weights or state at the end of the optimizer's steps, on `transport`."""
+        self.weights = WeightRounds(
+            self.parameters,
+            self.algorithm,
+            self.schedule,
+            transport,
+            self.driver,
+            optimizer,
+            self._cap_bytes or INITIAL_CAP_BYTES,
+        )
+        rounds = weakref.ref(self.weights)
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step())
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what ended the communication, if anything did."""
+        if self.error is not None:
+            raise CommlibError(
+                f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot go on: "
+                f"{self.error or type(self.error).__name__}"
+            ) from self.error
+
+    @property
+    def pending_plan(self) -> Plan | None:
+        """The plan that the next forward changes to, if any."""
+        return self._next_plan
+
+    def layout_changed(self) -> bool:
+        """Return whether parameters were cast or moved to another device since their buckets were made."""
+        return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in self._dense)
+
+    def hook_counts(self) -> dict[str, int]:
+        """Return how often each gradient hook fires in a backward, where that is not once."""
+        return {slot.name: slot.expected for slot in self._slots if slot.expected != 1}
+
+    def restore(self, plan: Plan, hook_counts: dict[str, int]) -> None:
+        """Change to a plan from a checkpoint; nothing is profiled then."""
+        self._next_plan = None
+        self._has_counts = True
+        for slot in self._slots:
+            slot.expected = hook_counts.get(slot.name, 1)
+        self._install(plan)
+
+    def stats(self) -> Stats:
+        """Return what was communicated so far."""
+        sent = sum(task.sent_bytes for task in self._last_tasks)
+        share = 2 * (self.comm.world_size - 1) / self.comm.world_size
+        raw = sum(bucket.nbytes for bucket in self._dense) * share if self._last_tasks else 0.0
+        return Stats(
+            algorithm=self.algorithm.name,
+            world_size=self.comm.world_size,
+            plan=self.plan.kind,
+            num_buckets=len(self.buckets),
+            steps=self.num_rounds,
+            wire_bytes=self.transport.bytes_sent,
+            wire_bytes_per_step=sent,
+            raw_bytes_per_step=raw,
+            compression_ratio=raw / sent if sent else 1.0,
+            exposed_s=self.exposed_s,
+            buckets=tuple(self._bucket_stats(bucket) for bucket in self.buckets),
+        )
+
+    def _bucket_stats(self, bucket: Bucket | SparseBucket) -> BucketStats:
+        ready_s = self.plan.ready_s
+        task = self._last_tasks[bucket.index] if bucket.index < len(self._last_tasks) else None
+        first = bucket.slots[0].param
+        return BucketStats(
+            index=bucket.index,
+            num_parameters=len(bucket.slots),
+            numel=sum(slot.param.numel() for slot in bucket.slots),
+            nbytes=bucket.nbytes,
+            dtype=str(first.dtype).removeprefix("torch."),
+            parameters=tuple(slot.name for slot in bucket.slots),
+            ready_s=max(ready_s[idx] for idx in self.plan.buckets[bucket.index]) if ready_s else None,
+            wire_bytes=task.sent_bytes if task else 0.0,
+            seconds=task.ended_s - task.began_s if task else 0.0,
+        )
+
+    def close(self) -> None:
+        """Remove every hook and give up the driver and the communicator. Harmless when called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.weights is not None:
+            self._step_hook.remove()
+            self.weights.close()
+        if self._round is not None:
+            self.driver.cancel(self._round, CommlibError("the model was unwrapped during backward"))
+        self._finalizer()
+        self.transport.close()
+
+
+def _shut_down(transport: Transport, release: Callable[[], None]) -> None:
+    """What remains to do when a model is collected, or the interpreter exits: leave no work and no thread behind."""
+    if transport.has_pending:
+        transport.abort()
+    release()
+
+
+def _hook(engine: Engine, idx: int) -> Any:
+    """Register the gradient hook of one parameter; it does not keep the engine alive."""
+    reference = weakref.ref(engine)
+
+    def on_gradient(_: torch.Tensor) -> None:
+        if (engine := reference()) is not None:
+            engine.on_gradient(idx)
+
+    return engine.parameters[idx].param.register_post_accumulate_grad_hook(on_gradient)
+
+
+def _reduce(tensor: torch.Tensor, comm: Communicator) -> Communication:
+    yield comm.all_reduce(tensor)

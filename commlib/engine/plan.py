@@ -1,0 +1,109 @@
+"""A plan: which parameters share a bucket, in which order the buckets go; the same on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commlib.engine import planner
+from commlib.engine.bucket import Bucket, SparseBucket, Slot, layout_key
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that the engine communicates."""
+
+    name: str
+    param: torch.nn.Parameter
+    sparse: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Buckets as lists of indices into the parameter list, and how they came about.
+
+    Attributes:
+        buckets: Indices of each bucket's parameters.
+        kind: "initial", "fixed" (by `bucket_cap_mb`), "planned" (by measurement) or "restored" (from a checkpoint).
+        ready_s: Per parameter, seconds from the start of backward until its gradient was ready, on rank 0.
+        cost: What communication was measured to cost, for "planned".
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+    kind: str
+    ready_s: tuple[float, ...] = ()
+    cost: planner.Cost | None = None
+
+
+#: Bucket ends for the gradients of one group: (ready seconds, bytes) to the ends.
+Cut = Callable[[Sequence[float], Sequence[int]], list[int]]
+
+
+def initial(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
+    """Return the plan before anything is known: reverse order of registration, joined by size."""
+    order = list(range(len(parameters)))[::-1]
+    ready_s = [float(len(order) - idx) for idx in range(len(order))]
+    return Plan(_cut(parameters, order, ready_s, _by_size(cap_bytes)), "initial")
+
+
+def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[float]) -> Plan:
+    """Return the plan of a given bucket size, in the order in which gradients became ready."""
+    order = sorted(range(len(parameters)), key=ready_s.__getitem__)
+    buckets = _cut(parameters, order, ready_s, _by_size(cap_bytes))
+    return Plan(buckets, "fixed", tuple(ready_s))
+
+
+def planned(
+    parameters: Sequence[Parameter],
+    ready_s: Sequence[float],
+    backward_s: float,
+    cost: planner.Cost,
+) -> Plan:
+    """Return the plan with the least predicted step time. See [Note: the model] in `planner.py`."""
+    order = sorted(range(len(parameters)), key=ready_s.__getitem__)
+    buckets = _cut(parameters, order, ready_s, lambda ready, sizes: planner.by_time(ready, sizes, cost, backward_s))
+    return Plan(buckets, "planned", tuple(ready_s), cost)
+
+
+def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
+    """Allocate the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket."""
+    dense = [idx for idx, members in enumerate(plan.buckets) if not parameters[members[0]].sparse]
+    num_flags = sum(len(plan.buckets[idx]) for idx in dense)
+    buckets: list[Bucket | SparseBucket] = []
+    for idx, members in enumerate(plan.buckets):
+        own = [slots[member] for member in members]
+        if parameters[members[0]].sparse:
+            buckets.append(SparseBucket(idx, own[0]))
+        else:
+            buckets.append(Bucket(idx, own, num_flags if idx == dense[-1] else 0))
+    return buckets
+
+
+def spare_cores() -> float:
+    """Return how many cores each local rank has beyond its compute threads, at most 1, at least 0."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, max(0.0, cores / local_ranks - torch.get_num_threads()))
+
+
+def _by_size(cap_bytes: int) -> Cut:
+    return lambda ready_s, nbytes: planner.by_size(nbytes, cap_bytes)
+
+
+def _cut(parameters: Sequence[Parameter], order: Sequence[int], ready_s: Sequence[float], cut: Cut) -> tuple[tuple[int, ...], ...]:
+    """Cut each group of like parameters into buckets, and order all buckets by when they are ready."""
+    groups: dict[object, list[int]] = {}
+    for idx in order:
+        parameter = parameters[idx]
+        key = idx if parameter.sparse else layout_key(parameter.param)
+        groups.setdefault(key, []).append(idx)
+    buckets = []
+    for members in groups.values():
+        start = 0
+        for end in cut([ready_s[idx] for idx in members], [parameters[idx].param.nbytes for idx in members]):
+            buckets.append(tuple(members[start:end]))
+            start = end
+    return tuple(sorted(buckets, key=lambda members: max(ready_s[idx] for idx in members)))

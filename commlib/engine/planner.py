@@ -1,0 +1,130 @@
+"""Bucket boundaries: which gradients travel together.
+
+[Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
+gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`. Every
+collective also takes `cpu_s` of the processor away from backward. The step ends when backward and the last bucket have
+ended; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+#: More bucket boundaries than this are not considered.
+_MAX_BUCKETS = 64
+#: Neighbouring gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
+_MAX_PIECES = 256
+
+INITIAL_CAP_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a bucket's communication costs, as measured.
+
+    Attributes:
+        latency_s: Seconds of a bucket with nothing in it.
+        s_per_byte: Seconds for each byte of gradients.
+        cpu_s: Processor seconds that a bucket takes from backward, whatever its size.
+        cpu_s_per_byte: Processor seconds for each byte of gradients.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    cpu_s: float = 0.0
+    cpu_s_per_byte: float = 0.0
+
+    def competing_with_backward(self, share: float) -> Cost:
+        """Return the cost where only `share` of the processor time is taken from backward; the rest has a free core."""
+        return replace(self, cpu_s=self.cpu_s * share, cpu_s_per_byte=self.cpu_s_per_byte * share)
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the predicted seconds of a bucket of `nbytes`."""
+        return self.latency_s + self.s_per_byte * nbytes
+
+
+def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Fit `seconds = a + b * nbytes`, a and b not negative, to (nbytes, seconds) by least relative error."""
+    nbytes, seconds = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
+    weights = 1 / np.maximum(seconds, 1e-9)
+    design = np.stack([weights, nbytes * weights], axis=1)
+    (intercept, slope), *_ = np.linalg.lstsq(design, seconds * weights, rcond=None)
+    if slope <= 0:
+        return float(np.median(seconds)), 0.0
+    return max(float(intercept), 0.0), float(slope)
+
+
+def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
+    """Return the end of each bucket when gradients are joined in order until `cap_bytes` is reached.
+
+    A gradient larger than the cap makes a bucket of its own.
+    """
+    ends, held = [], 0
+    for idx, size in enumerate(nbytes):
+        if held and held + size > cap_bytes:
+            ends.append(idx)
+            held = 0
+        held += size
+    return [*ends, len(nbytes)] if len(nbytes) else []
+
+
+def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float) -> list[int]:
+    """Return the end of each bucket that minimises the predicted end of the step.
+
+    Args:
+        ready_s: Seconds after the start of backward at which each gradient is ready, in order.
+        nbytes: Bytes of each gradient.
+        cost: The measured cost of a bucket.
+        backward_s: Seconds that backward takes without communication.
+    """
+    if not len(nbytes):
+        return []
+    ends = _pieces(nbytes)
+    ready = np.maximum.accumulate(np.asarray(ready_s, dtype=float))[np.array(ends) - 1]
+    total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)[np.array(ends) - 1]])
+    return [ends[piece - 1] for piece in _best_cut(ready, total, cost, backward_s)]
+
+
+def predict(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float, ends: Sequence[int]) -> float:
+    """Return the predicted seconds from the start of backward to the end of the last bucket, for given boundaries."""
+    latest = np.maximum.accumulate(np.asarray(ready_s, dtype=float))
+    total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
+    finish, start = 0.0, 0
+    for count, end in enumerate(ends):
+        finish = max(finish, latest[end - 1] + cost.cpu_s * count) + cost.seconds(total[end] - total[start])
+        start = end
+    return max(finish, backward_s + cost.cpu_s * len(ends))
+
+
+def _pieces(nbytes: Sequence[int]) -> list[int]:
+    """Return the ends of at most about `_MAX_PIECES` runs of gradients, the only places considered for boundaries."""
+    if len(nbytes) <= _MAX_PIECES:
+        return list(range(1, len(nbytes) + 1))
+    return by_size(nbytes, max(1, 2 * sum(nbytes) // _MAX_PIECES))
+
+
+def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost, backward_s: float) -> list[int]:
+    """Minimise over the number of buckets and their ends; `total[j]` is the bytes of the first j pieces."""
+    num_pieces = len(ready)
+    finish = np.full(num_pieces + 1, np.inf)
+    finish[0] = 0.0
+    best, best_s, choices = 0, np.inf, []
+    for count in range(min(num_pieces, _MAX_BUCKETS)):
+        # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; an earlier end is never worse.
+        starts = np.maximum(finish[None, :-1], (ready + cost.cpu_s * count)[:, None])
+        ends = starts + cost.latency_s + cost.s_per_byte * (total[1:, None] - total[None, :-1])
+        ends[np.triu_indices(num_pieces, k=1)] = np.inf  # a bucket holds at least one piece
+        choice = ends.argmin(axis=1)
+        choices.append(choice)
+        finish = np.concatenate([[np.inf], ends[np.arange(num_pieces), choice]])
+        step_s = max(finish[-1], backward_s + cost.cpu_s * (count + 1))
+        if step_s < best_s:
+            best, best_s = count, step_s
+    cut, piece = [], num_pieces
+    for count in range(best, -1, -1):
+        cut.append(piece)
+        piece = int(choices[count][piece - 1])
+    return cut[::-1]

@@ -1,0 +1,139 @@
+"""Measurements behind a plan: when gradients become ready, and what a bucket costs."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.algorithms.base import Algorithm, Context
+from commlib.engine.bucket import Bucket, Slot
+from commlib.engine.planner import Cost, fit
+from commlib.engine.scheduler import Driver, Round, Task
+from commlib.transport.base import Communicator, Transport
+
+#: Bytes of the scratch buckets, and how many of them are in flight at once.
+_PROBES = ((32 << 10, 1), (32 << 10, 8), (1 << 20, 4), (4 << 20, 2))
+_REPETITIONS = 5
+
+
+class Readiness:
+    """When each gradient became ready, over a few backwards; the earliest of each counts, as delays are noise.
+
+    Args:
+        num_parameters: How many there are.
+        device: Where they are; on CUDA the times are events on the stream, read once at the end.
+    """
+
+    def __init__(self, num_parameters: int, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._times: list[list[Any]] = []
+        self._num_parameters = num_parameters
+        self._start: Any = None
+        self._end_s: list[float] = []
+
+    @property
+    def num_backwards(self) -> int:
+        """How many backwards were recorded whole."""
+        return len(self._end_s)
+
+    def start(self) -> None:
+        """Begin a backward."""
+        self._start = self._now()
+        self._times.append([None] * self._num_parameters)
+
+    def mark(self, idx: int) -> None:
+        """Record that the gradient of parameter `idx` is ready now."""
+        self._times[-1][idx] = self._now()
+
+    def end(self) -> None:
+        """End the backward."""
+        end = self._now()
+        if self._is_cuda:
+            end.synchronize()
+        start = self._start
+        self._times[-1] = [None if at is None else self._between(start, at) for at in self._times[-1]]
+        self._end_s.append(self._between(start, end))
+
+    def result(self) -> tuple[list[float], float]:
+        """Return the seconds of each gradient, and of the whole backward; the first, cold one is left out if it can be."""
+        times, ends = (self._times[1:], self._end_s[1:]) if len(self._end_s) > 1 else (self._times, self._end_s)
+        backward_s = min(ends)
+        ready = []
+        for column in zip(*times, strict=True):
+            seen = [at for at in column if at is not None]
+            ready.append(min(min(seen), backward_s) if seen else backward_s)
+        return ready, backward_s
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+
+
+def measure_cost(
+    algorithm: Algorithm,
+    transport: Transport,
+    comm: Communicator,
+    driver: Driver,
+    device: torch.device,
+    timeout_s: float,
+) -> Cost:
+    """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
+
+    Collective: every rank must call it. Rounds of several buckets are timed too, so that the latency is the one that
+    remains when the next bucket is already under way.
+    """
+    wall: list[tuple[int, float]] = []
+    cpu: list[tuple[int, float]] = []
+    for nbytes, count in _PROBES:
+        buckets = [_scratch(idx, nbytes, device) for idx in range(count)]
+        trial = copy.deepcopy(algorithm)
+        trial.setup(Context(comm.rank, comm.world_size, buckets, device))
+        samples = []
+        for _ in range(_REPETITIONS):
+            tasks = [Task(_probe_name, _begin(trial, bucket, comm)) for bucket in buckets]
+            samples.append(_timed(Round(transport, tasks, algorithm.traits.window), driver, device, timeout_s))
+        samples = sorted(samples[1:])
+        wall.append((nbytes, samples[len(samples) // 2][0] / count))
+        cpu.append((nbytes, min(sample[1] for sample in samples) / count))
+    latency_s, s_per_byte = fit(wall[1:])  # one alone shows the round trip, not what a bucket adds
+    cpu_s, cpu_s_per_byte = fit(cpu[1:])
+    return Cost(latency_s, s_per_byte, cpu_s, cpu_s_per_byte)
+
+
+def _timed(round_: Round, driver: Driver, device: torch.device, timeout_s: float) -> tuple[float, float]:
+    start, cpu_start = time.perf_counter(), time.process_time()
+    driver.open(round_)
+    for idx in range(len(round_.tasks)):
+        driver.ready(round_, idx)
+    driver.wait(round_, timeout_s)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, time.process_time() - cpu_start
+
+
+def _scratch(index: int, nbytes: int, device: torch.device) -> Bucket:
+    parameter = torch.nn.Parameter(torch.zeros(nbytes // 4, device=device))
+    return Bucket(index, [Slot(f"probe{index}", parameter)])
+
+
+def _begin(algorithm: Algorithm, bucket: Bucket, comm: Communicator) -> Callable[[], Any]:
+    return lambda: algorithm.communicate(bucket, comm)
+
+
+def _probe_name() -> str:
+    return "a scratch bucket of the cost measurement"
+
+
+def slowest(costs: Sequence[Cost]) -> Cost:
+    """Return the largest of each figure over the ranks: a collective ends with its slowest rank."""
+    return Cost(*(max(values) for values in zip(*((c.latency_s, c.s_per_byte, c.cpu_s, c.cpu_s_per_byte) for c in costs), strict=True)))

@@ -1,0 +1,319 @@
+"""Drivers: they run the rounds that the engine opens, in the order that the policy gives.
+
+A *round* is one synchronisation: a task per bucket. On the CPU one thread per process issues every collective of every
+model; on CUDA the collectives are issued from the thread that runs backward, onto one stream per bucket in flight, and
+the host never waits.
+
+[Note: rounds in a row] Rounds of one lane run one after the other, in the order in which they were opened, which is the
+program's order and so the same on all ranks. The lanes ("foreground" and "background") have communicators of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.engine.policy import Do, Event, IssueOrder
+from commlib.errors import CommlibError, PeerTimeout
+from commlib.transport.base import Communication, Request, Transport, Work
+
+#: How much longer than the transport's timeout a waiter waits, so that the transport's own error comes first.
+_GRACE_S = 15.0
+
+
+class Task:
+    """One bucket's communication in a round.
+
+    Args:
+        describe: Names the bucket in errors.
+        begin: Makes the generator; called once the task's input is ready.
+    """
+
+    __slots__ = ("begin", "began_s", "describe", "ended_s", "generator", "input_event", "request", "sent_bytes", "work")
+
+    def __init__(self, describe: Callable[[], str], begin: Callable[[], Communication]) -> None:
+        self.describe = describe
+        self.begin = begin
+        self.generator: Communication | None = None
+        self.request: Request | None = None
+        self.work: Work | None = None
+        self.input_event: Any = None
+        self.began_s = self.ended_s = self.sent_bytes = 0.0
+
+
+class Round:
+    """One synchronisation: its tasks, their order, and how it ended.
+
+    Args:
+        transport: The communicator that carries it.
+        tasks: One per bucket, in plan order.
+        window: See `Traits.window`.
+        lane: Rounds of one lane run one after the other.
+    """
+
+    def __init__(self, transport: Transport, tasks: Sequence[Task], window: int, lane: str = "foreground") -> None:
+        self.transport = transport
+        self.tasks = list(tasks)
+        self.order = IssueOrder(len(self.tasks), window)
+        self.lane = lane
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.backlog: deque[tuple[Event, int]] = deque()
+        if not self.tasks:
+            self.done.set()
+
+    def describe(self) -> str:
+        """Name what the round waits for."""
+        turn = self.order.waits_for
+        return "the round" if turn is None else self.tasks[turn].describe()
+
+
+class Driver(ABC):
+    """Runs rounds. `open`, `ready` and `wait` are called by the engine's threads."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, deque[Round]] = {}
+
+    @abstractmethod
+    def open(self, round_: Round) -> None:
+        """Take a round whose tasks become ready later."""
+
+    @abstractmethod
+    def ready(self, round_: Round, task: int) -> None:
+        """Say that a task's input is there. Returns at once."""
+
+    @abstractmethod
+    def wait(self, round_: Round, timeout_s: float) -> None:
+        """Wait until the round is complete (on CUDA: make the current stream wait for it).
+
+        Raises:
+            TransportError: A collective failed or timed out.
+        """
+
+    def cancel(self, round_: Round, error: BaseException) -> None:
+        """End a round that cannot go on. Harmless when it has ended."""
+        if not round_.done.is_set():
+            round_.error = error
+            round_.transport.abort()
+            round_.done.set()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the driver up. Harmless when called twice."""
+
+    def _handle(self, round_: Round, event: Event | None, task: int) -> None:
+        """Take one event (None: the round itself), and go on with every round that has come to the head of its lane."""
+        lane = self._lanes.setdefault(round_.lane, deque())
+        if event is None:
+            lane.append(round_)
+        elif not round_.done.is_set():
+            round_.backlog.append((event, task))
+        while lane and self._drain(lane[0]):
+            lane.popleft()
+
+    def _drain(self, round_: Round) -> bool:
+        """Work through the backlog of the round at the head of its lane; return whether the round has ended."""
+        try:
+            while round_.backlog and not round_.done.is_set():
+                self._advance(round_, *round_.backlog.popleft())
+            if round_.order.complete:
+                round_.done.set()
+        except BaseException as error:
+            self._fail(round_, error)
+        return round_.done.is_set()
+
+    def _advance(self, round_: Round, event: Event, task_idx: int) -> None:
+        """Feed one event to the policy and carry out what follows from it."""
+        events = deque([(event, task_idx)])
+        while events:
+            for action in round_.order.feed(*events.popleft()):
+                task = round_.tasks[action.task]
+                if action.do is Do.ISSUE:
+                    assert task.request is not None
+                    task.sent_bytes += task.request.wire_bytes(round_.transport.world_size)
+                    self._issue(round_, action.task, task, events)
+                else:
+                    events.append((self._resume(task, action.task), action.task))
+
+    def _resume(self, task: Task, task_idx: int) -> Event:
+        if task.generator is None:
+            task.began_s = time.perf_counter()
+            task.generator = task.begin()
+        if task.work is not None:
+            task.work.wait()
+            task.work = None
+        try:
+            task.request = next(task.generator)
+        except StopIteration:
+            task.ended_s = time.perf_counter()
+            return Event.FINISHED
+        return Event.YIELDED
+
+    @abstractmethod
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        """Start the task's request; when it completes, the task's ARRIVED event must come."""
+
+    def _fail(self, round_: Round, error: BaseException) -> None:
+        """End the round with what went wrong, as an error that names it."""
+        if not isinstance(error, CommlibError):
+            task = round_.tasks[round_.order.waits_for or 0]
+            failing = next((t for t in round_.tasks if t.work is not None), task)
+            verb = failing.request.verb if failing.request is not None else "communication"
+            error = round_.transport.diagnose(error, f"{verb} of {failing.describe()}")
+        self.cancel(round_, error)
+
+
+class ThreadDriver(Driver):
+    """One thread that issues every collective, for tensors on the CPU.
+
+    Completions come from the backend's threads as events in the same queue, so the thread sleeps only where nothing is
+    to be done. It is a daemon and holds no model while idle.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: queue.SimpleQueue[tuple[Round, Event | None, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
+        self._thread.start()
+
+    def open(self, round_: Round) -> None:
+        if round_.tasks:
+            self._events.put((round_, None, 0))
+
+    def ready(self, round_: Round, task: int) -> None:
+        self._events.put((round_, Event.READY, task))
+
+    def wait(self, round_: Round, timeout_s: float) -> None:
+        if not round_.done.wait(timeout_s + _GRACE_S):
+            self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {timeout_s + _GRACE_S:g} s"))
+        if round_.error is not None:
+            raise round_.error
+
+    def close(self) -> None:
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_GRACE_S)
+
+    def _run(self) -> None:
+        while (item := self._events.get()) is not None:
+            self._handle(*item)
+            del item  # an idle thread must not keep a round, and through it a model, alive
+
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        assert task.request is not None
+        task.work = round_.transport.issue(task.request)
+        task.work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
+
+
+class StreamDriver(Driver):
+    """Issues from the calling thread onto streams, for tensors on an accelerator.
+
+    `work.wait()` makes a stream wait, not the host, so a task runs to its end as soon as the order lets it: encoding
+    bucket k + 1 on its stream does not queue behind the wire of bucket k.
+
+    Args:
+        device: The accelerator. A CPU device gives streams that do nothing and works that block, for tests.
+        num_streams: How many buckets have a stream of their own before streams are shared.
+    """
+
+    def __init__(self, device: torch.device, num_streams: int = 4) -> None:
+        super().__init__()
+        self._streams = _Streams(device, num_streams)
+
+    def open(self, round_: Round) -> None:
+        if round_.tasks:
+            self._handle(round_, None, 0)
+
+    def ready(self, round_: Round, task: int) -> None:
+        round_.tasks[task].input_event = self._streams.record()
+        self._handle(round_, Event.READY, task)
+
+    def wait(self, round_: Round, timeout_s: float) -> None:
+        if round_.error is not None:
+            raise round_.error
+        if not round_.done.is_set():
+            raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
+        self._streams.join(range(len(round_.tasks)))
+
+    def close(self) -> None:
+        self._lanes.clear()
+
+    def _resume(self, task: Task, task_idx: int) -> Event:
+        with self._streams.use(task_idx):
+            if task.generator is None:
+                self._streams.wait_for(task.input_event)
+            return super()._resume(task, task_idx)
+
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        assert task.request is not None
+        with self._streams.use(task_idx):
+            task.work = round_.transport.issue(task.request)
+        events.append((Event.ARRIVED, task_idx))
+
+
+class _Streams:
+    """High-priority streams and their events; without an accelerator, nothing."""
+
+    def __init__(self, device: torch.device, num_streams: int) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._pool = [torch.cuda.Stream(device, priority=-1) for _ in range(num_streams)] if self._is_cuda else []
+
+    def use(self, task_idx: int) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._pool[task_idx % len(self._pool)]) if self._is_cuda else contextlib.nullcontext()
+
+    def record(self) -> Any:
+        return torch.cuda.current_stream(self._device).record_event() if self._is_cuda else None
+
+    def wait_for(self, event: Any) -> None:
+        if self._is_cuda:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def join(self, tasks: range) -> None:
+        if self._is_cuda:
+            for stream in self._pool[: len(tasks)]:
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+class _Shared:
+    """The drivers of this process: one per device, there as long as an engine uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._drivers: dict[torch.device, tuple[Driver, set[int]]] = {}
+        self._tokens = itertools.count()
+
+    def acquire(self, device: torch.device) -> tuple[Driver, Callable[[], None]]:
+        """Return the device's driver, and the function that gives it up (once; later calls do nothing)."""
+        with self._lock:
+            token = next(self._tokens)
+            if device not in self._drivers:
+                driver: Driver = ThreadDriver() if device.type == "cpu" else StreamDriver(device)
+                self._drivers[device] = (driver, set())
+            driver, users = self._drivers[device]
+            users.add(token)
+        return driver, lambda: self._release(device, token)
+
+    def _release(self, device: torch.device, token: int) -> None:
+        with self._lock:
+            driver, users = self._drivers.get(device, (None, set()))
+            if token not in users:
+                return
+            users.discard(token)
+            if users or driver is None:
+                return
+            del self._drivers[device]
+        driver.close()
+
+
+_shared = _Shared()
+acquire = _shared.acquire

@@ -1,0 +1,75 @@
+"""Saving and restoring the communication's state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from commlib.engine.plan import Plan
+from commlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from commlib.engine.engine import Engine
+
+_FORMAT = 1
+
+
+def save(engine: Engine) -> dict[str, Any]:
+    """Return the engine's state on this rank; see `commlib.state_dict`."""
+    if engine.weights is not None:
+        engine.weights.drain()
+    names = [parameter.name for parameter in engine.parameters]
+    pending = engine.pending_plan or engine.plan
+    return {
+        "format": _FORMAT,
+        "algorithm": engine.algorithm.name,
+        "world_size": engine.comm.world_size,
+        "rank": engine.comm.rank,
+        "step": engine.schedule.step,
+        "num_rounds": engine.num_rounds,
+        "plan": None
+        if pending.kind == "initial"
+        else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
+        "hook_counts": engine.hook_counts(),
+        "state": engine.algorithm.state_dict(),
+    }
+
+
+def load(engine: Engine, state: dict[str, Any]) -> None:
+    """Take over what `save` returned; see `commlib.load_state_dict`.
+
+    Raises:
+        ConfigError: The state is of another format, algorithm, rank, world size or model. Nothing was changed then.
+    """
+    expected = {
+        "format": _FORMAT,
+        "algorithm": engine.algorithm.name,
+        "world_size": engine.comm.world_size,
+        "rank": engine.comm.rank,
+    }
+    for key, value in expected.items():
+        if state.get(key) != value:
+            raise ConfigError(
+                f"rank {engine.comm.rank}: the saved communication state has {key} {state.get(key)!r}, expected {value!r}. "
+                "Load the file of this rank, written by a run of the same algorithm and world size"
+            )
+    plan = _plan(engine, state["plan"])
+    engine.schedule.step = int(state["step"])
+    engine.num_rounds = int(state["num_rounds"])
+    if plan is not None:
+        engine.restore(plan, state["hook_counts"])
+    engine.algorithm.load_state_dict(state["state"])
+
+
+def _plan(engine: Engine, saved: dict[str, Any] | None) -> Plan | None:
+    if saved is None:
+        return None
+    index = {parameter.name: idx for idx, parameter in enumerate(engine.parameters)}
+    names = [name for members in saved["buckets"] for name in members]
+    if sorted(names) != sorted(index):
+        different = sorted(set(names) ^ set(index))
+        raise ConfigError(
+            f"rank {engine.comm.rank}: the saved bucket plan is of another model: {len(names)} parameters, expected "
+            f"{len(index)}; first difference {different[:1]}"
+        )
+    buckets = tuple(tuple(index[name] for name in members) for members in saved["buckets"])
+    return Plan(buckets, "restored", tuple(saved["ready_s"]))

@@ -1,0 +1,33 @@
+"""The exceptions that commlib raises.
+
+    CommlibError
+    ├── ConfigError (ValueError)      a wrong argument, model or use; raised alike on every rank
+    ├── CodecError                    bytes or buffers that a codec cannot take
+    └── TransportError                a collective that did not complete
+        ├── PeerTimeout               peers did not arrive within the timeout
+        └── PeerFailure               a peer died or left
+"""
+
+
+class CommlibError(Exception):
+    """The base of every exception that commlib raises."""
+
+
+class ConfigError(CommlibError, ValueError):
+    """A wrong argument, model or use. The message says what, got, expected and the fix."""
+
+
+class CodecError(CommlibError):
+    """A payload or buffer that a codec cannot take. Nothing was written."""
+
+
+class TransportError(CommlibError):
+    """A collective did not complete; the model's communication has ended and cannot be resumed."""
+
+
+class PeerTimeout(TransportError):
+    """Some ranks did not arrive within the timeout. The message names the collective and, where known, the ranks."""
+
+
+class PeerFailure(TransportError):
+    """A rank died or left while others waited for it. The message names the collective and, where known, the rank."""

@@ -1,0 +1,92 @@
+"""Uneven inputs: what a rank does that has none left, so that the others can go on (torch's `Join`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+
+from commlib.engine.engine import Engine
+from commlib.transport.base import Communication, Communicator
+
+if TYPE_CHECKING:
+    from commlib.wrap import _Replica
+
+
+class JoinState:
+    """Who still has data, as the ranks tell each other at each forward inside a `Join` context.
+
+    Attributes:
+        source: The lowest rank that still has data: whose buffers count.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._joinable: Any = None
+        self._divides_by_initial = True
+        self.config = _JoinConfig.construct_disabled_join_config()
+        self.source = 0
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model is in a `Join` context."""
+        return self.config.enable
+
+    def set_config(self, config: Any, joinable: Any) -> None:
+        """Take what `Join` sets."""
+        self.config = config
+        self._joinable = joinable if config.enable else None
+
+    def hook(self, replica: _Replica, divides_by_initial: bool) -> JoinHook:
+        """Return the hook for a `Join` context that begins."""
+        self._divides_by_initial = divides_by_initial
+        return _ShadowHook(replica)
+
+    def announce(self, engine: Engine, syncs_buffers: bool, syncs_gradients: bool) -> None:
+        """Tell the ranks that have joined what this iteration will communicate."""
+        Join.notify_join_context(self._joinable)
+        self.exchange(engine, True, syncs_buffers, syncs_gradients)
+
+    def exchange(self, engine: Engine, active: bool, buffers: bool, gradients: bool) -> tuple[bool, bool]:
+        """Tell the others, and return whether any rank communicates buffers and gradients in this iteration."""
+        own = torch.tensor([active, buffers, gradients], dtype=torch.uint8, device=engine.device)
+        everyone = own.new_empty(3 * self._comm.world_size)
+        engine.run("the exchange of who still has data", _gather(everyone, own, self._comm))
+        table = everyone.view(-1, 3).tolist()
+        ranks = [rank for rank, row in enumerate(table) if row[0]]
+        self.source = ranks[0] if ranks else 0
+        self._comm.num_active = self._comm.world_size if self._divides_by_initial else max(1, len(ranks))
+        return any(row[1] for row in table), any(row[2] for row in table)
+
+    def leave(self) -> None:
+        """The context has ended: everyone counts again."""
+        self.config = _JoinConfig.construct_disabled_join_config()
+        self._joinable = None
+        self._comm.num_active = self._comm.world_size
+        self.source = 0
+
+
+class _ShadowHook(JoinHook):
+    def __init__(self, replica: _Replica) -> None:
+        self._replica = replica
+
+    def main_hook(self) -> None:
+        """Take part in one iteration of the ranks that still have data."""
+        replica, engine = self._replica, self._replica.engine
+        buffers, gradients = replica.join.exchange(engine, False, False, False)
+        if buffers:
+            replica.sync_buffers(replica.join.source)
+        if gradients:
+            engine.shadow_round()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the model of a rank that joined last to all ranks."""
+        replica = self._replica
+        replica.join.exchange(replica.engine, is_last_joiner, False, False)
+        replica.broadcast_model(replica.join.source)
+        replica.join.leave()
+
+
+def _gather(output: torch.Tensor, own: torch.Tensor, comm: Communicator) -> Communication:
+    yield comm.all_gather(output, own)

@@ -1,0 +1,58 @@
+"""Centralized communication: everyone with everyone."""
+
+from __future__ import annotations
+
+import torch
+
+from commlib.transport.base import Communication, Communicator
+
+
+def centralized_full_precision(
+    tensor: torch.Tensor, comm: Communicator, *, wire: torch.Tensor | None = None
+) -> Communication:
+    """Sum `tensor` over all ranks, in place (BAGUA's C_FP_S).
+
+    Args:
+        tensor: [numel] of any floating dtype; holds the sum afterwards.
+        comm: The group.
+        wire: [numel] of a narrower dtype: what is sent. The tensor is cast into it and back.
+    """
+    if wire is None:
+        yield comm.all_reduce(tensor)
+        return
+    wire.copy_(tensor)
+    yield comm.all_reduce(wire)
+    tensor.copy_(wire)
+
+
+def sparse_sum(gradient: torch.Tensor | None, like: torch.Tensor, comm: Communicator, out: list) -> Communication:
+    """Sum sparse gradients over all ranks: gather sizes, then indices, then values.
+
+    Args:
+        gradient: A sparse COO tensor of `like`'s shape, or None where this rank has none.
+        like: The dense parameter.
+        comm: The group.
+        out: Receives one element: the coalesced sum, or None where no rank has a gradient.
+    """
+    gradient = None if gradient is None else gradient.coalesce()
+    sizes = torch.empty(comm.world_size, dtype=torch.int64, device=like.device)
+    own = torch.tensor([-1 if gradient is None else gradient._nnz()], device=like.device)
+    yield comm.all_gather(sizes, own)
+    counts = sizes.tolist()
+    most = max(counts)
+    if most < 0:
+        out.append(None)
+        return
+    sparse_dim = 1 if gradient is None else gradient.sparse_dim()
+    indices = torch.zeros(most, sparse_dim, dtype=torch.int64, device=like.device)
+    values = torch.zeros(most, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
+    if gradient is not None:
+        indices[: gradient._nnz()] = gradient.indices().t()
+        values[: gradient._nnz()] = gradient.values()
+    all_indices = indices.new_empty(comm.world_size * most, sparse_dim)
+    all_values = values.new_empty(comm.world_size * most, *values.shape[1:])
+    yield comm.all_gather(all_indices, indices)
+    yield comm.all_gather(all_values, values)
+    keep = torch.cat([torch.arange(most, device=like.device) < count for count in counts])
+    total = torch.sparse_coo_tensor(all_indices[keep].t(), all_values[keep], like.shape)
+    out.append(total.coalesce())

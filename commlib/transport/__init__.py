@@ -1,0 +1,1 @@
+"""The verbs of communication and their executors."""

@@ -1,0 +1,172 @@
+"""The verbs: what a primitive can ask of the network.
+
+A primitive is a generator. It does local work, then yields one `Request`; the scheduler issues the request when its
+turn in the static order comes, and resumes the generator when the data has arrived. A request only describes: nothing
+is sent by making one. The same requests run on torch.distributed and, by their sizes alone, in a simulator.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class Request:
+    """One collective, described. Subclasses name the verb and its tensors."""
+
+    verb: ClassVar[str] = "request"
+
+    def wire_bytes(self, world_size: int) -> float:
+        """Return the bytes that one rank sends in a bandwidth-optimal implementation."""
+        raise NotImplementedError
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to move, which all ranks see alike."""
+        return False
+
+
+#: What `Algorithm.communicate` and every primitive return: requests out, nothing in.
+Communication = Generator[Request, None, None]
+
+
+@dataclass(slots=True)
+class AllReduce(Request):
+    """Reduce `tensor` over all ranks in place; `op` is "sum" or "max"."""
+
+    verb: ClassVar[str] = "all_reduce"
+    tensor: torch.Tensor
+    op: str = "sum"
+
+    def wire_bytes(self, world_size: int) -> float:
+        return 2 * (world_size - 1) / world_size * self.tensor.nbytes
+
+    def is_empty(self) -> bool:
+        return self.tensor.numel() == 0
+
+
+@dataclass(slots=True)
+class AllGather(Request):
+    """Gather every rank's `input` [n] into `output` [world_size * n], in rank order."""
+
+    verb: ClassVar[str] = "all_gather"
+    output: torch.Tensor
+    input: torch.Tensor
+
+    def wire_bytes(self, world_size: int) -> float:
+        return (world_size - 1) * self.input.nbytes
+
+    def is_empty(self) -> bool:
+        return self.input.numel() == 0
+
+
+@dataclass(slots=True)
+class AllToAll(Request):
+    """Send chunk r of `input` [world_size * n] to rank r; `output` holds what each rank sent here, in rank order."""
+
+    verb: ClassVar[str] = "all_to_all"
+    output: torch.Tensor
+    input: torch.Tensor
+
+    def wire_bytes(self, world_size: int) -> float:
+        return (world_size - 1) / world_size * self.input.nbytes
+
+    def is_empty(self) -> bool:
+        return self.input.numel() == 0
+
+
+@dataclass(slots=True)
+class Broadcast(Request):
+    """Copy `tensor` of rank `source` (a rank within the group) to every rank, in place."""
+
+    verb: ClassVar[str] = "broadcast"
+    tensor: torch.Tensor
+    source: int = 0
+
+    def wire_bytes(self, world_size: int) -> float:
+        return (world_size - 1) / world_size * self.tensor.nbytes
+
+    def is_empty(self) -> bool:
+        return self.tensor.numel() == 0
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Wait for the data (on CUDA: make the current stream wait); raise what went wrong."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the work has completed or failed, from any thread."""
+        ...
+
+
+class Communicator:
+    """The group as an algorithm sees it: who is there, and the verbs.
+
+    Attributes:
+        rank: This process's rank within the group.
+        world_size: The number of ranks in the group.
+        num_active: The number of ranks that contribute data; below `world_size` only where ranks have joined early and
+            `divide_by_initial_world_size=False` was asked for. Means divide by it.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.num_active = world_size
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> AllReduce:
+        """Describe an in-place all-reduce of a contiguous `tensor` of any shape; `op` is "sum" or "max"."""
+        return AllReduce(tensor, op)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> AllGather:
+        """Describe an all-gather of `input` [n] into `output` [world_size * n]."""
+        return AllGather(output, input)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> AllToAll:
+        """Describe an all-to-all of equal chunks; `input` and `output` are [world_size * n] and do not overlap."""
+        return AllToAll(output, input)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Broadcast:
+        """Describe an in-place broadcast of `tensor` from group rank `source`."""
+        return Broadcast(tensor, source)
+
+
+class Transport(ABC):
+    """Executes requests. One instance is one communicator, used by one issuing thread."""
+
+    rank: int
+    world_size: int
+    bytes_sent: float  # so far, by each verb's formula
+    timeout_s: float  # how long a collective may wait for its peers
+
+    @property
+    @abstractmethod
+    def has_pending(self) -> bool:
+        """Whether work was issued that has not completed."""
+
+    @abstractmethod
+    def issue(self, request: Request) -> Work:
+        """Start `request` and return at once."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order. Blocks; used at set-up only."""
+
+    @abstractmethod
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        """Turn a failed collective's exception into a `TransportError` that names `what` and the missing ranks."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End all work under way, so that neither this process nor its peers wait for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the communicator. Harmless when the process group is gone already."""

@@ -1,0 +1,181 @@
+"""Set-up checks: what one rank can see of its model, and that all ranks have the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from commlib.algorithms.base import Algorithm
+from commlib.engine.bucket import name_some
+from commlib.engine.plan import Parameter
+from commlib.errors import ConfigError
+from commlib.transport.base import Transport
+
+
+def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> set[str]:
+    """Return the names of the parameters and buffers meant by `ignored` (names or parameters).
+
+    Raises:
+        ConfigError: One of them is not in the model.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        by_id.setdefault(id(parameter), []).append(name)
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names: set[str] = set()
+    for item in ignored:
+        if isinstance(item, str) and item in named:
+            names.update(by_id[id(named[item])])
+        elif isinstance(item, str) and item in buffers:
+            names.add(item)
+        elif isinstance(item, torch.Tensor) and id(item) in by_id:
+            names.update(by_id[id(item)])
+        else:
+            shown = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
+            raise ConfigError(f"ignored_parameters: {shown} is neither a parameter nor a buffer of the model")
+    return names
+
+
+def parameters_of(model: nn.Module, ignored: set[str]) -> list[Parameter]:
+    """Return the parameters to communicate: those that require a gradient and are not ignored, tied ones once."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return [
+        Parameter(name, parameter, id(parameter) in sparse)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
+def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
+    """Check what one rank can see by itself.
+
+    Raises:
+        ConfigError: Not a module that can be wrapped, no parameters, uninitialised ones, or several devices.
+    """
+    if not parameters:
+        raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to communicate")
+    lazy = [p.name for p in parameters if is_lazy(p.param)]
+    if lazy:
+        raise ConfigError(f"uninitialised lazy parameters: {name_some(lazy)}. Run a forward pass before wrapping")
+    devices: dict[str, list[str]] = {}
+    for parameter in parameters:
+        devices.setdefault(str(parameter.param.device), []).append(parameter.name)
+    if "meta" in devices:
+        raise ConfigError(
+            f"parameters on the meta device: {name_some(devices['meta'])}. Materialise the model (to_empty) before wrapping"
+        )
+    if len(devices) > 1:
+        shown = "; ".join(f"{device}: {name_some(names)}" for device, names in devices.items())
+        raise ConfigError(f"the parameters are on {len(devices)} devices, expected one ({shown}). Move the model first")
+
+
+def describe(model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]) -> list[tuple]:
+    """Return everything that must be alike on all ranks, as (what, value) pairs in order."""
+    pairs: list[tuple] = [(f"option {name}", repr(value)) for name, value in sorted(options.items())]
+    pairs += [(f"parameter {p.name!r}", _shape_of(p.param)) for p in parameters]
+    pairs += [
+        (f"buffer {name!r}", _shape_of(buffer)) for name, buffer in model.named_buffers() if name not in ignored
+    ]
+    return pairs
+
+
+def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the algorithm's name and its plain attributes."""
+    plain = {k: v for k, v in vars(algorithm).items() if isinstance(v, str | int | float | bool | None)}
+    return {"algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])), "traits": algorithm.traits}
+
+
+def agree(transport: Transport, pairs: list[tuple], error: Exception | None) -> None:
+    """Check that no rank has an error and that all have the same pairs. Collective; raises alike on every rank.
+
+    Raises:
+        ConfigError: Some rank's own error, or a difference: which item, and which ranks have what.
+    """
+    digest = hashlib.sha256(repr(pairs).encode()).hexdigest()
+    reports = transport.gather_objects((None if error is None else f"{type(error).__name__}: {error}", digest))
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        raise ConfigError(f"rank {transport.rank}: wrap failed on ranks {sorted(failed)}; rank {rank} says: {text}")
+    if len({digest for _, digest in reports}) > 1:
+        raise ConfigError(f"rank {transport.rank}: {_difference(transport.gather_objects(pairs))}")
+
+
+def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:
+    """Say where the ranks' descriptions differ first."""
+    lengths = [len(pairs) for pairs in by_rank]
+    for items in itertools.zip_longest(*by_rank, fillvalue=("nothing", "")):
+        if len(set(items)) == 1:
+            continue
+        groups: dict[tuple, list[int]] = {}
+        for rank, item in enumerate(items):
+            groups.setdefault(item, []).append(rank)
+        shown = "; ".join(f"ranks {ranks}: {what} {value}".rstrip() for (what, value), ranks in groups.items())
+        return (
+            f"the models differ between ranks ({shown}). Build the same model with the same options on every rank; "
+            f"entries per rank: {lengths}"
+        )
+    raise AssertionError("the digests differ but the descriptions do not")
+
+
+def _shape_of(tensor: torch.Tensor) -> str:
+    strides = "" if tensor.is_contiguous() else f", strides {tuple(tensor.stride())}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{strides}"
+
+
+class Structure:
+    """The model's parameters as they were, to notice cheaply at each forward that they changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._parameters = list(model.parameters())
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._ids = self._current_ids()
+        self._requires_grad = self._current_requires_grad()
+
+    def _current_ids(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
+
+    def _current_requires_grad(self) -> list[bool]:
+        return list(map(attrgetter("requires_grad"), self._parameters))
+
+    def requires_grad_changed(self) -> bool:
+        """Return whether parameters were frozen or unfrozen."""
+        return self._current_requires_grad() != self._requires_grad
+
+    def check(self, model: nn.Module) -> None:
+        """Raise where parameters were added, removed or replaced.
+
+        Raises:
+            ConfigError: Names them.
+        """
+        if self._current_ids() == self._ids:
+            return
+        now = dict(model.named_parameters())
+        added = [name for name, parameter in now.items() if id(parameter) not in self._names]
+        kept = {id(parameter) for parameter in now.values()}
+        removed = [name for key, name in self._names.items() if key not in kept]
+        if not added and not removed:
+            self.__init__(model)  # modules moved about, with the same parameters
+            return
+        changes = [f"added: {name_some(added)}"] if added else []
+        changes += [f"removed: {name_some(removed)}"] if removed else []
+        raise ConfigError(
+            f"the model's parameters changed after wrapping ({'; '.join(changes)}), so they would not be communicated. "
+            "Call commlib.unwrap(model), change the model, and wrap it again on all ranks"
+        )
