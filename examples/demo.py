@@ -146,25 +146,25 @@ def train(contestants: list[Contestant], args: argparse.Namespace) -> None:
             display.progress.advance(display.task)
             if idx + 1 == len(steps) or steps[idx + 1][0] != epoch:
                 for contestant in contestants:
-                    contestant.accuracy = accuracy(contestant.model, test_x, test_y)
+                    contestant.accuracy = accuracy(contestant.model.module, test_x, test_y)
                 display.end_of_epoch(epoch)
 
 
 def agreement(contestant: Contestant, reference: Contestant) -> str:
-    """Say, on every rank, from which step on the losses of any rank differ from the reference's."""
+    """Say, on every rank, whether and from which step on the losses of any rank differ in any bit from the reference's."""
     differing = [
         idx for idx, pair in enumerate(zip(contestant.losses, reference.losses, strict=True)) if len({*pair}) > 1
     ]
     first = torch.tensor(differing[0] if differing else len(contestant.losses))
     dist.all_reduce(first, dist.ReduceOp.MIN)
-    return "yes" if first == len(contestant.losses) else f"no, from step {first.item() + 1}"
+    return "yes" if first == len(contestant.losses) else f"no (step {first.item() + 1})"
 
 
 def result_table(contestants: list[Contestant], title: str | None, agreements: list[str] | None = None) -> Table:
     """Return the comparison so far."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
-    for column in ("loss", "accuracy", "step", "sent/step", *(["losses bit-equal"] if agreements else [])):
+    for column in ("loss", "accuracy", "step", "sent/step", *(["equal losses"] if agreements else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for idx, c in enumerate(contestants):
         loss = f"{statistics.fmean(c.losses[-_LOSS_WINDOW:]):.4f}" if c.losses else "-"
@@ -180,7 +180,8 @@ def notes(contestants: list[Contestant]) -> str:
         f"loss: training loss, mean of the last {_LOSS_WINDOW} steps of rank 0; accuracy: on the test images;\n"
         f"step: median on rank 0; sent: per rank, median, measured on the loopback interface, headers included\n"
         f"(by formula a full-precision ring all-reduce sends 2(N-1)/N of the gradients' {gradient_mb:.2f} MB, "
-        f"{2 * (world_size - 1) / world_size * gradient_mb:.2f} MB)."
+        f"{2 * (world_size - 1) / world_size * gradient_mb:.2f} MB);\n"
+        f"equal losses: whether the loss of every step on every rank is DDP's, bit for bit"
     )
 
 
