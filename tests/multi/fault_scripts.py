@@ -1,0 +1,274 @@
+"""What the ranks of the fault and shutdown tests run: small training scripts with one thing going wrong.
+
+Each is a user's script: it sets up the default group, wraps a model and trains. Errors are left to end the process with
+a traceback, as they would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
+from tests.multi.rank_worker import default_group_from_env
+
+VICTIM = 1
+TIMEOUT_S = 5.0
+GOOD_STEPS = 3
+
+
+class Deep(nn.Module):
+    """Eight layers, so that a backward has a middle and several buckets; `trap` is called in that middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(8)])
+        self.trap: Callable[[], None] | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs
+        for number, layer in enumerate(self.layers):
+            hidden = torch.tanh(layer(hidden))
+            if number == 3 and self.trap is not None:
+                hidden.register_hook(lambda gradient: self.trap())  # type: ignore[misc]
+        return hidden
+
+
+def report(**facts: object) -> None:
+    """Write one line that the test parses."""
+    print("REPORT " + json.dumps(facts), flush=True)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stall() -> None:
+    time.sleep(120)
+
+
+def fail() -> None:
+    raise RuntimeError("the user's own error")
+
+
+TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
+
+
+def train_into_trap(kind: str) -> None:
+    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
+
+    The error is raised on, so that the process ends as a user's would.
+    """
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    for step in range(GOOD_STEPS):
+        model.zero_grad()
+        model(data(step, 4, 32)).sum().backward()
+    report(event="trained", buckets=commlib.stats(model).num_buckets)
+    if rank == VICTIM:
+        model.trap = TRAPS[kind]
+    began = time.monotonic()
+    try:
+        for step in range(3):
+            model.zero_grad()
+            model(data(step, 4, 32)).sum().backward()
+    except commlib.errors.CommlibError as error:
+        waited_s = time.monotonic() - began
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        raise
+
+
+def skip_backward_on_one_rank() -> None:
+    """The victim leaves the loop one step early and goes on to something else: a classic of uneven data."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    for step in range(GOOD_STEPS + (rank != VICTIM)):
+        model.zero_grad()
+        began = time.monotonic()
+        try:
+            model(data(step, 4, 32)).sum().backward()
+        except commlib.errors.CommlibError as error:
+            report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+            raise
+    time.sleep(2 * TIMEOUT_S)
+
+
+def wait_in_forward() -> None:
+    """The victim is slow, but within the timeout: nothing may happen."""
+    import commlib
+
+    rank = default_group_from_env(timeout_s=60)
+    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S)
+    for step in range(4):
+        time.sleep(2.0 if rank == VICTIM and step == 2 else 0.0)
+        model.zero_grad()
+        model(data(step, 4, 32)).sum().backward()
+    report(event="done")
+
+
+def add_parameter_on_one_rank() -> None:
+    """The victim's model grows after wrapping; it says so at its next forward, and the others must not hang."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    mlp_loss(model, 0).backward()
+    if rank == VICTIM:
+        model.late = nn.Linear(3, 3)
+    began = time.monotonic()
+    try:
+        mlp_loss(model, 1).backward()
+    except commlib.errors.CommlibError as error:
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+        raise
+
+
+def wrap_on_one_rank_only() -> None:
+    """The victim never calls `wrap`."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    if rank == VICTIM:
+        time.sleep(2.5 * TIMEOUT_S)
+        return
+    began = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    except commlib.errors.CommlibError as error:
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+        raise
+
+
+# --- Shutdown --------------------------------------------------------------------------------------------------------
+
+
+def num_threads() -> int:
+    """Count the threads that Python knows of."""
+    return threading.active_count()
+
+
+def train_some(model: nn.Module, steps: int = 3) -> None:
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizer.step()
+
+
+def shut_down(way: str) -> None:
+    """Train a few steps, then end the process in one of many ways."""
+    import commlib
+
+    default_group_from_env(timeout_s=20)
+    before = num_threads()
+    model = commlib.wrap(seeded(Mlp), timeout=10)
+    train_some(model)
+    ENDINGS[way](model)
+    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+
+
+def just_end(model: nn.Module) -> None:
+    return
+
+
+def destroy_only(model: nn.Module) -> None:
+    dist.destroy_process_group()
+
+
+def unwrap_then_destroy(model: nn.Module) -> None:
+    import commlib
+
+    commlib.unwrap(model)
+    dist.destroy_process_group()
+
+
+def destroy_then_unwrap(model: nn.Module) -> None:
+    import commlib
+
+    dist.destroy_process_group()
+    commlib.unwrap(model)
+
+
+def destroy_then_use(model: nn.Module) -> None:
+    """A step after the group has gone is a clear error, not a hang."""
+    import commlib.errors
+
+    dist.destroy_process_group()
+    with contextlib.suppress(commlib.errors.CommlibError):
+        mlp_loss(model, 0).backward()
+        report(event="no error")
+
+
+def exit_by_sys(model: nn.Module) -> None:
+    sys.exit(3)
+
+
+def exit_by_exception(model: nn.Module) -> None:
+    mlp_loss(model, 0)
+    raise KeyError("the user's own error")
+
+
+def exit_in_backward(model: nn.Module) -> None:
+    """All ranks fail in the middle of the same backward."""
+
+    def trap(gradient: Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+    output = model.first(data(0, 5, 8))  # type: ignore[operator]
+    model(output[:, :8]).sum()
+    loss = model(data(0, 5, 8).requires_grad_())
+    model.first.weight.register_hook(trap)
+    loss.sum().backward()
+
+
+def exit_with_forward_pending(model: nn.Module) -> None:
+    model.loss = mlp_loss(model, 0)  # type: ignore[assignment]
+
+
+def exit_with_accumulated(model: nn.Module) -> None:
+    with model.no_sync():  # type: ignore[operator]
+        mlp_loss(model, 0).backward()
+
+
+def exit_by_interrupt(model: nn.Module) -> None:
+    """Train until the test sends SIGINT."""
+    print("training", flush=True)
+    while True:
+        train_some(model, 1)
+
+
+ENDINGS: dict[str, Callable[[nn.Module], None]] = {
+    "just-end": just_end,
+    "destroy": destroy_only,
+    "unwrap-destroy": unwrap_then_destroy,
+    "destroy-unwrap": destroy_then_unwrap,
+    "destroy-use": destroy_then_use,
+    "sys-exit": exit_by_sys,
+    "exception": exit_by_exception,
+    "exception-in-backward": exit_in_backward,
+    "forward-pending": exit_with_forward_pending,
+    "accumulated": exit_with_accumulated,
+    "interrupt": exit_by_interrupt,
+}

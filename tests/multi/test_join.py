@@ -1,0 +1,178 @@
+"""`join` with uneven inputs: torch's Join semantics, with DDP as the oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Branches,
+    Cnn,
+    Mlp,
+    Trace,
+    assert_replicas_identical,
+    assert_same_tensors,
+    assert_same_trace,
+    cnn_loss,
+    data,
+    ddp,
+    gradients,
+    is_exact,
+    mlp_loss,
+    seeded,
+    sgd,
+    tensors,
+    train,
+    wrap,
+)
+from tests.multi.pool import on_ranks
+
+SMALL = {"bucket_cap_mb": SMALL_BUCKET_MB}
+
+
+def num_inputs(rank: int) -> int:
+    return 2 + 2 * rank
+
+
+def joined(model: Any, loss_of: Callable[[nn.Module, int], Tensor], **options: Any) -> Trace:
+    """Train on more inputs the higher the rank, inside `join`, and then two more steps with all ranks."""
+    trace, optimizer = Trace(), sgd(model)
+    with model.join(**options):
+        for step in range(num_inputs(dist.get_rank())):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            trace.losses.append(loss.detach().clone())
+            trace.gradients.append(gradients(model))
+            optimizer.step()
+    trace.final = tensors(model)
+    return trace
+
+
+def check_join(build: Callable[[], nn.Module], loss_of: Any, ddp_options: Any = None, **options: Any) -> Any:
+    original = seeded(build)
+    expected = joined(ddp(copy.deepcopy(original), **(ddp_options or {})), loss_of, **options)
+    model = wrap(original, **SMALL)
+    got = joined(model, loss_of, **options)
+    assert_same_trace(got, expected, exact=is_exact())
+    return model
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("by_initial", [True, False], ids=["by-initial-size", "by-effective-size"])
+def test_uneven_inputs(by_initial: bool) -> None:
+    model = check_join(Mlp, mlp_loss, divide_by_initial_world_size=by_initial)
+    model.zero_grad()
+    assert_replicas_identical(model)
+    train(model, mlp_loss, 2)
+    assert_replicas_identical(model)
+
+
+@on_ranks(2, 3)
+def test_uneven_inputs_with_buffers() -> None:
+    model = check_join(Cnn, cnn_loss)
+    model.zero_grad()
+    assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_uneven_inputs_with_unused_parameters() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(data(step, 5, 8), [(step + dist.get_rank()) % 3]).square().mean()
+
+    check_join(Branches, loss, {"find_unused_parameters": True})
+
+
+@on_ranks(2)
+def test_uneven_inputs_with_accumulation() -> None:
+    def accumulating(model: Any) -> dict[str, Tensor]:
+        optimizer = sgd(model)
+        with model.join():
+            for step in range(num_inputs(dist.get_rank())):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    mlp_loss(model, 10 + step).backward()
+                mlp_loss(model, step).backward()
+                optimizer.step()
+        return tensors(model)
+
+    expected = accumulating(ddp(seeded(Mlp)))
+    assert_same_tensors(accumulating(wrap(seeded(Mlp))), expected, "final value", exact=True)
+
+
+@on_ranks(2)
+def test_join_where_all_inputs_are_even() -> None:
+    model = wrap(seeded(Mlp))
+    with model.join():
+        train(model, mlp_loss, 3)
+    oracle = ddp(seeded(Mlp))
+    train(oracle, mlp_loss, 3)
+    assert_same_tensors(tensors(model), tensors(oracle), "final value", exact=True)
+
+
+@on_ranks(2)
+def test_join_can_be_switched_off() -> None:
+    model = wrap(seeded(Mlp))
+    with model.join(enable=False):
+        train(model, mlp_loss, 3)
+    assert_replicas_identical(model)
+
+
+@on_ranks(2, 3)
+def test_throwing_on_early_termination_reaches_all_ranks() -> None:
+    model = wrap(seeded(Mlp))
+    with pytest.raises(RuntimeError, match="exhausted"):
+        joined(model, mlp_loss, throw_on_early_termination=True)
+
+
+@on_ranks(2)
+def test_one_rank_has_no_inputs_at_all() -> None:
+    model = wrap(seeded(Mlp))
+    optimizer = sgd(model)
+    with model.join():
+        for step in range(3 * dist.get_rank()):
+            optimizer.zero_grad()
+            mlp_loss(model, step).backward()
+            optimizer.step()
+    model.zero_grad()
+    assert_replicas_identical(model)
+    alone = seeded(Mlp)
+    optimizer = sgd(alone)
+    for step in range(3):
+        optimizer.zero_grad()
+        (alone(data(step, 5, 8, rank=1)).square().mean() / 2).backward()
+        optimizer.step()
+    assert_same_tensors(tensors(model), tensors(alone), "final value", exact=False)
+
+
+@on_ranks(2)
+def test_two_models_join_together() -> None:
+    def both(one: Any, two: Any) -> dict[str, Tensor]:
+        optimizers = sgd(one), sgd(two)
+        with Join([one, two]):
+            for step in range(num_inputs(dist.get_rank())):
+                one.zero_grad()
+                two.zero_grad()
+                mlp_loss(one, step).backward()
+                mlp_loss(two, step + 30).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        return tensors(one) | {f"two.{name}": tensor for name, tensor in tensors(two).items()}
+
+    expected = both(ddp(seeded(Mlp)), ddp(seeded(Mlp, seed=8)))
+    got = both(wrap(seeded(Mlp)), wrap(seeded(Mlp, seed=8)))
+    assert_same_tensors(got, expected, "final value", exact=False)
+
+
+@on_ranks(2)
+def test_an_exception_inside_join_comes_out() -> None:
+    model = wrap(seeded(Mlp))
+    with pytest.raises(KeyError), model.join():
+        raise KeyError("stop")

@@ -1,0 +1,71 @@
+"""However a training script ends, it ends: at once, with the right exit code, no thread left and nothing on stderr."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.multi import fault_scripts
+from tests.multi.pool import RankExit, spawn_ranks, start_ranks
+
+# Start-up of the processes included; a shutdown that waits for a timeout (10 s and more) is beyond it.
+PROMPT_S = 12.0
+
+QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap", "destroy-use", "forward-pending", "accumulated"]
+
+
+def end_report(rank: RankExit) -> dict[str, int]:
+    (line,) = [line for line in rank.output.splitlines() if '"event": "end"' in line]
+    return json.loads(line.partition("REPORT ")[2])
+
+
+@pytest.mark.parametrize("way", QUIET)
+def test_a_quiet_end(way: str) -> None:
+    for exit_ in spawn_ranks(fault_scripts.shut_down, 2, way):
+        assert exit_.returncode == 0, exit_.output
+        assert exit_.wall_s < PROMPT_S
+        lines = [line for line in exit_.output.splitlines() if not line.startswith("REPORT ")]
+        assert lines == [], exit_.output
+        if way in ("unwrap-destroy", "destroy-unwrap"):
+            facts = end_report(exit_)
+            assert facts["after"] == facts["before"], facts
+
+
+LOUD = {
+    "sys-exit": (3, ""),
+    "exception": (1, "KeyError: \"the user's own error\""),
+    "exception-in-backward": (1, "ZeroDivisionError: in backward"),
+}
+
+
+@pytest.mark.parametrize("way", list(LOUD))
+def test_an_end_by_exception_or_exit(way: str) -> None:
+    code, words = LOUD[way]
+    for exit_ in spawn_ranks(fault_scripts.shut_down, 2, way):
+        assert exit_.returncode == code, exit_.output
+        assert words in exit_.output, exit_.output
+        assert exit_.wall_s < PROMPT_S
+        assert "Exception ignored" not in exit_.output, exit_.output
+        assert exit_.output.count("Traceback") == (1 if words else 0), exit_.output
+
+
+@pytest.mark.parametrize("ranks_hit", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
+def test_a_keyboard_interrupt(ranks_hit: tuple[int, ...]) -> None:
+    """The ranks hit end with KeyboardInterrupt; a rank left behind gets a clear error, and all exit."""
+    with start_ranks(fault_scripts.shut_down, 2, "interrupt") as ranks:
+        for rank in (0, 1):
+            ranks.wait_for(rank, "training")
+        for rank in ranks_hit:
+            ranks.signal(rank, signal.SIGINT)
+        for exit_ in ranks.wait(25):
+            assert exit_.returncode in (1, 130, -signal.SIGINT), exit_.output
+            allowed = "KeyboardInterrupt" if exit_.rank in ranks_hit and len(ranks_hit) == 1 else "(KeyboardInterrupt|Peer)"
+            assert_matches(allowed, exit_.output)
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    import re
+
+    assert re.search(pattern, text), f"{pattern!r} is not in:\n{text}"
