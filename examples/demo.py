@@ -151,7 +151,7 @@ def train(contestants: list[Contestant], args: argparse.Namespace) -> None:
 
 
 def agreement(contestant: Contestant, reference: Contestant) -> str:
-    """Say, on every rank, whether and from which step on the losses of any rank differ in any bit from the reference's."""
+    """Say, on every rank, from which step on any rank's loss differs in any bit from the reference's."""
     differing = [
         idx for idx, pair in enumerate(zip(contestant.losses, reference.losses, strict=True)) if len({*pair}) > 1
     ]
