@@ -25,6 +25,7 @@ from rich.table import Table
 
 _WORKER = pathlib.Path(__file__).resolve().parent / "worker.py"
 _REFRESH_S = 0.25
+_FILE_WIDTH = 120
 console = Console(stderr=True)
 
 
@@ -127,12 +128,15 @@ def _cpu_name() -> str:
 def print_table(table: Table) -> None:
     """Print a table, at its full width where the output is a file or a pipe."""
     out = Console()
-    out.print(table, width=None if out.is_terminal else max(out.width, 140), crop=out.is_terminal)
-    out.print()
+    if not out.is_terminal:
+        out = Console(width=max(out.width, _FILE_WIDTH))
+    out.print(table)
 
 
 def write_json(path: str, result: dict[str, Any]) -> None:
-    """Write a result file, one row per line so that differences between runs read well."""
+    """Write a result file: the header in lines, then each row in one, so that differences between runs read well."""
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in result["rows"])
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    pathlib.Path(path).write_text(f'{head.removesuffix("}").rstrip()},\n "rows": [\n{rows}\n ]\n}}\n')
     console.print(f"written to {path}")

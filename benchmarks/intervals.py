@@ -47,6 +47,10 @@ def ratio_to_best(times: Sequence[float], candidates: Mapping[str, Sequence[floa
 
 
 def rotation(num_systems: int, repetition: int) -> list[int]:
-    """Return the order of the systems in a repetition: rotated each time, and reversed in every other one."""
-    order = [(idx + repetition) % num_systems for idx in range(num_systems)]
+    """Return the order of the systems in a repetition.
+
+    Every order is followed by its reverse, then all move on by one place: over 2 * num_systems repetitions each system
+    has had each place twice, and each neighbour on both sides alike.
+    """
+    order = [(idx + repetition // 2) % num_systems for idx in range(num_systems)]
     return order[::-1] if repetition % 2 else order
