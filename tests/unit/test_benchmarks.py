@@ -1,0 +1,269 @@
+"""The benchmarks: names of systems, statistics, orders, launching, and a real short run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+BENCHMARKS = REPOSITORY / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import convergence  # noqa: E402
+import intervals  # noqa: E402
+import launch  # noqa: E402
+import models  # noqa: E402
+import step  # noqa: E402
+import systems  # noqa: E402
+from harness import Place  # noqa: E402
+
+# -- systems ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("none", ("none", "", (), None)),
+        ("ddp@25", ("ddp", "", (), 25.0)),
+        ("ddp:powersgd", ("ddp", "powersgd", (), None)),
+        ("ddp(gradient_as_bucket_view=True)@default", ("ddp", "", (("gradient_as_bucket_view", True),), None)),
+        ("commlib:allreduce@0.5", ("commlib", "allreduce", (), 0.5)),
+        (
+            "commlib:allreduce(wire_dtype=bf16, predivide=2.0)@4",
+            ("commlib", "allreduce", (("wire_dtype", "bf16"), ("predivide", 2.0)), 4.0),
+        ),
+    ],
+)
+def test_parse(name, expected):
+    system = systems.parse(name)
+    assert (system.kind, system.variant, system.options, system.cap_mb) == expected
+    assert system.name == name
+
+
+@pytest.mark.parametrize("name", ["", "nccl", "commlib", "none:x", "ddp:nope", "ddp@x", "commlib:allreduce(", "ddp:"])
+def test_parse_refuses(name):
+    with pytest.raises(ValueError, match="system"):
+        systems.parse(name)
+
+
+def test_parse_list_splits_outside_parentheses():
+    names = [system.name for system in systems.parse_list("ddp, commlib:x(a=1,b=2)@4,none")]
+    assert names == ["ddp", "commlib:x(a=1,b=2)@4", "none"]
+    with pytest.raises(ValueError, match="twice"):
+        systems.parse_list("ddp,none,ddp")
+
+
+def test_only_plain_ddp_is_left_open():
+    assert systems.parse("ddp").is_open
+    assert not any(systems.parse(name).is_open for name in ("ddp@25", "ddp@default", "ddp:fp16", "none", "commlib:x"))
+    configurations = systems.ddp_configurations()
+    assert len({system.name for system in configurations}) == 10
+    assert not any(system.is_open for system in configurations)
+
+
+# -- intervals and orders ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_systems", [1, 2, 3, 5, 8])
+def test_rotation_is_fair(num_systems):
+    orders = [intervals.rotation(num_systems, repetition) for repetition in range(2 * num_systems)]
+    assert all(sorted(order) == list(range(num_systems)) for order in orders)
+    places = np.array(orders)
+    for system in range(num_systems):
+        assert ((places == system).sum(axis=0) == 2).all()
+
+
+def test_interval_covers_the_median():
+    random = np.random.default_rng(0)
+    ratios = [intervals.median_interval(random.lognormal(0, 0.3, 30).tolist(), 400) for _ in range(200)]
+    covered = np.mean([ratio.lo <= 1 <= ratio.hi for ratio in ratios])
+    assert 0.90 <= covered <= 0.995
+
+
+def test_paired_ratio_cancels_drift():
+    random = np.random.default_rng(0)
+    drift = np.linspace(1, 5, 40)
+    base, slower = drift * random.normal(1, 0.01, 40), 1.1 * drift * random.normal(1, 0.01, 40)
+    ratio = intervals.paired_ratio(slower.tolist(), base.tolist())
+    assert ratio.lo < 1.1 < ratio.hi
+    assert ratio.hi - ratio.lo < 0.03
+
+
+def test_ratio_to_best_does_not_profit_from_luck():
+    random = np.random.default_rng(0)
+    medians, naive = [], []
+    for _ in range(100):
+        times = {str(idx): random.lognormal(0, 0.1, 20).tolist() for idx in range(9)}
+        target = times.pop("8")
+        best, ratio = intervals.ratio_to_best(target, times)
+        medians.append(ratio.median)
+        naive.append(intervals.paired_ratio(target, times[best]).median)
+    assert abs(np.mean(medians) - 1) < 0.012
+    assert np.mean(naive) > 1.02
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "numel"),
+    [("bytes-gpt", 76, 10.8e6), ("cnn", 20, 4.5e6), ("many-small", 2000, 1.06e6)],
+)
+def test_models_are_as_documented(name, num_parameters, numel):
+    parameters = list(models.WORKLOADS[name]().build().parameters())
+    assert len(parameters) == num_parameters
+    assert sum(parameter.numel() for parameter in parameters) == pytest.approx(numel, rel=0.01)
+
+
+@pytest.mark.parametrize("name", models.WORKLOADS)
+def test_batches_depend_on_seed_step_and_rank(name):
+    workload = models.WORKLOADS[name]()
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    once, again = ([workload.draw(key)[0] for key in keys] for _ in range(2))
+    assert all(one.equal(other) for one, other in zip(once, again, strict=True))
+    assert all(not once[0].equal(other) for other in once[1:])
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def measured(name: str, *blocks_s: float) -> dict:
+    return {"configuration": name, "blocks_s": list(blocks_s), "wire_bytes": [8.0, 8.0], "exposed_s": [], "loss": 1.0}
+
+
+def test_rows_of_step():
+    timed = {"none": measured("none", 1.0, 2.0), "commlib:allreduce@4": measured("commlib:allreduce@4", 1.5, 3.0)}
+    place = Place(4, emulated=True, rate="200mbit")
+    bare, row = step.rows(timed, {"none": 100, "commlib:allreduce@4": 120}, place, "cnn", to_best_ddp=False)
+    assert (bare["ratio"], bare["exposed_s"], bare["algorithm"]) == (1.0, 0.0, None)
+    assert (row["algorithm"], row["hosts"], row["ranks"], row["rate"], row["model"]) == (
+        "allreduce",
+        4,
+        4,
+        "200mbit",
+        "cnn",
+    )
+    assert (row["ratio"], row["ratio_lo"], row["ratio_hi"], row["exposed_s"]) == (1.5, 1.5, 1.5, 0.75)
+    assert (row["wire_bytes"], row["peak_bytes"], row["step_s"]) == (8.0, 120, 2.25)
+
+
+def test_rows_compare_with_the_best_ddp_configuration():
+    timed = {s.name: measured(s.name, *[2.0 + idx] * 4) for idx, s in enumerate(systems.ddp_configurations())}
+    timed["none"] = measured("none", *[1.0] * 4)
+    row = step.rows(timed, {}, Place(2), "cnn", to_best_ddp=True)[-1]
+    assert (row["ratio"], row["reference"], row["peak_bytes"]) == (0.5, systems.ddp_configurations()[0].name, None)
+
+
+def test_rows_of_convergence():
+    first = {"losses": [[1.0, 1.0], [3.0, 3.0]], "identical": True, "digest": "a"}
+    other = {"losses": [[1.0, 1.0], [3.0, 3.2]], "identical": False, "digest": "b"}
+    same, row = convergence.rows({"ddp@25": first, "commlib:x": other}, 2, "cnn")
+    assert (same["bit_equal"], same["difference"], same["replicas_identical"]) == (True, 0.0, True)
+    assert (row["bit_equal"], row["same_weights"], row["replicas_identical"]) == (False, False, False)
+    assert row["difference"] == pytest.approx(0.05)
+
+
+def test_arguments():
+    assert step.parse_args(["--ranks", "1"]).systems == ["none", "commlib:allreduce"]
+    assert step.parse_args([]).systems == ["ddp", "commlib:allreduce"]
+    sweep = step.parse_args(["--sweep"]).systems
+    assert sweep[0] == "commlib:allreduce"
+    assert sweep[1:] == [f"commlib:allreduce@{cap}" for cap in ("0.5", "1", "2", "4", "8", "16", "32", "64")]
+    assert len(step.parse_args(["--ddp-all"]).systems) == 11
+
+
+@pytest.mark.parametrize("arguments", [["--rate", "1gbit"], ["--systems", "ddp:nope"], ["--model", "nope"]])
+def test_wrong_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        step.parse_args(arguments)
+    assert "error" in capsys.readouterr().err
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+def script(folder: pathlib.Path, text: str) -> pathlib.Path:
+    path = folder / "script.py"
+    path.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+    return path
+
+
+def test_failing_rank_shows_its_error_and_ends_the_others(tmp_path):
+    path = script(tmp_path, "if rank == 1: raise RuntimeError('the reason')\ntime.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(launch.WorkerError, match="rank 1 ended with code 1") as caught:
+        launch.run_local(2, path, [], {}, timeout=50)
+    assert "RuntimeError: the reason" in str(caught.value)
+    assert time.monotonic() - start < 20
+
+
+def test_hanging_rank_is_ended(tmp_path):
+    path = script(tmp_path, "print('before', flush=True)\ntime.sleep(60)")
+    with pytest.raises(launch.WorkerError, match="did not end within 2 s") as caught:
+        launch.run_local(2, path, [], {}, timeout=2)
+    assert "before" in str(caught.value)
+
+
+def test_ranks_get_arguments_and_environment(tmp_path):
+    text = "open(f'{sys.argv[1]}/{rank}', 'w').write(os.environ['WORLD_SIZE'] + os.environ['MINE'])"
+    launch.run_local(3, script(tmp_path, text), [str(tmp_path)], {"MINE": "!"}, timeout=50)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["3!"] * 3
+
+
+# -- a real run -------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(BENCHMARKS / name), "--model", "bytes-tiny", *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+
+
+@pytest.mark.timeout(180)
+def test_step_measures_real_training(tmp_path):
+    out = tmp_path / "folder" / "out.json"
+    names = ["ddp@25", "commlib:allreduce@4", "none"]
+    short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2")
+    done = run("step.py", "--systems", ",".join(names), *short, "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(name in done.stdout for name in names)
+    result = json.loads(out.read_text())
+    assert result["header"]["torch"]
+    assert "step.py" in result["header"]["command"]
+    ddp, commlib, bare = result["rows"]
+    assert [row["system"] for row in result["rows"]] == names
+    gradient_bytes = 4 * sum(p.numel() for p in models.WORKLOADS["bytes-tiny"]().build().parameters())
+    for row in (ddp, commlib):
+        assert row["wire_bytes"] > 0.95 * gradient_bytes
+        assert row["peak_bytes"] > 3 * gradient_bytes
+    assert bare["peak_bytes"] < ddp["peak_bytes"]
+    assert commlib["loss"] == ddp["loss"] != bare["loss"]
+    assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
+
+
+@pytest.mark.timeout(180)
+def test_convergence_compares_curves(tmp_path):
+    out = tmp_path / "out.json"
+    done = run("convergence.py", "--systems", "ddp@25,commlib:allreduce,none", "--steps", "12", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["commlib:allreduce"]["bit_equal"]
+    assert rows["commlib:allreduce"]["same_weights"]
+    assert rows["commlib:allreduce"]["replicas_identical"]
+    assert not rows["none"]["replicas_identical"]
+    assert not rows["none"]["bit_equal"]
+
+
+@pytest.mark.timeout(180)
+def test_wrong_algorithm_shows_the_workers_error():
+    done = run("step.py", "--systems", "commlib:allreduc", "--memory-steps", "0")
+    assert done.returncode != 0
+    assert "ConfigError" in done.stderr
+    assert "allreduce" in done.stderr
