@@ -1,0 +1,320 @@
+"""Emulated hosts: network namespaces joined by veth pairs and a bridge, with shaped links, running real processes.
+
+Picture of a cluster, every box a network namespace; nothing of it is in the machine's own::
+
+    host 0 [eth0] ---- [h0]
+    host 1 [eth0] ---- [h1]  hub: br0
+    host N [eth0] ---- [hN]
+
+A link is shaped in both directions by a token bucket (``tbf``): on ``eth0`` what the host sends, on the hub's end what
+it receives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import statistics
+import subprocess
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from commlib.errors import ConfigError
+from commlib.network import hostrun, linkprobe, netns
+from commlib.network.hostrun import HostProcess, HostResult, LineHandler
+from commlib.network.links import InterfaceCounters, Link, format_rate, parse_rate
+from commlib.network.netns import Namespace, check_requirements
+
+__all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]
+
+_MIN_MTU, _MAX_MTU = 1280, 65535
+_MAX_HOSTS = 250
+_SUBNET = "10.77.0"
+_FIRST_PORT = 29500
+
+_TOLERANCE = 0.02
+_MAX_CORRECTION = 0.05
+_PASS_S = (0.3, 0.6, 1.2)
+_PASS_PACKETS = 60
+_SEND_BUFFER_S = 0.02
+
+_cluster_ids = itertools.count()
+
+
+class EmulatedCluster:
+    """Hosts in network namespaces, joined by shaped links. Use it as a context manager.
+
+    The links are calibrated on entry: the payload goodput of a TCP stream between two hosts is measured, and the shaper
+    is set so that it is the asked rate. Everything is removed on exit, and also when the process is killed.
+
+    Args:
+        hosts: Number of hosts, 2 to 250.
+        rate: Payload rate of each host's link in each direction: bit/s, or text such as ``"200mbit"``. None leaves the
+            links unshaped.
+        mtu: Largest packet in bytes, 1280 to 65535.
+
+    Raises:
+        ConfigError: If an argument makes no sense, or the machine lacks something (`check_requirements`).
+    """
+
+    def __init__(self, hosts: int, rate: str | float | None = None, mtu: int = 9000) -> None:
+        if not 2 <= hosts <= _MAX_HOSTS:
+            raise ConfigError(f"an emulated cluster has 2 to {_MAX_HOSTS} hosts, got {hosts}")
+        if not _MIN_MTU <= mtu <= _MAX_MTU:
+            raise ConfigError(f"mtu must be {_MIN_MTU} to {_MAX_MTU} bytes, got {mtu}")
+        self.hosts = hosts
+        self.mtu = mtu
+        self.asked_rate = parse_rate(rate)
+        missing = check_requirements()
+        if missing:
+            raise ConfigError("emulated hosts need what this machine lacks: " + "; ".join(missing))
+        self._asked = [self.asked_rate] * hosts
+        self._overhead = (mtu + 14) / (mtu - 52)  # Ethernet header against IPv4, TCP and TCP timestamps
+        self._rates: tuple[float, ...] = ()
+        self._latency_s = math.nan
+        self._processes: list[HostProcess] = []
+        self._port = _FIRST_PORT
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self._hub, self._hosts = _name_namespaces(hosts)
+        self._links = [Link(host, self._hub, f"h{rank}", mtu) for rank, host in enumerate(self._hosts)]
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> EmulatedCluster:
+        """Build the hosts and calibrate their links."""
+        netns.sweep_stale()
+        try:
+            self._reaper = netns.start_reaper([*self._hosts, self._hub])
+            self._build()
+            self.calibrate()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove everything."""
+        self.close()
+
+    def close(self) -> None:
+        """End every process on the hosts and remove the namespaces. May be called again."""
+        hostrun.terminate(self._processes, self._hosts)
+        self._processes.clear()
+        for namespace in (*self._hosts, self._hub):
+            namespace.delete()
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            self._reaper.wait()
+
+    def _build(self) -> None:
+        self._hub.create()
+        self._hub.ip(
+            "link", "add", "br0", "mtu", str(self.mtu), "type", "bridge", "stp_state", "0", "mcast_snooping", "0"
+        )
+        self._hub.ip("link", "set", "dev", "br0", "up")
+        for rank, link in enumerate(self._links):
+            link.host.create()
+            link.plug(f"{self.address(rank)}/24")
+        self._shape_all()
+
+    def _shape_all(self) -> None:
+        for link, rate in zip(self._links, self._asked, strict=True):
+            if rate is not None:
+                link.shape(rate, self._overhead)
+
+    # -- links --------------------------------------------------------------------------------------------------------
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Measured payload goodput from each host to the next one, in bit/s, as of the last `calibrate`."""
+        return self._rates
+
+    @property
+    def latency_s(self) -> float:
+        """Measured median round trip of one byte between hosts 0 and 1, in seconds, on idle links."""
+        return self._latency_s
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether every measured rate is within 2 % of the asked one. True for unshaped links."""
+        return all(_is_within(rate, asked) for rate, asked in self._measured_links())
+
+    def calibrate(self) -> tuple[float, ...]:
+        """Measure every link of the idle cluster; where that misses the asked rate, correct the shapers and repeat.
+
+        Returns:
+            The measured rates, as in `rates`. A warning is given when one is further than 2 % from what was asked.
+        """
+        self._measure()
+        if not self.is_calibrated and self._correct():
+            self._measure()
+        first, second = self._hosts[:2]
+        self._latency_s = linkprobe.measure_rtt(first, second, self.address(1))
+        if not self.is_calibrated:
+            warnings.warn(f"emulated links are further than 2 % from the asked rate: {self}", stacklevel=2)
+        return self._rates
+
+    def _measure(self) -> None:
+        self._rates = tuple(self._measure_link(rank) for rank in range(self.hosts))
+
+    def _measure_link(self, rank: int) -> float:
+        """Return the goodput from a host to the next one.
+
+        A measurement that misses the asked rate is made again, for longer: on a busy machine the scheduling of the two
+        ends disturbs a short one in both directions.
+        """
+        peer = (rank + 1) % self.hosts
+        asked = self._asked_between(rank)
+        send_buffer = int((asked or 1e12) * _SEND_BUFFER_S / 8)
+        shortest_s = _PASS_PACKETS * 8 * self.mtu / (asked or math.inf)
+        goodput = 0.0
+        for pass_s in _PASS_S:
+            link = (self._hosts[rank], self._hosts[peer], self.address(peer))
+            goodput = linkprobe.measure_goodput(*link, max(pass_s, shortest_s), send_buffer)
+            if _is_within(goodput, asked):
+                break
+        return goodput
+
+    def _correct(self) -> bool:
+        """Scale all shapers by what the median link lacks (the cause is the same on all); tell whether that was done.
+
+        A link that is far off is not corrected: then the machine is too busy or too slow for the rate, and a shaper set
+        higher would be wrong as soon as it is not.
+        """
+        ratios = [asked / rate for rate, asked in self._measured_links() if asked is not None]
+        ratio = statistics.median(ratios)
+        if abs(ratio - 1) > _MAX_CORRECTION:
+            return False
+        self._overhead *= ratio
+        self._shape_all()
+        return True
+
+    def _asked_between(self, rank: int) -> float | None:
+        """Return the asked rate from a host to the next one: the smaller of the two links."""
+        rates = [rate for rate in (self._asked[rank], self._asked[(rank + 1) % self.hosts]) if rate is not None]
+        return min(rates, default=None)
+
+    def _measured_links(self) -> list[tuple[float, float | None]]:
+        return [(rate, self._asked_between(rank)) for rank, rate in enumerate(self._rates)]
+
+    def set_rate(self, rank: int, rate: str | float | None) -> None:
+        """Change the rate of one host's link, in both directions, at once; what runs on the hosts goes on.
+
+        The calibration found before is applied, nothing is measured: `rates` stays until the next `calibrate`.
+        """
+        self._asked[self._check_rank(rank)] = parse_rate(rate)
+        self._links[rank].shape(self._asked[rank], self._overhead)
+
+    def address(self, rank: int) -> str:
+        """Return the IPv4 address of a host."""
+        return f"{_SUBNET}.{self._check_rank(rank) + 1}"
+
+    def counters(self, rank: int) -> InterfaceCounters:
+        """Read the counters of a host's interface."""
+        return self._links[self._check_rank(rank)].counters()
+
+    def __str__(self) -> str:
+        """Describe the cluster in one line."""
+        asked = "unshaped" if self.asked_rate is None else f"{format_rate(self.asked_rate)} asked"
+        measured = f"{format_rate(min(self._rates))} to {format_rate(max(self._rates))}" if self._rates else "nothing"
+        return (
+            f"{self.hosts} emulated hosts, mtu {self.mtu}, {asked}, {measured} measured (TCP payload), "
+            f"round trip {self._latency_s * 1e6:.0f} us (no latency is added: it is this machine's own)"
+        )
+
+    def _check_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.hosts:
+            raise ConfigError(f"this cluster has hosts 0 to {self.hosts - 1}, got rank {rank}")
+        return rank
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        cmd: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        on_line: LineHandler | None = None,
+    ) -> list[HostResult]:
+        """Run a command on every host and wait for all. When it returns or raises, nothing runs on any host.
+
+        Args:
+            cmd: The command line, the same on every host.
+            env: Environment variables on top of this process's own and of those of `environment`.
+            timeout: Seconds that the whole run may take; None for ever.
+            on_line: Called as ``on_line(rank, line)`` from a thread for each line of output as it comes.
+
+        Returns:
+            One result per host, in order of rank.
+
+        Raises:
+            PeerFailure: If the command fails on a host. The others are ended at once; the message names the host, the
+                exit code and its last lines.
+            PeerTimeout: If it takes longer than `timeout`. All are ended; the message names who still ran.
+        """
+        self._port += 1  # the former run's port may still be held by a process that is ending
+        processes: list[HostProcess] = []
+        try:
+            for rank in range(self.hosts):
+                processes.append(self.popen(rank, cmd, env, on_line))
+            return hostrun.wait_all(processes, timeout)
+        finally:
+            hostrun.terminate(processes, self._hosts)
+            self._processes.clear()
+
+    def popen(
+        self,
+        rank: int,
+        cmd: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        on_line: LineHandler | None = None,
+    ) -> HostProcess:
+        """Start a command on one host and return at once. It is ended, if it still runs, when the cluster is closed."""
+        variables = {**os.environ, **self.environment(rank), **(env or {})}
+        process = HostProcess(rank, self._hosts[self._check_rank(rank)], cmd, variables, on_line)
+        self._processes.append(process)
+        return process
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables that a process on a host finds the others by."""
+        return {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(self._port),
+            "RANK": str(self._check_rank(rank)),
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.hosts)),
+        }
+
+    def kill(self, rank: int) -> int:
+        """Kill every process of a host (SIGKILL) and return how many there were."""
+        return self._signal(rank, signal.SIGKILL)
+
+    def stop(self, rank: int) -> int:
+        """Freeze every process of a host (SIGSTOP), as a host that hangs; its kernel still answers for it."""
+        return self._signal(rank, signal.SIGSTOP)
+
+    def cont(self, rank: int) -> int:
+        """Let the processes of a stopped host go on (SIGCONT)."""
+        return self._signal(rank, signal.SIGCONT)
+
+    def _signal(self, rank: int, number: int) -> int:
+        return self._hosts[self._check_rank(rank)].signal(number)
+
+
+def _name_namespaces(hosts: int) -> tuple[Namespace, list[Namespace]]:
+    owner, cluster_id = netns.Owner.current(), next(_cluster_ids)
+    names = [owner.name(f"{cluster_id}-{role}") for role in ("hub", *(f"host{rank}" for rank in range(hosts)))]
+    hub, *others = [Namespace(name) for name in names]
+    return hub, others
+
+
+def _is_within(rate: float, asked: float | None) -> bool:
+    return asked is None or abs(rate / asked - 1) <= _TOLERANCE

@@ -1,0 +1,164 @@
+"""Processes on emulated hosts: start them, collect their output, wait for all, and stop the rest when one fails."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from commlib.errors import PeerFailure, PeerTimeout
+from commlib.network.netns import Namespace
+
+_POLL_S = 0.02
+_TERMINATE_S = 3.0
+_DRAIN_S = 2.0
+_TAIL_LINES = 15
+
+LineHandler = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What a process on a host came to.
+
+    Attributes:
+        rank: The host's rank.
+        returncode: The exit code; negative is the signal that ended it.
+        output: Standard output and standard error, in the order in which they came.
+    """
+
+    rank: int
+    returncode: int
+    output: str
+
+
+class HostProcess:
+    """One process on one host. Its output is collected while it runs."""
+
+    def __init__(
+        self,
+        rank: int,
+        namespace: Namespace,
+        cmd: Sequence[str],
+        env: Mapping[str, str],
+        on_line: LineHandler | None = None,
+    ) -> None:
+        self.rank = rank
+        self._lines: list[str] = []
+        self._on_line = on_line
+        self._popen = subprocess.Popen(
+            namespace.wrap(list(cmd)),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C reaches the caller, which ends the hosts in order
+        )
+        self._reader = threading.Thread(target=self._read, name=f"host-{rank}-output", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        with self._popen.stdout as lines:
+            for line in lines:
+                self._lines.append(line)
+                if self._on_line is not None:
+                    self._on_line(self.rank, line.rstrip("\n"))
+
+    @property
+    def pid(self) -> int:
+        """The process id of the command itself."""
+        return self._popen.pid
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return "".join(self._lines)
+
+    def tail(self) -> str:
+        """Return its last lines, indented."""
+        lines = self.output.splitlines()[-_TAIL_LINES:] or ["(no output)"]
+        return "\n".join(f"    {line}" for line in lines)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self._popen.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command itself; nothing happens when it has ended."""
+        self._popen.send_signal(number)
+
+    def wait(self, timeout: float | None = None) -> HostResult:
+        """Wait until it ends.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for ever.
+
+        Raises:
+            PeerTimeout: If it still runs then. It goes on running.
+        """
+        try:
+            returncode = self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            message = (
+                f"host {self.rank} still runs after {timeout} s (process {self.pid}); its last lines:\n{self.tail()}"
+            )
+            raise PeerTimeout(message) from None
+        self._reader.join(_DRAIN_S)  # a grandchild may hold the pipe open
+        return HostResult(self.rank, returncode, self.output)
+
+
+def wait_all(processes: Sequence[HostProcess], timeout: float | None) -> list[HostResult]:
+    """Wait until all have ended with exit code 0.
+
+    Raises:
+        PeerFailure: As soon as one ends otherwise; names it, its exit code and its last lines.
+        PeerTimeout: If some still run after `timeout` seconds; names them and their last lines.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while running := [process for process in processes if process.poll() is None]:
+        _raise_for_failures(processes)
+        if deadline is not None and time.monotonic() > deadline:
+            raise PeerTimeout(_timeout_message(running, len(processes), timeout))
+        time.sleep(_POLL_S)
+    _raise_for_failures(processes)
+    return [process.wait() for process in processes]
+
+
+def _raise_for_failures(processes: Sequence[HostProcess]) -> None:
+    failed = [process for process in processes if process.poll() not in (None, 0)]
+    if not failed:
+        return
+    results = [process.wait() for process in failed]
+    what = ", ".join(f"host {result.rank} {_ending(result.returncode)}" for result in results)
+    tails = "\n".join(f"  last lines of host {process.rank}:\n{process.tail()}" for process in failed)
+    raise PeerFailure(f"{what}; the other {len(processes) - len(failed)} of {len(processes)} hosts were ended\n{tails}")
+
+
+def _ending(returncode: int) -> str:
+    return f"was ended by signal {-returncode}" if returncode < 0 else f"failed with exit code {returncode}"
+
+
+def _timeout_message(running: Sequence[HostProcess], total: int, timeout: float | None) -> str:
+    ranks = ", ".join(str(process.rank) for process in running)
+    tails = "\n".join(f"  last lines of host {process.rank}:\n{process.tail()}" for process in running)
+    return f"{len(running)} of {total} hosts (rank {ranks}) still ran after {timeout:g} s and were ended\n{tails}"
+
+
+def terminate(processes: Sequence[HostProcess], namespaces: Sequence[Namespace]) -> None:
+    """End `processes` politely (SIGTERM), then everything that is left in `namespaces` by force."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + _TERMINATE_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for namespace in namespaces:
+        namespace.kill_all()
+    for process in processes:
+        process.wait(_DRAIN_S)

@@ -1,0 +1,136 @@
+"""Measure a link between two network namespaces with plain TCP sockets: payload goodput and round-trip time.
+
+A socket belongs for ever to the namespace that its thread was in when it was made. So a short-lived thread enters the
+namespace, makes the socket and ends; the calling thread never leaves its own namespace, and no process is started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from commlib.errors import TransportError
+from commlib.network.netns import Namespace
+
+_CLONE_NEWNET = 0x40000000
+_TIMEOUT_S = 15.0
+_CHUNK_BYTES = 1 << 16
+_MAX_SEND_BUFFER = 4 << 20
+_SO_SNDBUFFORCE = 32  # as SO_SNDBUF, for root beyond the machine's limit; Python's socket module lacks the name
+
+_T = TypeVar("_T")
+
+
+def in_namespace(namespace: Namespace, function: Callable[[], _T]) -> _T:
+    """Call `function` in a new thread inside the namespace and return its result.
+
+    Raises:
+        TransportError: If the kernel refuses to enter the namespace.
+    """
+
+    def enter() -> _T:
+        descriptor = os.open(namespace.path, os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise TransportError(f"cannot enter the network namespace {namespace.name}: {reason}")
+        finally:
+            os.close(descriptor)
+        return function()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(enter).result()
+
+
+@contextmanager
+def connected_pair(source: Namespace, target: Namespace, address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give two connected sockets, one in `source` and one in `target`, whose IPv4 address is `address`."""
+    with in_namespace(target, lambda: socket.create_server((address, 0))) as server:
+        port = server.getsockname()[1]
+        client = in_namespace(source, lambda: socket.create_connection((address, port), timeout=_TIMEOUT_S))
+        with client:
+            peer, _ = server.accept()
+            with peer:
+                for end in (client, peer):
+                    end.settimeout(_TIMEOUT_S)
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                yield client, peer
+
+
+def measure_goodput(
+    source: Namespace, target: Namespace, address: str, duration_s: float, send_buffer: int = _MAX_SEND_BUFFER
+) -> float:
+    """Return the payload rate of one TCP stream from `source` to `target`, in bit/s.
+
+    The stream runs for about `duration_s`; its first quarter (slow start, and the burst of an idle token bucket) is
+    left out.
+
+    Args:
+        source: Where the stream is sent.
+        target: Where it is received.
+        address: IPv4 address of `target`.
+        duration_s: Seconds to send for.
+        send_buffer: Bytes of the sender's socket buffer: enough for the link to stay busy while the sender waits for a
+            processor, and little enough that a slow link does not drain it for long after the last send.
+    """
+    send_buffer = min(max(send_buffer, 2 * _CHUNK_BYTES), _MAX_SEND_BUFFER)
+    with connected_pair(source, target, address) as (client, peer), ThreadPoolExecutor(max_workers=1) as pool:
+        client.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, send_buffer)
+        sender = pool.submit(_send_for, client, duration_s)
+        goodput = _receive(peer, warmup_s=duration_s / 4)
+        sender.result()
+    return goodput
+
+
+def _send_for(client: socket.socket, duration_s: float) -> None:
+    chunk = memoryview(bytearray(_CHUNK_BYTES))
+    end = time.perf_counter() + duration_s
+    while time.perf_counter() < end:
+        client.sendall(chunk)
+    client.shutdown(socket.SHUT_WR)
+
+
+def _receive(peer: socket.socket, warmup_s: float) -> float:
+    """Receive until the stream ends and return its rate after the warm-up, in bit/s.
+
+    It is the slope of the line through (time, bytes so far), which a receiver that is kept waiting disturbs less than
+    the two end points.
+    """
+    buffer = bytearray(_CHUNK_BYTES)
+    times_s, bits, received = [], [], 0
+    begin = time.perf_counter()
+    while num_bytes := peer.recv_into(buffer):
+        received += num_bytes
+        now = time.perf_counter() - begin
+        if now >= warmup_s:
+            times_s.append(now)
+            bits.append(8.0 * received)
+    return statistics.linear_regression(times_s, bits).slope if len(bits) > 2 else 0.0
+
+
+def measure_rtt(source: Namespace, target: Namespace, address: str, num_rounds: int = 200) -> float:
+    """Return the median round-trip time of one byte between two threads' sockets, in seconds."""
+    with connected_pair(source, target, address) as (client, peer), ThreadPoolExecutor(max_workers=1) as pool:
+        echo = pool.submit(_echo, peer, num_rounds)
+        times_s = [_ping(client) for _ in range(num_rounds)]
+        echo.result()
+    return statistics.median(times_s)
+
+
+def _echo(peer: socket.socket, num_rounds: int) -> None:
+    for _ in range(num_rounds):
+        peer.sendall(peer.recv(1))
+
+
+def _ping(client: socket.socket) -> float:
+    begin = time.perf_counter()
+    client.sendall(b"x")
+    client.recv(1)
+    return time.perf_counter() - begin
