@@ -19,6 +19,7 @@ from commlib import algorithms, verify
 from commlib.algorithms.base import Algorithm
 from commlib.engine import state as checkpoints
 from commlib.engine.bucket import name_some
+from commlib.engine.buffers import BufferSync
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import CommlibError, ConfigError
@@ -58,7 +59,7 @@ def wrap(
         optimizer: Required by algorithms that act on weights or optimizer state; its steps are then counted.
         process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
         bucket_cap_mb: Size of a bucket in MiB. None lets commlib measure and plan the buckets.
-        broadcast_buffers: Whether rank 0's buffers are copied to all ranks before each synchronised training forward.
+        broadcast_buffers: Whether rank 0's buffers are copied to all ranks with every synchronised backward.
         init_sync: Whether rank 0's parameters and buffers are copied to all ranks now.
         ignored_parameters: Parameters, or names of parameters and buffers, that commlib leaves alone.
         scaler: The `GradScaler`, for algorithms that keep residuals.
@@ -99,6 +100,8 @@ def wrap(
     _extend(model, replica)
     if init_sync:
         replica.broadcast_model()
+    elif broadcast_buffers:
+        replica.broadcast_buffers()
     return model
 
 
@@ -261,15 +264,16 @@ class _Replica:
         self.original_class = model.__class__
         self.ignored = ignored
         self.options: dict[str, Any] = {}
-        self.broadcast_buffers = broadcast_buffers
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
         bare = object.__new__(model.__class__)
         bare.__dict__ = model.__dict__
         self.bare: nn.Module = bare
+        if broadcast_buffers and engine.comm.world_size > 1 and self._buffers():
+            engine.buffers = BufferSync(self._buffers, engine.comm)
 
     def before_forward(self) -> None:
-        """Check the model, and copy rank 0's buffers, where this forward belongs to synchronised training."""
+        """Check that the model is as the engine knows it, where this forward belongs to training."""
         engine = self.engine
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # inference, or a forward that backward runs again
@@ -283,11 +287,8 @@ class _Replica:
         if self.structure.requires_grad_changed() or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
-        syncs_buffers = self.broadcast_buffers and self.bare.training and engine.require_sync
         if self.join.enabled:
-            self.join.announce(engine, syncs_buffers, engine.require_sync)
-        if syncs_buffers:
-            self.sync_buffers(self.join.source)
+            self.join.announce(engine, engine.require_sync)
 
     def _adopt_parameters(self) -> None:
         """Parameters were frozen, unfrozen, moved or cast: check that all ranks agree, and plan anew."""
@@ -313,26 +314,25 @@ class _Replica:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for name, buffer in self.bare.named_buffers() if name not in self.ignored]
 
-    def sync_buffers(self, source: int) -> None:
+    def broadcast_buffers(self, source: int = 0) -> None:
         """Copy the buffers of rank `source` to all ranks."""
-        buffers = self._buffers()
-        if buffers and self.engine.comm.world_size > 1:
-            self.engine.run("the broadcast of buffers", broadcast_all(buffers, self.engine.comm, source))
+        self._broadcast("the broadcast of buffers", self._buffers(), source)
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
-        if self.engine.comm.world_size == 1:
-            return
         parameters = [p.data for name, p in self.bare.named_parameters() if name not in self.ignored]
-        tensors = [*parameters, *self._buffers()]
-        self.engine.run("the broadcast of parameters and buffers", broadcast_all(tensors, self.engine.comm, source))
+        self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._buffers()], source)
+
+    def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
+        if self.engine.comm.world_size > 1:
+            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source))
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
         if self.engine.weights is not None:
             self.engine.weights.drain()
             self.engine.run("the mean of the weights", self.engine.weights.mean_of_weights())
-        self.sync_buffers(0)
+        self.broadcast_buffers()
 
 
 @Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's

@@ -19,6 +19,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
+from commlib.engine.buffers import BufferSync
 from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
@@ -72,6 +73,7 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
+        self.buffers: BufferSync | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, _shut_down, transport, release)
         self._cap_bytes = cap_bytes
@@ -83,6 +85,7 @@ class Engine:
         self._last_tasks: list[Task] = []
         self._launched: list[bool] = []
         self._num_left = 0
+        self._is_flushed = False
         self._hooks: list[Any] = []
         self.adopt(parameters)
 
@@ -203,9 +206,12 @@ class Engine:
         if self._dense and not algorithm.traits.reduces_flags:
             flags = self._dense[-1].flags
             tasks.append(Task(lambda: "the flags of unused parameters", lambda: _reduce(flags, self.comm)))
+        if self.buffers is not None:
+            tasks.append(self.buffers.task())
         self._round = Round(self.transport, tasks, algorithm.traits.window)
         self._launched = [False] * len(self.buckets)
         self._num_left = len(self.buckets)
+        self._is_flushed = False
         self.driver.open(self._round)
 
     def _current_algorithm(self) -> Algorithm:
@@ -246,7 +252,7 @@ class Engine:
         if self._num_left == 0 and self._dense:
             self._write_flags(self._dense[-1].flags)
         self.driver.ready(self._round, bucket.index)
-        if self._num_left == 0 and len(self._round.tasks) > len(self.buckets):
+        if self._num_left == 0 and not self._current_algorithm().traits.reduces_flags and self._dense:
             self.driver.ready(self._round, len(self.buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
@@ -258,8 +264,9 @@ class Engine:
 
     def _flush(self) -> None:
         """Launch what is not complete: some parameter had no gradient in this backward."""
-        if self._round is None or self._num_left == 0:
+        if self._round is None or self._is_flushed:
             return
+        self._is_flushed = True
         if self._is_profiling:
             self._readiness.end()
         self._count_hooks()
@@ -268,6 +275,8 @@ class Engine:
                 self._launch(bucket)
         if self._dense:
             self._launch(self._dense[-1])
+        if self.buffers is not None:
+            self.driver.ready(self._round, len(self._round.tasks) - 1)
 
     def _count_hooks(self) -> None:
         if not self._has_counts:
@@ -301,6 +310,8 @@ class Engine:
         self.driver.wait(round_, self.transport.timeout_s)
         self.exposed_s = time.perf_counter() - start
         self._publish()
+        if self.buffers is not None:
+            self.buffers.publish()
         self._last_tasks = round_.tasks
         self.num_rounds += 1
         if self.algorithm.traits.on_gradients:

@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,8 @@ class Driver(ABC):
             task.began_s = time.perf_counter()
             task.generator = task.begin()
         if task.work is not None:
-            task.work.wait()
+            with _collective_of(task):
+                task.work.wait()
             task.work = None
         try:
             task.request = next(task.generator)
@@ -163,13 +164,28 @@ class Driver(ABC):
         """Start the task's request; when it completes, the task's ARRIVED event must come."""
 
     def _fail(self, round_: Round, error: BaseException) -> None:
-        """End the round with what went wrong, as an error that names it."""
-        if not isinstance(error, CommlibError):
-            task = round_.tasks[round_.order.waits_for or 0]
-            failing = next((t for t in round_.tasks if t.work is not None), task)
-            verb = failing.request.verb if failing.request is not None else "communication"
-            error = round_.transport.diagnose(error, f"{verb} of {failing.describe()}")
+        """End the round: with an error that names the collective, or with the algorithm's own."""
+        if isinstance(error, _CollectiveError):
+            error = round_.transport.diagnose(error.cause, error.what)
         self.cancel(round_, error)
+
+
+class _CollectiveError(Exception):
+    """A collective could not be started or did not complete; set apart from errors in an algorithm's own work."""
+
+    def __init__(self, cause: BaseException, what: str) -> None:
+        super().__init__(what)
+        self.cause = cause
+        self.what = what
+
+
+@contextlib.contextmanager
+def _collective_of(task: Task) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        assert task.request is not None
+        raise _CollectiveError(error, f"{task.request.verb} of {task.describe()}") from error
 
 
 class ThreadDriver(Driver):
@@ -210,7 +226,8 @@ class ThreadDriver(Driver):
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
         assert task.request is not None
-        task.work = round_.transport.issue(task.request)
+        with _collective_of(task):
+            task.work = round_.transport.issue(task.request)
         task.work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
 
 
@@ -255,7 +272,7 @@ class StreamDriver(Driver):
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
         assert task.request is not None
-        with self._streams.use(task_idx):
+        with self._streams.use(task_idx), _collective_of(task):
             task.work = round_.transport.issue(task.request)
         events.append((Event.ARRIVED, task_idx))
 

@@ -1,4 +1,4 @@
-"""Making tensors the same on all ranks."""
+"""Making tensors the same on all ranks: bytes of any dtypes in one broadcast per 64 MiB."""
 
 from __future__ import annotations
 
@@ -12,31 +12,29 @@ _CHUNK_BYTES = 64 << 20
 
 
 def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: int = 0) -> Communication:
-    """Copy rank `source`'s tensors, of any dtypes, to all ranks, in place: one broadcast of bytes per 64 MiB."""
-    for chunk in _chunks(tensors):
-        data = torch.cat([_as_bytes(tensor) for tensor in chunk])
+    """Copy rank `source`'s tensors, of any shapes and dtypes, to all ranks, in place."""
+    for chunk, data in broadcast_bytes(tensors):
         yield comm.broadcast(data, source)
-        start = 0
-        for tensor in chunk:
-            received = data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, received in zip(chunk, split_bytes(data, chunk), strict=True):
             tensor.copy_(received)
-            start += tensor.nbytes
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    # Large elements first: every piece of the byte buffer then starts at a multiple of its element size.
+def broadcast_bytes(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Yield the tensors in chunks, each with the bytes of its tensors `[nbytes] uint8`. Zero-element ones are left out."""
+    # Large elements first: every tensor's bytes then start at a multiple of its element size.
     ordered = sorted((t.detach() for t in tensors if t.numel()), key=lambda t: -t.element_size())
-    chunk: list[torch.Tensor] = []
-    held = 0
-    for tensor in ordered:
-        if chunk and held + tensor.nbytes > _CHUNK_BYTES:
-            yield chunk
-            chunk, held = [], 0
-        chunk.append(tensor)
-        held += tensor.nbytes
-    if chunk:
-        yield chunk
+    while ordered:
+        held = size = 0
+        while size < len(ordered) and (size == 0 or held + ordered[size].nbytes <= _CHUNK_BYTES):
+            held += ordered[size].nbytes
+            size += 1
+        chunk, ordered = ordered[:size], ordered[size:]
+        yield chunk, torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def split_bytes(data: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that `data` [nbytes] uint8 holds, shaped and typed as `tensors`, as views of it."""
+    start = 0
+    for tensor in tensors:
+        yield data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += tensor.nbytes
