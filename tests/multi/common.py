@@ -76,6 +76,15 @@ def seeded(build: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
     return build()
 
 
+def snapshot(model: nn.Module, build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a bare model with the values and the frozen parameters of `model`."""
+    bare = build()
+    bare.load_state_dict(model.state_dict())
+    for own, other in zip(bare.parameters(), model.parameters(), strict=True):
+        own.requires_grad_(other.requires_grad)
+    return bare
+
+
 def data(step: int, *shape: int, rank: int | None = None) -> Tensor:
     """Return inputs `[*shape] float32` that depend on the step and on the rank."""
     rank = dist.get_rank() if rank is None else rank

@@ -185,6 +185,7 @@ def shut_down(way: str) -> None:
     before = num_threads()
     model = commlib.wrap(seeded(Mlp), timeout=10)
     train_some(model)
+    report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
 
@@ -215,9 +216,10 @@ def destroy_then_use(model: nn.Module) -> None:
     """A step after the group has gone is a clear error, not a hang."""
     import commlib.errors
 
+    inputs = data(0, 5, 8)
     dist.destroy_process_group()
     with contextlib.suppress(commlib.errors.CommlibError):
-        mlp_loss(model, 0).backward()
+        model(inputs).sum().backward()
         report(event="no error")
 
 
@@ -236,11 +238,8 @@ def exit_in_backward(model: nn.Module) -> None:
     def trap(gradient: Tensor) -> None:
         raise ZeroDivisionError("in backward")
 
-    output = model.first(data(0, 5, 8))  # type: ignore[operator]
-    model(output[:, :8]).sum()
-    loss = model(data(0, 5, 8).requires_grad_())
-    model.first.weight.register_hook(trap)
-    loss.sum().backward()
+    model.first.weight.register_hook(trap)  # type: ignore[union-attr]
+    mlp_loss(model, 0).backward()
 
 
 def exit_with_forward_pending(model: nn.Module) -> None:

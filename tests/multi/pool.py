@@ -228,12 +228,12 @@ def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[...
 
 
 class RankExit(NamedTuple):
-    """How a process of its own ended: exit code (negative: signal), what it wrote, and seconds since the start."""
+    """How a process of its own ended: exit code (negative: signal), what it wrote, and when (`time.monotonic()`)."""
 
     rank: int
     returncode: int
     output: str
-    wall_s: float
+    ended_s: float
 
 
 class RankProcesses:
@@ -244,7 +244,6 @@ class RankProcesses:
         self._logs = [Path(self._directory.name) / f"rank-{rank}.log" for rank in range(world_size)]
         job = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, args))
         command = [*_WORKER, "once", base64.b64encode(job).decode()]
-        self._began = time.monotonic()
         self.processes = [self._start(command, rank, world_size, store_port) for rank in range(world_size)]
 
     def _start(self, command: list[str], rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
@@ -282,7 +281,7 @@ class RankProcesses:
         while len(ended) < len(chosen):
             for rank in chosen:
                 if rank not in ended and self.processes[rank].poll() is not None:
-                    ended[rank] = time.monotonic() - self._began
+                    ended[rank] = time.monotonic()
             if time.monotonic() > deadline and len(ended) < len(chosen):
                 raise RankHang(self._hang_report([rank for rank in chosen if rank not in ended], timeout))
             time.sleep(0.02)

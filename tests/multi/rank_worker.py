@@ -9,6 +9,7 @@ The second form leaves the interpreter's own exit untouched, so that tests of sh
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import datetime
 import faulthandler
@@ -121,7 +122,12 @@ def run_in_group(job: Job) -> Any:
     function = resolve(job.module, job.qualname)
     init_group(job)
     try:
-        return function(*job.args, **job.kwargs)
+        dist.barrier()  # a rank that is done at once must not leave while another still connects to it
+        result = function(*job.args, **job.kwargs)
+        with contextlib.suppress(RuntimeError):  # a rank that failed is gone, and reports for itself
+            if dist.is_initialized():
+                dist.barrier()
+        return result
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -32,6 +32,7 @@ from tests.multi.common import (
     mlp_loss,
     seeded,
     sgd,
+    snapshot,
     tensors,
     train,
     wrap,
@@ -363,7 +364,7 @@ def test_freezing_and_unfreezing_after_wrap(options: dict[str, float]) -> None:
     for step, (name, flag) in enumerate(plan * 2):
         getattr(model, name).requires_grad_(flag)
         optimizer.zero_grad()
-        base = copy.deepcopy(model.module)
+        base = snapshot(model, Mlp)
         mlp_loss(model, step).backward()
         assert_mean(model, lambda m, rank, step=step: m(data(step, 5, 8, rank=rank)).square().mean(), base)
         optimizer.step()
@@ -500,7 +501,7 @@ def test_a_parameter_shared_by_checkpointed_segments(use_reentrant: bool) -> Non
     optimizer = sgd(model)
     for step in range(4):
         optimizer.zero_grad()
-        base = copy.deepcopy(model.module)
+        base = snapshot(model, lambda: Checkpointed(use_reentrant, repeat=3))
         mlp_loss(model, step).backward()
         assert_mean(model, lambda m, rank, step=step: m(data(step, 5, 8, rank=rank)).square().mean(), base)
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.multi.common import (
     raises_on_every_rank,
     seeded,
     sgd,
+    snapshot,
     tensors,
     train,
     wrap,
@@ -40,7 +42,7 @@ SMALL = {"bucket_cap_mb": SMALL_BUCKET_MB}
 
 def assert_synchronises(model: nn.Module, step: int = 5) -> None:
     """Check that a backward of this MLP yields the mean over the ranks."""
-    base = copy.deepcopy(getattr(model, "module", model))
+    base = snapshot(model, Mlp)
     model.zero_grad()
     mlp_loss(model, step).backward()
     expected = mean_gradients(
@@ -122,12 +124,18 @@ def test_module_is_a_bare_object_that_shares_everything() -> None:
 
 @on_ranks(2)
 def test_a_backward_of_the_bare_module_stays_local() -> None:
-    """As with DDP, the forward of `.module` is not synchronised."""
-    model, oracle = wrap(seeded(Mlp)), seeded(Mlp)
-    for candidate in (model.module, oracle):
-        mlp_loss(candidate, 2).backward()
-    assert_same_tensors(gradients(model), gradients(oracle), "local gradient", exact=True)
-    assert_synchronises(model)
+    """As with DDP, a backward of `.module` is not synchronised, before and after synchronised steps."""
+    model, oracle = wrap(seeded(Mlp)), ddp(seeded(Mlp))
+    for step in range(3):
+        for candidate in (model, oracle):
+            candidate.zero_grad()
+            mlp_loss(candidate.module, step).backward()
+        assert_same_tensors(gradients(model), gradients(oracle), "local gradient", exact=True)
+        assert_local(model.module)
+        for candidate in (model, oracle):
+            candidate.zero_grad()
+            mlp_loss(candidate, step).backward()
+        assert_same_tensors(gradients(model), gradients(oracle), "gradient", exact=True)
 
 
 @on_ranks(2)
@@ -365,16 +373,18 @@ def test_a_generator_and_a_critic_take_turns() -> None:
     assert_same_tensors(got, expected, "final value", exact=True)
 
 
-@on_ranks(2)
-def test_models_whose_backwards_come_in_another_order_on_each_rank_stay_right() -> None:
-    """One loss, but autograd may reach the models in any order: the ranks must still agree on the collectives."""
+@on_ranks(2, 3)
+def test_three_models_with_delays_of_their_own_on_each_rank() -> None:
+    """The ranks' backwards reach the models at other times; they must still agree on the order of collectives."""
     models = [wrap(seeded(Mlp, seed=seed), **SMALL) for seed in range(3)]
     rank = dist.get_rank()
+    for number, model in enumerate(models):
+        pause = 0.01 * ((number + rank) % 3)
+        model.second.register_full_backward_hook(lambda *_, pause=pause: time.sleep(pause))
     for step in range(4):
-        order = models if rank == 0 else models[::-1]
         for model in models:
             model.zero_grad()
-        sum(mlp_loss(model, step) for model in order).backward()  # type: ignore[union-attr]
+        sum(mlp_loss(model, step) for model in models).backward()  # type: ignore[union-attr]
         for model in models:
             assert_replicas_identical(model)
 

@@ -286,8 +286,8 @@ def test_an_error_on_all_ranks_is_clear(kind: str) -> None:
 def test_an_error_on_one_rank_is_an_error_on_all(kind: str) -> None:
     import commlib.errors
 
-    fail, _ = LOCAL_ERRORS[kind]
-    with raises_on_every_rank(commlib.errors.CommlibError, "rank"):
+    fail, word = LOCAL_ERRORS[kind]
+    with raises_on_every_rank(commlib.errors.ConfigError, word, "rank 1"):
         fail() if dist.get_rank() == 1 else wrap(Mlp())
 
 
@@ -305,7 +305,7 @@ def test_wrapping_twice_is_an_error() -> None:
     import commlib.errors
 
     model = wrap(Mlp())
-    with raises_on_every_rank(commlib.errors.ConfigError, "already wrapped"):
+    with raises_on_every_rank(commlib.errors.ConfigError, "wrapped already", "unwrap"):
         wrap(model)
     with raises_on_every_rank(commlib.errors.ConfigError, "wrapped"):
         wrap(nn.Sequential(model, nn.Linear(4, 4)))
