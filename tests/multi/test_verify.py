@@ -100,8 +100,9 @@ def test_each_forward_starts_from_the_buffers_of_rank_0() -> None:
     model = wrap(Counter())
     values = []
     for _ in range(3):
-        model(dist.get_rank() + 1).sum().backward()
-        values.append(int(model.seen))
+        output = model(dist.get_rank() + 1)
+        values.append(int(output))
+        output.sum().backward()
     assert values == ([1, 2, 3] if dist.get_rank() == 0 else [2, 3, 4])
 
 
