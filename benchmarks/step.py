@@ -20,7 +20,8 @@ from intervals import Ratio, paired_ratio, ratio_to_best
 from launch import WorkerError
 from models import WORKLOADS
 from rich.table import Table
-from systems import ddp_configurations, parse_list
+from systems import ddp_configurations, parse, parse_list
+from worker import search_steps
 
 _SWEEP_MB = ("0.5", "1", "2", "4", "8", "16", "32", "64")
 _PLANNED = "commlib:allreduce"
@@ -76,6 +77,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     keys = ("model", "device", "threads", "seed", "timeout", "block", "warmup", "reps", "memory_steps")
     spec = {key: getattr(args, key) for key in keys}
     num_steps = len(args.systems) * (args.warmup + args.reps * (args.block + 1))
+    num_steps += any(system.is_open for system in map(parse, args.systems)) * search_steps(args.warmup, args.block)
     timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, num_steps)
     memory = _memory(args, place, spec, timed)
     return {

@@ -195,6 +195,13 @@ def _search_ddp(bench: Bench) -> dict[str, float]:
     return {racer.system.name: float(np.median(racer.blocks_s)) for racer in racers}
 
 
+def search_steps(warmup: int, block: int) -> int:
+    """Return how many steps the race of DDP's configurations takes."""
+    num_configurations = len(ddp_configurations())
+    num_blocks = num_configurations + (_SEARCH_ROUNDS - 1) * _SEARCH_KEEP
+    return num_configurations * warmup + num_blocks * (block + 1)
+
+
 def measure_memory(bench: Bench) -> dict[str, Any]:
     """Return how much the first steps of one system raise the peak of resident memory, the largest of all ranks.
 
