@@ -19,7 +19,6 @@ from commlib import algorithms, verify
 from commlib.algorithms.base import Algorithm
 from commlib.engine import state as checkpoints
 from commlib.engine.bucket import name_some
-from commlib.engine.buffers import BufferSync
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import CommlibError, ConfigError
@@ -59,7 +58,8 @@ def wrap(
         optimizer: Required by algorithms that act on weights or optimizer state; its steps are then counted.
         process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
         bucket_cap_mb: Size of a bucket in MiB. None lets commlib measure and plan the buckets.
-        broadcast_buffers: Whether rank 0's buffers are copied to all ranks with every synchronised backward.
+        broadcast_buffers: Whether rank 0's buffers are copied to all ranks before each forward that follows a synchronised
+            one, evaluation included, as in DDP.
         init_sync: Whether rank 0's parameters and buffers are copied to all ranks now.
         ignored_parameters: Parameters, or names of parameters and buffers, that commlib leaves alone.
         scaler: The `GradScaler`, for algorithms that keep residuals.
@@ -76,7 +76,7 @@ def wrap(
     group = resolve_group(process_group)
     setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb)
     duration, error = _timeout(timeout, group, setup)
-    transport = TorchTransport(group, duration)
+    transport = TorchTransport(group, setup.device, duration)
     try:
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
         verify.agree(transport, setup.pairs(options), setup.error or error)
@@ -88,7 +88,7 @@ def wrap(
     prototype = copy.deepcopy(setup.algorithm)
     engine = Engine(setup.parameters, transport, setup.algorithm, cap_bytes, optimizer, scaler)
     if optimizer is not None and not setup.algorithm.traits.on_gradients:
-        engine.follow_optimizer(optimizer, TorchTransport(group, duration))
+        engine.follow_optimizer(optimizer, TorchTransport(group, setup.device, duration))
     replica = _Replica(engine, model, setup.ignored, broadcast_buffers, group)
     replica.options = {
         "algorithm": prototype,
@@ -100,8 +100,6 @@ def wrap(
     _extend(model, replica)
     if init_sync:
         replica.broadcast_model()
-    elif broadcast_buffers:
-        replica.broadcast_buffers()
     return model
 
 
@@ -119,7 +117,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     for parameter in replica.engine.parameters:
         _owned.pop(parameter.param, None)
     replica.engine.close()
-    del model.__dict__[_KEY]
     model.__class__ = replica.original_class
     return model
 
@@ -215,7 +212,7 @@ def _check_wrappable(model: Any) -> None:
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
     for name, module in model.named_modules():
         what = f"its submodule {name!r}" if name else "the model"
-        if _KEY in module.__dict__:
+        if hasattr(type(module), _KEY):
             raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConfigError(f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead")
@@ -241,15 +238,14 @@ def _check_optimizer(algorithm: Algorithm, optimizer: Any) -> None:
 def _extend(model: nn.Module, replica: _Replica) -> None:
     """Give the model's class the methods of `_Parallel`, for this object only."""
     cls = model.__class__
-    model.__dict__[_KEY] = replica
     for parameter in replica.engine.parameters:
         _owned[parameter.param] = True
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _KEY: replica}
     model.__class__ = types.new_class(cls.__name__, (_Parallel, cls), exec_body=lambda body: body.update(members))
 
 
 def _replica_of(model: Any) -> _Replica:
-    replica = getattr(model, "__dict__", {}).get(_KEY)
+    replica = getattr(type(model), _KEY, None)
     if replica is None:
         raise ConfigError(f"the {type(model).__name__} is not wrapped; call commlib.wrap(model, ...) first")
     return replica
@@ -266,17 +262,26 @@ class _Replica:
         self.options: dict[str, Any] = {}
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
+        self._broadcasts_buffers = broadcast_buffers
+        self._after_sync = True  # as in DDP, buffers are copied before each forward that follows a synchronised one
         bare = object.__new__(model.__class__)
         bare.__dict__ = model.__dict__
         self.bare: nn.Module = bare
-        if broadcast_buffers and engine.comm.world_size > 1 and self._buffers():
-            engine.buffers = BufferSync(self._buffers, engine.comm)
 
     def before_forward(self) -> None:
-        """Check that the model is as the engine knows it, where this forward belongs to training."""
+        """Check that the model is as the engine knows it, and copy the buffers of rank 0, as DDP does."""
         engine = self.engine
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # inference, or a forward that backward runs again
+        if torch._C._current_graph_task_id() != -1:
+            return  # backward runs this forward again
+        if torch.is_grad_enabled():
+            self._check(engine)
+        syncs_buffers, self._after_sync = self._broadcasts_buffers and self._after_sync, engine.require_sync
+        if self.join.enabled and torch.is_grad_enabled():
+            self.join.announce(engine, syncs_buffers, engine.require_sync)
+        if syncs_buffers:
+            self.copy_buffers(self.join.source)
+
+    def _check(self, engine: Engine) -> None:
         if engine.in_backward:
             raise CommlibError(
                 f"rank {engine.comm.rank}: the previous backward did not finish (an exception in it?), so the ranks no "
@@ -287,8 +292,6 @@ class _Replica:
         if self.structure.requires_grad_changed() or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
-        if self.join.enabled:
-            self.join.announce(engine, engine.require_sync)
 
     def _adopt_parameters(self) -> None:
         """Parameters were frozen, unfrozen, moved or cast: check that all ranks agree, and plan anew."""
@@ -314,9 +317,10 @@ class _Replica:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for name, buffer in self.bare.named_buffers() if name not in self.ignored]
 
-    def broadcast_buffers(self, source: int = 0) -> None:
+    def copy_buffers(self, source: int = 0) -> None:
         """Copy the buffers of rank `source` to all ranks."""
-        self._broadcast("the broadcast of buffers", self._buffers(), source)
+        if buffers := self._buffers():
+            self._broadcast("the broadcast of buffers (every rank must call forward)", buffers, source)
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
@@ -332,30 +336,33 @@ class _Replica:
         if self.engine.weights is not None:
             self.engine.weights.drain()
             self.engine.run("the mean of the weights", self.engine.weights.mean_of_weights())
-        self.broadcast_buffers()
+        self.copy_buffers()
 
 
 @Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's
 class _Parallel:
-    """What a wrapped model's class gains. Its `super()` is the user's class."""
+    """What a wrapped model's class gains. Its `super()` is the user's class, and each wrapped model has a class of its own."""
 
+    _commlib_replica: _Replica
+
+    @torch.compiler.disable(recursive=False)  # the user's forward, called inside, is compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replica = self.__dict__[_KEY]
-        _before_forward(replica)
+        replica = self._commlib_replica
+        replica.before_forward()
         output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        _after_forward(replica, output)
+        replica.after_forward(output)
         return output
 
     @property
     def module(self) -> Any:
         """The model as an object of its original class, sharing everything with this one; a submodule so named wins."""
         own = self.__dict__.get("_modules", {}).get("module")
-        return self.__dict__[_KEY].bare if own is None else own
+        return self._commlib_replica.bare if own is None else own
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward accumulate gradients locally, for forwards made inside; the next one outside synchronises them."""
-        engine = self.__dict__[_KEY].engine
+        engine = self._commlib_replica.engine
         before, engine.require_sync = engine.require_sync, False
         try:
             yield
@@ -378,42 +385,30 @@ class _Parallel:
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that shadows this model's collectives once the rank has joined."""
-        replica = self.__dict__[_KEY]
+        replica = self._commlib_replica
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
         """The device of `Join`'s own collectives."""
-        return self.__dict__[_KEY].engine.device
+        return self._commlib_replica.engine.device
 
     @property
     def join_process_group(self) -> Any:
         """The user's process group, on which `Join` counts ranks."""
-        return self.__dict__[_KEY].group
+        return self._commlib_replica.group
 
     @property
     def _join_config(self) -> Any:
-        return self.__dict__[_KEY].join.config
+        return self._commlib_replica.join.config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self.__dict__[_KEY].join.set_config(config, self)
+        self._commlib_replica.join.set_config(config, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        replica = self.__dict__[_KEY]
-        bare = object.__new__(replica.original_class)
-        bare.__dict__ = {name: value for name, value in self.__dict__.items() if name != _KEY}
-        return _restore, (bare, replica.options)
-
-
-@torch.compiler.disable
-def _before_forward(replica: _Replica) -> None:
-    replica.before_forward()
-
-
-@torch.compiler.disable
-def _after_forward(replica: _Replica, output: Any) -> None:
-    replica.after_forward(output)
+        replica = self._commlib_replica
+        return _restore, (replica.bare, replica.options)
 
 
 def _restore(bare: nn.Module, options: dict[str, Any]) -> nn.Module:

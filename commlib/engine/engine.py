@@ -19,7 +19,6 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
-from commlib.engine.buffers import BufferSync
 from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
@@ -73,7 +72,6 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
-        self.buffers: BufferSync | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, _shut_down, transport, release)
         self._cap_bytes = cap_bytes
@@ -206,8 +204,6 @@ class Engine:
         if self._dense and not algorithm.traits.reduces_flags:
             flags = self._dense[-1].flags
             tasks.append(Task(lambda: "the flags of unused parameters", lambda: _reduce(flags, self.comm)))
-        if self.buffers is not None:
-            tasks.append(self.buffers.task())
         self._round = Round(self.transport, tasks, algorithm.traits.window)
         self._launched = [False] * len(self.buckets)
         self._num_left = len(self.buckets)
@@ -275,8 +271,6 @@ class Engine:
                 self._launch(bucket)
         if self._dense:
             self._launch(self._dense[-1])
-        if self.buffers is not None:
-            self.driver.ready(self._round, len(self._round.tasks) - 1)
 
     def _count_hooks(self) -> None:
         if not self._has_counts:
@@ -310,8 +304,6 @@ class Engine:
         self.driver.wait(round_, self.transport.timeout_s)
         self.exposed_s = time.perf_counter() - start
         self._publish()
-        if self.buffers is not None:
-            self.buffers.publish()
         self._last_tasks = round_.tasks
         self.num_rounds += 1
         if self.algorithm.traits.on_gradients:

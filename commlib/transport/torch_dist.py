@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -11,12 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Request, Transport, Work
-
-# torch 2.13 renames the single-tensor verbs and warns about the old names; 2.11 has only those.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -36,7 +36,7 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup:
             "torch.distributed.init_process_group('gloo' or 'nccl') first, under torchrun for example."
         )
     if process_group is None:
-        return dist.distributed_c10d._get_default_group()
+        return c10d._get_default_group()
     if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):
         if process_group.ndim != 1:
             raise ConfigError(
@@ -59,7 +59,7 @@ def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, de
         ConfigError: It is not a positive duration.
     """
     if timeout is None:
-        return group._get_backend(device).options._timeout
+        return _parent_backend(group, device).options._timeout
     value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
     if value <= timedelta(0):
         raise ConfigError(f"timeout: expected a positive number of seconds or timedelta, got {timeout!r}")
@@ -91,58 +91,68 @@ class _Done:
 DONE: Work = _Done()
 
 
+#: How many communicators this process has made for each set of ranks; names the next one, alike on all of them.
+_num_made: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+
 class TorchTransport(Transport):
     """A communicator of its own over the ranks of a process group.
 
-    It never shares the user's communicator: the user's thread and the issuing thread could otherwise interleave
-    their collectives differently on two ranks.
+    It never shares the user's communicator: the user's thread and the issuing thread could otherwise interleave their
+    collectives differently on two ranks. The backend object is made directly, on a fresh prefix of the group's store:
+    `new_group` is collective over ranks that are not in `group`, and its names repeat once a group is destroyed.
 
     Args:
-        group: The user's process group; the ranks, the backend and the store are taken from it.
+        group: The user's process group; the ranks, the kind of backend and the store are taken from it.
+        device: Where the tensors will be.
         timeout: How long a collective may wait for its peers.
+
+    Raises:
+        ConfigError: The group's backend for the device is neither Gloo nor NCCL.
+        PeerTimeout: A rank did not come to make the communicator.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self.parent = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+        self.rank = group.rank()
+        self.world_size = group.size()
         self.timeout_s = timeout.total_seconds()
-        self._group: Any = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timeout,
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-            group_desc="commlib",
-        )
-        self.rank = dist.get_rank(self._group)
-        self.world_size = dist.get_world_size(self._group)
         self.bytes_sent = 0.0
+        self._device = device
         self._pending: list[Any] = []
         self._failed = False
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _num_made[ranks] += 1
+        store = c10d._get_process_group_store(group)
+        self._store = dist.PrefixStore(f"commlib/{'-'.join(map(str, ranks))}/{_num_made[ranks]}", store)
+        self._backend: Any = None
+        try:
+            self._backend = _make_backend(group, device, self._store, timeout) if self.world_size > 1 else None
+        except RuntimeError as error:
+            raise self.diagnose(error, "making the communicator") from error
 
     def issue(self, request: Request) -> Work:
         if self.world_size == 1:
             return self._issue_alone(request)
         if request.is_empty():
             return DONE
+        if self._backend is None:
+            raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
         self.bytes_sent += request.wire_bytes(self.world_size)
         work = self._issue(request)
         self._pending = [other for other in self._pending if not other.is_completed()]
         self._pending.append(work)
         return _TorchWork(work)
 
-    @property
-    def has_pending(self) -> bool:
-        return any(not work.is_completed() for work in self._pending)
-
     def _issue(self, request: Request) -> Any:
         match request:
             case AllReduce(tensor, op):
-                return dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self._group, async_op=True)
+                return self._backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
             case AllGather(output, input):
-                return _all_gather_single(output, input, group=self._group, async_op=True)
+                return self._backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
             case AllToAll(output, input):
-                return dist.all_to_all_single(output, input, group=self._group, async_op=True)
+                return self._backend.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions))
             case Broadcast(tensor, source):
-                return dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
+                return self._backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
         raise TypeError(f"{type(request).__name__} is not a request that torch.distributed can run")
 
     def _issue_alone(self, request: Request) -> Work:
@@ -150,13 +160,24 @@ class TorchTransport(Transport):
             request.output.copy_(request.input)
         return DONE
 
+    @property
+    def has_pending(self) -> bool:
+        return any(not work.is_completed() for work in self._pending)
+
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            self.issue(AllGather(sizes, torch.tensor([own.numel()], device=self._device))).wait()
+            numels = sizes.tolist()
+            padded = own.new_zeros(max(numels))
+            padded[: own.numel()] = own
+            everyone = own.new_empty(self.world_size * padded.numel())
+            self.issue(AllGather(everyone, padded)).wait()
         except RuntimeError as error:
             raise self.diagnose(error, "the exchange of set-up information") from error
-        return values
+        rows = everyone.view(self.world_size, -1).cpu().numpy()
+        return [pickle.loads(row[:numel].tobytes()) for row, numel in zip(rows, numels, strict=True)]
 
     def diagnose(self, error: BaseException, what: str) -> TransportError:
         """Name the ranks that did not report.
@@ -180,7 +201,7 @@ class TorchTransport(Transport):
         result: list[list[int]] = []
 
         def ask() -> None:
-            store = dist.PrefixStore("commlib/failure", dist.distributed_c10d._get_process_group_store(self._group))
+            store = dist.PrefixStore("failed", self._store)
             store.set(str(self.rank), "1")
             self.abort()
             deadline = time.monotonic() + _DIAGNOSIS_S
@@ -197,18 +218,45 @@ class TorchTransport(Transport):
 
     def abort(self) -> None:
         self._failed = True
-        with contextlib.suppress(Exception):
-            self._group.abort()
+        if self._backend is not None:
+            with contextlib.suppress(Exception):
+                self._backend.abort()
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is None or not dist.is_initialized():
-            return
-        with contextlib.suppress(Exception):
-            if self._failed:
-                dist.distributed_c10d._abort_process_group(group)
-            else:
-                dist.destroy_process_group(group)
+        if self.has_pending:
+            self.abort()
+        self._backend = None
+        self._pending = []
+
+
+def _make_backend(group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta) -> Any:
+    kind = _parent_backend(group, device).name().lower()
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    if kind == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    raise ConfigError(f"the process group's backend for {device.type} tensors is {kind!r}; expected Gloo or NCCL")
+
+
+def _parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    try:
+        return group._get_backend(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the process group has no backend for {device.type} tensors, and the model is on {device}. Initialise it with "
+            f"one, for example 'cpu:gloo,cuda:nccl', or move the model: {error}"
+        ) from None
+
+
+def _options(cls: type, **fields: Any) -> Any:
+    """Return the options object of a collective that runs on the backend's own thread or stream."""
+    options = cls()
+    for name, value in fields.items():
+        setattr(options, name, value)
+    options.asyncOp = True
+    return options
 
 
 def _quietly(function: Callable[[], None]) -> None:
