@@ -106,7 +106,7 @@ def agree(transport: Transport, pairs: list[tuple], error: Exception | None) -> 
     digest = hashlib.sha256(repr(pairs).encode()).hexdigest()
     reports = transport.gather_objects((None if error is None else f"{type(error).__name__}: {error}", digest))
     if error is not None:
-        raise error
+        raise type(error)(f"rank {transport.rank}: {error}") from error
     failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))

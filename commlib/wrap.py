@@ -268,6 +268,7 @@ class _Replica:
         bare.__dict__ = model.__dict__
         self.bare: nn.Module = bare
 
+    @torch._disable_dynamo
     def before_forward(self) -> None:
         """Check that the model is as the engine knows it, and copy the buffers of rank 0, as DDP does."""
         engine = self.engine
@@ -305,6 +306,7 @@ class _Replica:
             _owned[parameter.param] = True
         self.engine.adopt(parameters)
 
+    @torch._disable_dynamo
     def after_forward(self, output: Any) -> None:
         """Have the outputs' gradients announce the backward."""
         if not torch.is_grad_enabled() or self.engine.is_idle:
@@ -345,7 +347,7 @@ class _Parallel:
 
     _commlib_replica: _Replica
 
-    @torch.compiler.disable(recursive=False)  # the user's forward, called inside, is compiled
+    @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         replica = self._commlib_replica
         replica.before_forward()

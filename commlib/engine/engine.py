@@ -80,7 +80,8 @@ class Engine:
         self._sync = False
         self._is_profiling = False
         self._round: Round | None = None
-        self._last_tasks: list[Task] = []
+        self._last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
+        self._last_seconds: list[float] = []
         self._launched: list[bool] = []
         self._num_left = 0
         self._is_flushed = False
@@ -105,13 +106,14 @@ class Engine:
         """Make the buckets of `plan`, and move gradients that exist into them."""
         self.plan = plan
         self._dense: list[Bucket] = []
-        self.buckets: list[Bucket | SparseBucket] = []  # frees the old buffers before the new ones are allocated
+        self.buckets: list[Bucket | SparseBucket] = []  # the old buffers are freed before the new ones are allocated
+        self._bucket_of: dict[int, Bucket | SparseBucket] = {}
         for slot in self._slots:
             slot.view = slot.param.new_empty(0)
         if self.is_idle:
             return
         self.buckets = plans.build(plan, self.parameters, self._slots)
-        self._bucket_of: dict[int, Bucket | SparseBucket] = {
+        self._bucket_of = {
             idx: self.buckets[place] for place, members in enumerate(plan.buckets) for idx in members
         }
         self._dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
@@ -304,7 +306,8 @@ class Engine:
         self.driver.wait(round_, self.transport.timeout_s)
         self.exposed_s = time.perf_counter() - start
         self._publish()
-        self._last_tasks = round_.tasks
+        self._last_sent = [task.sent_bytes for task in round_.tasks]
+        self._last_seconds = [task.ended_s - task.began_s for task in round_.tasks]
         self.num_rounds += 1
         if self.algorithm.traits.on_gradients:
             self.schedule.end_step()
@@ -405,9 +408,9 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return what was communicated so far."""
-        sent = sum(task.sent_bytes for task in self._last_tasks)
+        sent = sum(self._last_sent)
         share = 2 * (self.comm.world_size - 1) / self.comm.world_size
-        raw = sum(bucket.nbytes for bucket in self._dense) * share if self._last_tasks else 0.0
+        raw = sum(bucket.nbytes for bucket in self._dense) * share if self._last_sent else 0.0
         return Stats(
             algorithm=self.algorithm.name,
             world_size=self.comm.world_size,
@@ -424,7 +427,7 @@ class Engine:
 
     def _bucket_stats(self, bucket: Bucket | SparseBucket) -> BucketStats:
         ready_s = self.plan.ready_s
-        task = self._last_tasks[bucket.index] if bucket.index < len(self._last_tasks) else None
+        has_last = bucket.index < len(self._last_sent)
         first = bucket.slots[0].param
         return BucketStats(
             index=bucket.index,
@@ -434,8 +437,8 @@ class Engine:
             dtype=str(first.dtype).removeprefix("torch."),
             parameters=tuple(slot.name for slot in bucket.slots),
             ready_s=max(ready_s[idx] for idx in self.plan.buckets[bucket.index]) if ready_s else None,
-            wire_bytes=task.sent_bytes if task else 0.0,
-            seconds=task.ended_s - task.began_s if task else 0.0,
+            wire_bytes=self._last_sent[bucket.index] if has_last else 0.0,
+            seconds=self._last_seconds[bucket.index] if has_last else 0.0,
         )
 
     def close(self) -> None:
