@@ -42,7 +42,8 @@ class Traits:
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
         idle_alone: Whether there is nothing to do in a group of one rank.
-        window: How many buckets may be between their first and their last collective.
+        window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
+            `window - 1` places later, and so on; 1 is one bucket after the other.
     """
 
     tensors: str = "gradients"
