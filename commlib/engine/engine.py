@@ -137,9 +137,8 @@ class Engine:
             plan = plans.fixed(self.parameters, self._cap_bytes, ready_s)
         else:
             with torch.no_grad():
-                cost = measure_cost(
-                    self.algorithm, self.transport, self.comm, self.driver, self.device, self.transport.timeout_s
-                )
+                max_bytes = max((bucket.nbytes for bucket in self._dense), default=0)
+                cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             cost = slowest(self.transport.gather_objects(cost)).competing_with_backward(1.0 - plans.spare_cores())
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)
         self._next_plan = self.transport.gather_objects(plan)[0]
@@ -303,7 +302,7 @@ class Engine:
 
     def _finish(self, round_: Round) -> None:
         start = time.perf_counter()
-        self.driver.wait(round_, self.transport.timeout_s)
+        self.driver.wait(round_)
         self.exposed_s = time.perf_counter() - start
         self._publish()
         self._last_sent = [task.sent_bytes for task in round_.tasks]
@@ -335,7 +334,7 @@ class Engine:
         try:
             self.driver.open(round_)
             self.driver.ready(round_, 0)
-            self.driver.wait(round_, self.transport.timeout_s)
+            self.driver.wait(round_)
         except BaseException as error:
             self.error = error
             self.driver.cancel(round_, error)

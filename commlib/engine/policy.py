@@ -51,6 +51,7 @@ class IssueOrder:
         self._asked: list[int] = [0] * num_tasks  # collectives asked for so far
         self._finished = [False] * num_tasks
         self._num_left = num_tasks
+        self.num_fed = 0  # events so far
         self._places = self._one_by_one() if window == 1 else self._interleaved(window)
         self._turn = next(self._places, None)
 
@@ -66,6 +67,7 @@ class IssueOrder:
 
     def feed(self, event: Event, task: int) -> list[Action]:
         """Take one event and return what to do now, in this order."""
+        self.num_fed += 1
         if event in (Event.READY, Event.ARRIVED):
             return [Action(Do.RESUME, task)]
         if event is Event.YIELDED:

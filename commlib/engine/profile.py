@@ -10,14 +10,21 @@ from typing import Any
 import torch
 
 from commlib.algorithms.base import Algorithm, Context
-from commlib.engine.bucket import Bucket, Slot
 from commlib.engine.planner import Cost, fit
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.transport.base import Communicator, Transport
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
-_PROBES = ((32 << 10, 1), (32 << 10, 8), (1 << 20, 4), (4 << 20, 2))
-_REPETITIONS = 5
+_PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
+_REPETITIONS = 6
+
+
+class Scratch:
+    """A bucket of zeros, to measure with (a `BucketView`)."""
+
+    def __init__(self, index: int, nbytes: int, device: torch.device) -> None:
+        self.index = index
+        self.flat = self.payload = torch.zeros(nbytes // 4, device=device)
 
 
 class Readiness:
@@ -80,53 +87,50 @@ class Readiness:
 
 
 def measure_cost(
-    algorithm: Algorithm,
-    transport: Transport,
-    comm: Communicator,
-    driver: Driver,
-    device: torch.device,
-    timeout_s: float,
+    algorithm: Algorithm, transport: Transport, comm: Communicator, driver: Driver, device: torch.device, max_bytes: int
 ) -> Cost:
     """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
 
-    Collective: every rank must call it. Rounds of several buckets are timed too, so that the latency is the one that
-    remains when the next bucket is already under way.
+    Collective: every rank must call it. Several buckets are in flight at once, so that the latency is what remains when
+    the next bucket is already under way.
+
+    Args:
+        algorithm: Copied, not changed.
+        transport: Carries the rounds.
+        comm: The group.
+        driver: Drives them.
+        device: Where the buckets are.
+        max_bytes: Scratch buckets are no larger together, so that the measurement needs no more memory than the model.
     """
     wall: list[tuple[int, float]] = []
     cpu: list[tuple[int, float]] = []
-    for nbytes, count in _PROBES:
-        buckets = [_scratch(idx, nbytes, device) for idx in range(count)]
+    for place, (nbytes, count) in enumerate(_PROBES):
+        nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
+        buckets = [Scratch(idx, nbytes, device) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm.rank, comm.world_size, buckets, device))
         samples = []
         for _ in range(_REPETITIONS):
             tasks = [Task(_probe_name, _begin(trial, bucket, comm)) for bucket in buckets]
-            samples.append(_timed(Round(transport, tasks, algorithm.traits.window), driver, device, timeout_s))
-        samples = sorted(samples[1:])
-        wall.append((nbytes, samples[len(samples) // 2][0] / count))
-        cpu.append((nbytes, min(sample[1] for sample in samples) / count))
-    latency_s, s_per_byte = fit(wall[1:])  # one alone shows the round trip, not what a bucket adds
-    cpu_s, cpu_s_per_byte = fit(cpu[1:])
-    return Cost(latency_s, s_per_byte, cpu_s, cpu_s_per_byte)
+            samples.append(_timed(Round(transport, tasks, algorithm.traits.window), driver, device))
+        wall_s, cpu_s = (sorted(column[1:])[(_REPETITIONS - 1) // 2] for column in zip(*samples, strict=True))
+        wall.append((nbytes, wall_s / count))
+        cpu.append((nbytes, cpu_s / count))
+    return Cost(*fit(wall), *fit(cpu))
 
 
-def _timed(round_: Round, driver: Driver, device: torch.device, timeout_s: float) -> tuple[float, float]:
+def _timed(round_: Round, driver: Driver, device: torch.device) -> tuple[float, float]:
     start, cpu_start = time.perf_counter(), time.process_time()
     driver.open(round_)
     for idx in range(len(round_.tasks)):
         driver.ready(round_, idx)
-    driver.wait(round_, timeout_s)
+    driver.wait(round_)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def _scratch(index: int, nbytes: int, device: torch.device) -> Bucket:
-    parameter = torch.nn.Parameter(torch.zeros(nbytes // 4, device=device))
-    return Bucket(index, [Slot(f"probe{index}", parameter)])
-
-
-def _begin(algorithm: Algorithm, bucket: Bucket, comm: Communicator) -> Callable[[], Any]:
+def _begin(algorithm: Algorithm, bucket: Scratch, comm: Communicator) -> Callable[[], Any]:
     return lambda: algorithm.communicate(bucket, comm)
 
 

@@ -68,8 +68,14 @@ class Round:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.backlog: deque[tuple[Event, int]] = deque()
+        self._seen = -1
         if not self.tasks:
             self.done.set()
+
+    def progressed(self) -> bool:
+        """Return whether the round came on since this was asked last."""
+        before, self._seen = self._seen, self.order.num_fed
+        return before != self._seen
 
     def describe(self) -> str:
         """Name what the round waits for."""
@@ -92,7 +98,7 @@ class Driver(ABC):
         """Say that a task's input is there. Returns at once."""
 
     @abstractmethod
-    def wait(self, round_: Round, timeout_s: float) -> None:
+    def wait(self, round_: Round) -> None:
         """Wait until the round is complete (on CUDA: make the current stream wait for it).
 
         Raises:
@@ -208,9 +214,11 @@ class ThreadDriver(Driver):
     def ready(self, round_: Round, task: int) -> None:
         self._events.put((round_, Event.READY, task))
 
-    def wait(self, round_: Round, timeout_s: float) -> None:
-        if not round_.done.wait(timeout_s + _GRACE_S):
-            self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {timeout_s + _GRACE_S:g} s"))
+    def wait(self, round_: Round) -> None:
+        limit_s = round_.transport.timeout_s + _GRACE_S
+        while not round_.done.wait(limit_s):
+            if not round_.progressed():
+                self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
         if round_.error is not None:
             raise round_.error
 
@@ -254,7 +262,7 @@ class StreamDriver(Driver):
         round_.tasks[task].input_event = self._streams.record()
         self._handle(round_, Event.READY, task)
 
-    def wait(self, round_: Round, timeout_s: float) -> None:
+    def wait(self, round_: Round) -> None:
         if round_.error is not None:
             raise round_.error
         if not round_.done.is_set():

@@ -79,7 +79,7 @@ class WeightRounds:
     def close(self) -> None:
         """Wait for what is in the background, keep the weights as they are, and release the communicator."""
         if self._round is not None:
-            self._driver.wait(self._round, self._transport.timeout_s)
+            self._driver.wait(self._round)
             self._round = None
         self._transport.close()
 
@@ -109,7 +109,7 @@ class WeightRounds:
     def _wait(self) -> None:
         round_, self._round = self._round, None
         assert round_ is not None
-        self._driver.wait(round_, self._transport.timeout_s)
+        self._driver.wait(round_)
         self.num_rounds += 1
 
     def _tensors(self, bucket: Bucket) -> list[torch.Tensor]:
