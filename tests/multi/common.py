@@ -240,8 +240,8 @@ def check_like_ddp(
 ) -> Any:
     """Train the same model in DDP and through `wrap` on the same data; both must go the same way.
 
-    Bit-equal (`exact`; by default with at most two ranks) or within 1e-6; gradients are None on the same parameters; replicas have the
-    same bits on all ranks. Returns the wrapped model.
+    Bit-equal (`exact`; by default with at most two ranks) or within 1e-6; gradients are None on the same parameters;
+    replicas have the same bits on all ranks. Returns the wrapped model.
     """
     original = seeded(build)
     expected = trainer(ddp(copy.deepcopy(original), **(ddp_options or {})), loss_of, steps)

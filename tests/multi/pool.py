@@ -155,7 +155,9 @@ class RankPool:
         """Raise what the outcomes call for; break the pool where a rank hangs or died."""
         __tracebackhide__ = True
         failed = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "error"}
-        words = [f"--- rank {rank} of {job.world_size} failed in {job.qualname}:\n{text}" for rank, text in failed.items()]
+        words = [
+            f"--- rank {rank} of {job.world_size} failed in {job.qualname}:\n{text}" for rank, text in failed.items()
+        ]
         hung = [rank for rank in ranks if rank.rank not in outcomes]
         words += [f"--- rank {rank.rank} hung in {job.qualname}:\n{rank.stacks()}" for rank in hung]
         if hung or any(rank.process.poll() is not None for rank in ranks):

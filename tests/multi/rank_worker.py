@@ -23,8 +23,9 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 
@@ -61,7 +62,7 @@ def import_torch() -> None:
     """Import torch, then turn every warning into an error (torch's own import is not ours to judge)."""
     import torch
     import torch.distributed
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")

@@ -480,7 +480,9 @@ class Checkpointed(nn.Module):
         self.last = nn.Linear(8, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = checkpoint(lambda x: torch.tanh(self.first(x)), inputs.requires_grad_(), use_reentrant=self.use_reentrant)
+        hidden = checkpoint(
+            lambda x: torch.tanh(self.first(x)), inputs.requires_grad_(), use_reentrant=self.use_reentrant
+        )
         for _ in range(self.repeat):
             hidden = checkpoint(lambda x: torch.tanh(self.middle(x)), hidden, use_reentrant=self.use_reentrant)
         return self.last(hidden)
@@ -553,15 +555,11 @@ def test_autograd_grad_alone_does_not_disturb_the_next_step() -> None:
 
 
 @on_ranks(2)
-def test_backward_that_creates_a_graph_is_right_or_refused() -> None:
-    """DDP cannot do this (it fails on an in-place write); no rank may ever get gradients that are silently local."""
+def test_backward_that_creates_a_graph_yields_the_mean() -> None:
+    """DDP cannot do this: it fails on an in-place write."""
     warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
     model = wrap(seeded(Mlp))
-    try:
-        mlp_loss(model, 0).backward(create_graph=True)
-    except RuntimeError as error:
-        assert "create_graph" in str(error), error
-        return
+    mlp_loss(model, 0).backward(create_graph=True)
     assert_mean(model, lambda m, rank: m(data(0, 5, 8, rank=rank)).square().mean(), seeded(Mlp))
 
 

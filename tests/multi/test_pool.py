@@ -74,7 +74,7 @@ def test_results_come_back_by_rank(world_size: int) -> None:
 @pytest.mark.parametrize("offset", [0, 5])
 def test_a_body_runs_on_every_rank(offset: int) -> None:
     rank, world_size, total = rank_and_sum(offset)
-    assert total == sum(range(world_size)) + offset * world_size and rank < world_size
+    assert (rank < world_size, total) == (True, sum(range(world_size)) + offset * world_size)
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:

@@ -42,7 +42,7 @@ def test_a_quiet_end(way: str) -> None:
 
 LOUD = {
     "sys-exit": (3, ""),
-    "exception": (1, "KeyError: \"the user's own error\""),
+    "exception": (1, 'KeyError: "the user\'s own error"'),
     "exception-in-backward": (1, "ZeroDivisionError: in backward"),
 }
 
@@ -68,7 +68,9 @@ def test_a_keyboard_interrupt(ranks_hit: tuple[int, ...]) -> None:
             ranks.signal(rank, signal.SIGINT)
         for exit_ in ranks.wait(25):
             assert exit_.returncode in (1, 130, -signal.SIGINT), exit_.output
-            allowed = "KeyboardInterrupt" if exit_.rank in ranks_hit and len(ranks_hit) == 1 else "(KeyboardInterrupt|Peer)"
+            allowed = (
+                "KeyboardInterrupt" if exit_.rank in ranks_hit and len(ranks_hit) == 1 else "(KeyboardInterrupt|Peer)"
+            )
             assert_matches(allowed, exit_.output)
 
 

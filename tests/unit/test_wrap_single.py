@@ -1,0 +1,273 @@
+"""`wrap` in one process: its errors, its options and what the wrapped model offers, over a group of one rank."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commlib
+from commlib.errors import ConfigError
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(3, 4)).square().sum().backward()
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_process_group_the_error_says_what_to_call() -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        commlib.wrap(net())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"algorithm": "allredcue"}, "allredcue.*allreduce"),
+        ({"algorithm": "AllReduce"}, "allreduce"),
+        ({"algorithm": 7}, "algorithm"),
+        ({"ignored_parameters": ["0.wieght"]}, r"0\.wieght"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        ({"bucket_cap_mb": "big"}, "bucket_cap_mb"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": timedelta(0)}, "timeout"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"process_group": "everyone"}, "process_group"),
+        ({"optimizer": "sgd"}, "optimizer"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        commlib.wrap(net(), **options)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrong", ["model", None, nn.Linear])
+def test_what_is_no_module_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="Module"):
+        commlib.wrap(wrong)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_that_ddp_has_wrapped_is_refused() -> None:
+    with pytest.raises(ConfigError, match="DistributedDataParallel"):
+        commlib.wrap(nn.parallel.DistributedDataParallel(net()))
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_off_the_device_are_named() -> None:
+    model = net()
+    model[2].to("meta")
+    with pytest.raises(ConfigError, match=r"2\.weight"):
+        commlib.wrap(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="[Ll]azy|[Uu]ninitialized|uninitialised"):
+        commlib.wrap(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.usefixtures("group")
+def test_wrapping_twice_leaves_the_first_wrapping_alone() -> None:
+    model = commlib.wrap(net())
+    with pytest.raises(ConfigError, match="unwrap"):
+        commlib.wrap(model)
+    step(model)
+    assert commlib.stats(model).world_size == 1
+
+
+@pytest.mark.usefixtures("group")
+def test_a_shared_parameter_cannot_be_wrapped_in_two_models() -> None:
+    first, second = net(), net()
+    second[0] = first[0]
+    commlib.wrap(first)
+    with pytest.raises(ConfigError, match=r"0\.weight"):
+        commlib.wrap(second)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("function", ["unwrap", "stats", "state_dict", "synchronize"])
+def test_functions_refuse_a_bare_model(function: str) -> None:
+    with pytest.raises(ConfigError, match="wrap"):
+        getattr(commlib, function)(net())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_parameter_added_after_wrapping_is_named() -> None:
+    model = commlib.wrap(net())
+    step(model)
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"3\.weight"):
+        step(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_refused_model_is_left_as_it_was() -> None:
+    model = net()
+    attributes, kind = set(vars(model)), type(model)
+    with pytest.raises(ConfigError):
+        commlib.wrap(model, algorithm="nothing-like-this")
+    assert (set(vars(model)), type(model)) == (attributes, kind)
+    commlib.wrap(model)
+
+
+# --- The wrapped model -----------------------------------------------------------------------------------------------
+
+
+def test_the_signature_is_the_documented_one() -> None:
+    parameters = inspect.signature(commlib.wrap).parameters
+    assert list(parameters) == [
+        "model",
+        "algorithm",
+        "optimizer",
+        "process_group",
+        "bucket_cap_mb",
+        "broadcast_buffers",
+        "init_sync",
+        "ignored_parameters",
+        "scaler",
+        "timeout",
+    ]
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
+
+
+def test_the_registry_lists_what_wrap_takes() -> None:
+    assert "allreduce" in commlib.algorithms.list()
+    assert commlib.algorithms.list() == sorted(commlib.algorithms.list())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("timeout", [None, 5, 2.5, timedelta(seconds=3)])
+def test_one_rank_computes_the_bare_models_gradients(timeout: Any) -> None:
+    bare, model = net(), commlib.wrap(net(), timeout=timeout)
+    for _ in range(3):
+        for candidate in (bare, model):
+            candidate.zero_grad()
+            step(candidate)
+        for own, other in zip(model.parameters(), bare.parameters(), strict=True):
+            assert own.grad is not None
+            assert torch.equal(own.grad, other.grad)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter"):
+        commlib.wrap(net().requires_grad_(False))
+
+
+@pytest.mark.usefixtures("group")
+def test_module_is_bare_and_shares_the_state() -> None:
+    model = commlib.wrap(net())
+    assert type(model.module) is nn.Sequential
+    assert model.module[0] is model[0]
+    assert isinstance(model, nn.Sequential)
+
+
+@pytest.mark.usefixtures("group")
+def test_statistics_print() -> None:
+    model = commlib.wrap(net())
+    step(model)
+    stats = commlib.stats(model)
+    assert (stats.algorithm, stats.world_size, stats.steps) == ("allreduce", 1, 1)
+    assert stats.wire_bytes == 0
+    assert "allreduce" in str(stats)
+
+
+@pytest.mark.usefixtures("group")
+def test_copies_are_wrapped_where_there_is_a_group_and_bare_where_there_is_none() -> None:
+    model = commlib.wrap(net())
+    step(model)
+    assert commlib.stats(copy.deepcopy(model)).world_size == 1
+    content = pickle.dumps(model)
+    assert commlib.stats(pickle.loads(content)).world_size == 1
+    dist.destroy_process_group()
+    for twin in (pickle.loads(content), copy.deepcopy(model)):
+        assert type(twin) is nn.Sequential
+        step(twin)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_state_of_the_communication_can_be_saved_and_loaded() -> None:
+    model = commlib.wrap(net())
+    step(model)
+    state = pickle.loads(pickle.dumps(commlib.state_dict(model)))
+    other = commlib.wrap(net())
+    commlib.load_state_dict(other, state)
+    step(other)
+    with pytest.raises(ConfigError):
+        commlib.load_state_dict(other, {"nothing": "like this"})
+
+
+@pytest.mark.usefixtures("group")
+def test_dropping_the_model_frees_it_and_its_thread() -> None:
+    before = threading.active_count()
+    model = commlib.wrap(net())
+    step(model)
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+    dist.destroy_process_group()
+    assert_soon(lambda: threading.active_count() <= before + 1)  # one idle thread per device may stay
+
+
+@pytest.mark.usefixtures("group")
+def test_unwrap_ends_the_thread_and_removes_every_trace() -> None:
+    threads, original = set(threading.enumerate()), net()
+    attributes = set(vars(original))
+    model = commlib.wrap(original)
+    step(model)
+    assert commlib.unwrap(model) is original
+    assert type(original) is nn.Sequential
+    assert set(vars(original)) == attributes
+    assert all(not p._post_accumulate_grad_hooks for p in original.parameters())
+    assert_soon(lambda: set(threading.enumerate()) <= threads)
+    step(original)
+
+
+def assert_soon(condition: Any, within_s: float = 2.0) -> None:
+    """Check that a condition comes true within a short time."""
+    event = threading.Event()
+    for _ in range(int(within_s / 0.02)):
+        if condition():
+            return
+        event.wait(0.02)
+    raise AssertionError(f"not so within {within_s} s; threads: {threading.enumerate()}")
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_can_be_used_and_unwrapped_after_the_group_is_destroyed() -> None:
+    model = commlib.wrap(net())
+    step(model)
+    dist.destroy_process_group()
+    step(model)
+    step(commlib.unwrap(model))
