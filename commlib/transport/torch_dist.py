@@ -128,7 +128,7 @@ class TorchTransport(Transport):
         try:
             self._backend = _make_backend(group, device, self._store, timeout) if self.world_size > 1 else None
         except RuntimeError as error:
-            raise self.diagnose(error, "making the communicator") from error
+            raise self.diagnose(error, "making the communicator in commlib.wrap") from error
 
     def issue(self, request: Request) -> Work:
         if self.world_size == 1:
