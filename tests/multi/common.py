@@ -203,15 +203,6 @@ def assert_same_trace(got: Trace, expected: Trace, *, exact: bool, without: Coll
     assert_same_tensors(*finals, "final value", exact=exact)
 
 
-def followers_buffers(model: nn.Module, group: Any = None) -> set[str]:
-    """Return the names of the buffers that DDP leaves different from ours after a step: none on rank 0, all elsewhere.
-
-    Both make every synchronised forward start from rank 0's buffers, DDP just before it, we at the end of the backward
-    before. In between, the other ranks of DDP still hold what their own batch made of them.
-    """
-    return {name for name, _ in model.named_buffers()} if dist.get_rank(group) else set()
-
-
 def is_exact() -> bool:
     """Say whether sums over the ranks are the same bits in every order: with one or two ranks."""
     return dist.get_world_size() <= 2
@@ -247,10 +238,8 @@ def check_like_ddp(
     expected = trainer(ddp(copy.deepcopy(original), **(ddp_options or {})), loss_of, steps)
     model = wrap(original, **(wrap_options or {}))
     got = trainer(model, loss_of, steps)
-    synced = (wrap_options or {}).get("broadcast_buffers", True)
-    without = followers_buffers(model) if synced else ()
-    assert_same_trace(got, expected, exact=is_exact() if exact is None else exact, without=without)
-    assert_replicas_identical(model, buffers=synced)
+    assert_same_trace(got, expected, exact=is_exact() if exact is None else exact)
+    assert_replicas_identical(model, buffers=False)  # a step leaves each rank what its own batch made of them
     return model
 
 

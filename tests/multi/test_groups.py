@@ -19,7 +19,6 @@ from tests.multi.common import (
     assert_same_trace,
     cnn_loss,
     ddp,
-    followers_buffers,
     mlp_loss,
     seeded,
     tensors,
@@ -35,8 +34,8 @@ def check_group(wrap_group: Any, ddp_group: dist.ProcessGroup) -> nn.Module:
     expected = train(ddp(copy.deepcopy(original), process_group=ddp_group), cnn_loss, 4)
     model = wrap(original, process_group=wrap_group, bucket_cap_mb=SMALL_BUCKET_MB)
     got = train(model, cnn_loss, 4)
-    assert_same_trace(got, expected, exact=True, without=followers_buffers(model, ddp_group))
-    assert_replicas_identical(model, ddp_group)
+    assert_same_trace(got, expected, exact=True)
+    assert_replicas_identical(model, ddp_group, buffers=False)
     return model
 
 
