@@ -12,6 +12,7 @@ from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_RUN_BYTES = 512 << 10
 
 
 class Slot:
@@ -39,53 +40,52 @@ class Slot:
         self.graph_gradient: torch.Tensor | None = None
 
 
-class Bucket:
-    """The tensors of some parameters, one after the other in a flat buffer that is allocated once.
+class Run:
+    """Neighbouring parameters of a bucket that are gathered together, as soon as all of them have their gradient.
+
+    Gathering in runs keeps few gradients alive beside the flat buffer, and copies them while they are in the cache.
 
     Attributes:
-        index: Its place in the plan.
-        slots: The parameters, in plan order.
-        flat: [numel] The values. Complex parameters take two real elements each.
-        payload: [numel + num_flags] `flat`, then the flags.
-        flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
-            any rank had a gradient. Empty in the others.
+        slots: The parameters.
+        bucket: The bucket that the run belongs to.
         pending: How many slots have not had their gradient in this backward.
-        is_plain: Whether every gradient of this round is a view of the buffer already.
+        is_placed: Whether the gradients of this backward are in the buffer.
     """
 
-    sparse = False
-
-    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0) -> None:
-        self.index = index
+    def __init__(self, bucket: Bucket | SparseBucket, slots: Sequence[Slot]) -> None:
+        self.bucket = bucket
         self.slots = list(slots)
         self.pending = len(self.slots)
-        first = self.slots[0].param
-        dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
-        offsets, numel = _offsets([slot.param for slot in self.slots])
-        self.payload = torch.zeros(numel + num_flags, dtype=dtype, device=first.device)
-        self.flat = self.payload[:numel]
-        self.flags = self.payload[numel:]
-        for slot, offset in zip(self.slots, offsets, strict=True):
-            slot.view = _view(self.flat, slot.param, offset)
-        self.is_plain = True
-        self._plan = _pack_plan(self.flat, [slot.param for slot in self.slots], offsets)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the flat buffer."""
-        return self.flat.nbytes
-
-    def describe(self) -> str:
-        """Name the bucket and some of its parameters."""
-        return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
+        self.is_placed = False
 
     def start_backward(self) -> None:
         """Expect every gradient anew."""
         self.pending = len(self.slots)
+        self.is_placed = False
         for slot in self.slots:
             slot.fired = 0
 
-    def gather(self, divisor: float) -> None:
+    def place(self, divisor: float) -> None:
+        """Bring the gradients into the bucket's buffer, if it has one."""
+
+
+class FlatRun(Run):
+    """A run whose gradients become views of a part of the flat buffer.
+
+    Args:
+        bucket: The bucket.
+        slots: The parameters, whose views are set.
+        part: [numel] Their part of the flat buffer.
+        offsets: Where each parameter begins in `part`.
+    """
+
+    def __init__(self, bucket: Bucket, slots: Sequence[Slot], part: torch.Tensor, offsets: list[int]) -> None:
+        super().__init__(bucket, slots)
+        self._part = part
+        self._plan = _pack_plan(part, [slot.param for slot in slots], offsets)
+        self.is_plain = True
+
+    def place(self, divisor: float) -> None:
         """Bring the gradients into the flat buffer, divided by `divisor`, and make them views of it.
 
         A gradient that is a view already is divided where it is; a missing one counts as zeros.
@@ -96,7 +96,7 @@ class Bucket:
         gradients = [slot.param.grad for slot in self.slots]
         if not self._pack_natively(gradients, divisor):
             self._pack_with_torch(gradients, divisor)
-        self.is_plain = True
+        self.is_placed = self.is_plain = True
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is slot.view:
                 slot.had_gradient = True
@@ -108,11 +108,15 @@ class Bucket:
                 slot.had_gradient = True
                 slot.param.grad = slot.view
 
+    def divide(self, divisor: float) -> None:
+        """Divide the placed gradients."""
+        self._part.div_(divisor)
+
     def _pack_natively(self, gradients: list[torch.Tensor | None], divisor: float) -> bool:
         if self._plan is None:
             return False
         try:
-            self._plan.pack(self.flat, gradients, divisor)
+            self._plan.pack(self._part, gradients, divisor)
         except ConfigError:  # an unusual layout, which torch's copy takes
             return False
         return True
@@ -130,12 +134,88 @@ class Bucket:
         if views:
             torch._foreach_copy_(views, sources)
         if divisor != 1.0:
-            self.flat.div_(divisor)
+            self._part.div_(divisor)
+
+
+class Bucket:
+    """The tensors of some parameters, one after the other in a flat buffer that is allocated once.
+
+    Attributes:
+        index: Its place in the plan.
+        slots: The parameters, in plan order.
+        runs: The same, in the portions in which gradients are gathered.
+        flat: [numel] The values. Complex parameters take two real elements each.
+        payload: [numel + num_flags] `flat`, then the flags.
+        flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
+            any rank had a gradient. Empty in the others.
+        pending: How many runs are not complete in this backward.
+    """
+
+    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0) -> None:
+        self.index = index
+        self.slots = list(slots)
+        first = self.slots[0].param
+        dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
+        offsets, numel = _offsets([slot.param for slot in self.slots])
+        self.payload = torch.zeros(numel + num_flags, dtype=dtype, device=first.device)
+        self.flat = self.payload[:numel]
+        self.flags = self.payload[numel:]
+        for slot, offset in zip(self.slots, offsets, strict=True):
+            slot.view = _view(self.flat, slot.param, offset)
+        self.runs = self._make_runs([*offsets, numel])
+        self.pending = len(self.runs)
+        self._divided_by = 1.0
+
+    def _make_runs(self, offsets: list[int]) -> list[FlatRun]:
+        runs, start = [], 0
+        for end in range(1, len(self.slots) + 1):
+            nbytes = (offsets[end] - offsets[start]) * self.flat.element_size()
+            if nbytes >= _RUN_BYTES or end == len(self.slots):
+                part = self.flat[offsets[start] : offsets[end]]
+                own = [offset - offsets[start] for offset in offsets[start:end]]
+                runs.append(FlatRun(self, self.slots[start:end], part, own))
+                start = end
+        return runs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer."""
+        return self.flat.nbytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every gradient of this round is a view of the buffer already."""
+        return all(run.is_plain for run in self.runs)
+
+    def describe(self) -> str:
+        """Name the bucket and some of its parameters."""
+        return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
+
+    def start_backward(self, divisor: float) -> None:
+        """Expect every gradient anew; runs placed early are divided by `divisor`."""
+        self.pending = len(self.runs)
+        self._divided_by = divisor
+        for run in self.runs:
+            run.start_backward()
+
+    def gather(self, divisor: float) -> None:
+        """Bring all gradients into the flat buffer, divided by `divisor`.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        for run in self.runs:
+            if not run.is_placed:
+                run.place(divisor)
+            elif self._divided_by != divisor:
+                run.divide(divisor / self._divided_by)
+        self._divided_by = divisor
 
     def zero(self) -> None:
         """Contribute nothing: what a rank that has joined early sends."""
         self.payload.zero_()
-        self.is_plain = False
+        for run in self.runs:
+            run.is_plain = False
         for slot in self.slots:
             slot.had_gradient = False
 
@@ -173,11 +253,10 @@ class Bucket:
 class SparseBucket:
     """One parameter whose gradients are sparse; it is exchanged as indices and values, whatever the algorithm."""
 
-    sparse = True
-
     def __init__(self, index: int, slot: Slot) -> None:
         self.index = index
         self.slots = [slot]
+        self.runs = [Run(self, self.slots)]
         self.pending = 1
         self.result: list[torch.Tensor | None] = []
 
@@ -190,10 +269,10 @@ class SparseBucket:
         """Name the bucket and its parameter."""
         return f"sparse bucket {self.index} ({self.slots[0].name!r})"
 
-    def start_backward(self) -> None:
+    def start_backward(self, divisor: float) -> None:
         """Expect the gradient anew."""
         self.pending = 1
-        self.slots[0].fired = 0
+        self.runs[0].start_backward()
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's gradient as a sparse tensor, or None."""

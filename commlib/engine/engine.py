@@ -19,7 +19,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
-from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
+from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
@@ -79,6 +79,7 @@ class Engine:
         self._graph_task: int | None = None
         self._sync = False
         self._is_profiling = False
+        self._early_divisor = 1.0
         self._round: Round | None = None
         self._last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
         self._last_seconds: list[float] = []
@@ -107,15 +108,14 @@ class Engine:
         self.plan = plan
         self._dense: list[Bucket] = []
         self.buckets: list[Bucket | SparseBucket] = []  # the old buffers are freed before the new ones are allocated
-        self._bucket_of: dict[int, Bucket | SparseBucket] = {}
+        self._run_of: list[Run] = []
         for slot in self._slots:
             slot.view = slot.param.new_empty(0)
         if self.is_idle:
             return
         self.buckets = plans.build(plan, self.parameters, self._slots)
-        self._bucket_of = {
-            idx: self.buckets[place] for place, members in enumerate(plan.buckets) for idx in members
-        }
+        run_of = {id(slot): run for bucket in self.buckets for run in bucket.runs for slot in run.slots}
+        self._run_of = [run_of[id(slot)] for slot in self._slots]
         self._dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
         for bucket in self._dense:
             bucket.adopt_existing()
@@ -159,8 +159,11 @@ class Engine:
             _in_backward.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._sync = False
+            # Until it is known how often each hook fires, a gradient that is placed may still grow: divide at the end.
+            divisor = self._current_algorithm().predivisor(self.comm) if self._has_counts else 1.0
             for bucket in self.buckets:
-                bucket.start_backward()
+                bucket.start_backward(divisor)
+            self._early_divisor = divisor
         if sync and not self._sync:
             self._start_sync()
 
@@ -172,10 +175,10 @@ class Engine:
         if self._is_profiling:
             self._readiness.start()
         complete = [bucket for bucket in self.buckets if bucket.pending == 0]
-        if complete:  # an unsynchronised forward shares this backward, and its gradients came first
+        if complete and not self._is_profiling:  # an unsynchronised forward shares this backward, and came first
             self._open_round()
-        for bucket in complete:
-            self._complete(bucket)
+            for bucket in complete:
+                self._launch(bucket)
 
     def on_gradient(self, idx: int) -> None:
         """Take note that parameter `idx` has its gradient in `param.grad`."""
@@ -186,18 +189,26 @@ class Engine:
                 self._open_round()
             if self._is_profiling:
                 self._readiness.mark(idx)
-        slot, bucket = self._slots[idx], self._bucket_of[idx]
+        slot, run = self._slots[idx], self._run_of[idx]
         slot.fired += 1
         if slot.fired == slot.expected:
-            bucket.pending -= 1
-            if bucket.pending == 0 and self._sync:
-                self._complete(bucket)
-        elif slot.fired > slot.expected and self._round is not None and self._launched[bucket.index]:
+            run.pending -= 1
+            if run.pending == 0:
+                self._run_complete(run)
+        elif slot.fired > slot.expected and run.is_placed and self._has_counts:
             raise CommlibError(
-                f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after its bucket had left: it was ready "
+                f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after it had been gathered: it was ready "
                 f"{slot.fired} times in this backward and {slot.expected} times in the first one. Run the model the same "
                 "way in every step, or use checkpoint(..., use_reentrant=False)."
             )
+
+    def _run_complete(self, run: Run) -> None:
+        """All gradients of the run are there."""
+        run.bucket.pending -= 1
+        if self._sync:
+            run.place(self._early_divisor)
+            if run.bucket.pending == 0 and not self._is_profiling:
+                self._launch(run.bucket)
 
     def _open_round(self) -> None:
         algorithm = self._current_algorithm()
@@ -218,13 +229,6 @@ class Engine:
         if isinstance(bucket, SparseBucket):
             return lambda: sparse_sum(bucket.gradient(), bucket.slots[0].param, self.comm, bucket.result)
         return lambda: algorithm.communicate(bucket, self.comm)
-
-    def _complete(self, bucket: Bucket | SparseBucket) -> None:
-        """All gradients of the bucket are there."""
-        if not self._is_profiling:
-            self._launch(bucket)
-        elif isinstance(bucket, Bucket):
-            bucket.gather(1.0)  # into place, which frees the gradients; it leaves at the end of backward
 
     def _launch(self, bucket: Bucket | SparseBucket) -> None:
         """Gather the bucket and give it to the driver.

@@ -54,6 +54,7 @@ def test_gradients_that_are_views_already_are_divided_in_place(kind: str) -> Non
     bucket = bucket_of(*SHAPES[kind]())
     before = set_gradients(bucket)
     bucket.gather(1.0)
+    bucket.start_backward(1.0)
     bucket.gather(4.0)
     for slot, gradient in zip(bucket.slots, before, strict=True):
         torch.testing.assert_close(slot.view, gradient / 4.0)
@@ -67,6 +68,7 @@ def test_some_in_place_some_new_some_missing() -> None:
     bucket.slots[1].param.grad = torch.full((2,), 6.0)
     bucket.slots[2].param.grad = None
     bucket.flags.fill_(1.0)
+    bucket.start_backward(1.0)
     bucket.gather(2.0)
     assert torch.equal(bucket.slots[0].view, first / 2)
     assert torch.equal(bucket.slots[1].view, torch.full((2,), 3.0))
@@ -76,6 +78,7 @@ def test_some_in_place_some_new_some_missing() -> None:
     assert torch.equal(bucket.flags, torch.ones(3)), "flags are not divided"
     bucket.finish([True, True, False])
     assert bucket.slots[2].param.grad is None
+    bucket.start_backward(1.0)
     bucket.gather(1.0)
     bucket.finish([True, True, True])
     assert bucket.slots[2].param.grad is bucket.slots[2].view
@@ -115,3 +118,31 @@ def test_weights_are_loaded_and_stored() -> None:
 def test_complex_and_real_parameters_share_a_bucket() -> None:
     assert layout_key(torch.ones(1, dtype=torch.complex64)) == layout_key(torch.ones(1))
     assert layout_key(torch.ones(1)) != layout_key(torch.ones(1, dtype=torch.float64))
+
+
+def test_runs_placed_early_are_divided_once() -> None:
+    bucket = bucket_of(*[torch.ones(200_000) for _ in range(3)])
+    assert len(bucket.runs) == 3
+    before = set_gradients(bucket)
+    bucket.start_backward(4.0)
+    bucket.runs[1].place(4.0)
+    bucket.gather(4.0)
+    for slot, gradient in zip(bucket.slots, before, strict=True):
+        assert torch.equal(slot.view, gradient / 4.0)
+
+
+def test_runs_placed_undivided_are_divided_when_the_bucket_leaves() -> None:
+    bucket = bucket_of(*[torch.ones(200_000) for _ in range(2)])
+    before = set_gradients(bucket)
+    bucket.start_backward(1.0)
+    bucket.runs[0].place(1.0)
+    bucket.slots[0].view.add_(1.0)  # the gradient grows after it was placed
+    bucket.gather(3.0)
+    assert torch.equal(bucket.slots[0].view, (before[0] + 1.0) / 3.0)
+    assert torch.equal(bucket.slots[1].view, before[1] / 3.0)
+
+
+def test_small_parameters_share_a_run() -> None:
+    bucket = bucket_of(*[torch.ones(1000) for _ in range(1000)])
+    assert len(bucket.runs) == 8
+    assert [slot for run in bucket.runs for slot in run.slots] == bucket.slots
