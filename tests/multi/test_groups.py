@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from typing import Any
 
 import pytest
@@ -137,6 +138,25 @@ def test_one_rank_alone() -> None:
         train(model, cnn_loss, 2)
     assert commlib.stats(model).world_size == 1
     commlib.unwrap(model)
+
+
+@on_ranks(2, timeout=30)
+def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
+    """A rank that waited in vain for its peer has one more attempt behind it; over a new group both start afresh."""
+    import commlib.errors
+
+    path = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(path)
+    rank = dist.get_rank()
+    if rank == 0:
+        with pytest.raises(commlib.errors.PeerTimeout):
+            wrap(Mlp(), timeout=1)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path[0]}/store", 2), rank=rank, world_size=2)
+    model = wrap(seeded(Mlp), timeout=10)
+    train(model, mlp_loss, 2)
+    assert_replicas_identical(model)
 
 
 @on_ranks(2)
