@@ -133,7 +133,8 @@ def stats(model: nn.Module) -> Stats:
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the communication's state on this rank: the algorithm's own, its phase, and the bucket plan.
 
-    Save it beside `model.state_dict()`, per rank; with it a resumed run is bit-identical to one that never stopped.
+    Save it beside `model.state_dict()`, per rank; with it a resumed run is bit-identical to one that never stopped. (Within
+    the first three synchronised backwards there is no plan to save yet: the resumed run makes its own.)
 
     Raises:
         ConfigError: The model is not wrapped.

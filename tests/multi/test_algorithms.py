@@ -1,0 +1,338 @@
+"""What the engine does for algorithms: several collectives per bucket, warm-up, rounds over weights and optimizer state,
+rounds in the background, state and resume; and `allreduce` with its options, against plain references."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commlib
+from commlib.algorithms import Algorithm, AllReduce, BucketView, Traits
+from commlib.errors import ConfigError
+from commlib.transport.base import Communication, Communicator
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Mlp,
+    assert_close,
+    assert_replicas_identical,
+    assert_same_trace,
+    gradients,
+    is_exact,
+    mean_gradients,
+    mlp_loss,
+    raises_on_every_rank,
+    seeded,
+    sgd,
+    snapshot,
+    tensors,
+    train,
+    wrap,
+)
+from tests.multi.pool import on_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+class GatherMean(Algorithm):
+    """The mean in two collectives with local work around them, delayed at random: tests the order over many buckets."""
+
+    traits = Traits(window=3)
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        numel, size = bucket.flat.numel(), comm.world_size
+        time.sleep(random.random() * 0.002)
+        everyone = bucket.flat.new_empty(size * numel)
+        yield comm.all_gather(everyone, bucket.flat)
+        time.sleep(random.random() * 0.002)
+        chunk = -(-numel // size)
+        padded = bucket.flat.new_zeros(size * chunk)
+        padded[:numel] = everyone.view(size, numel).mean(dim=0)
+        own = padded.view(size, chunk)[comm.rank].contiguous()
+        yield comm.all_gather(padded, own)
+        bucket.flat.copy_(padded[:numel])
+
+
+class Average(Algorithm):
+    """The mean of whatever the buckets hold."""
+
+    def __init__(self, **traits: Any) -> None:
+        self.traits = Traits(**traits)
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield comm.all_reduce(bucket.flat)
+        bucket.flat.div_(comm.world_size)
+
+
+class Failing(Algorithm):
+    """Raises in its own work, on one rank, in the third round."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        self.calls += 1
+        yield comm.all_reduce(bucket.flat)
+        if self.calls == 3 and comm.rank == 0:
+            raise ZeroDivisionError("a defect of the algorithm")
+
+
+@on_ranks(2, 3, 4)
+def test_the_gradient_is_the_mean_in_every_step() -> None:
+    model = wrap(seeded(Mlp), bucket_cap_mb=SMALL_BUCKET_MB)
+    optimizer = sgd(model)
+    for step in range(6):
+        expected = mean_gradients(lambda: snapshot(model, Mlp), lambda m, r: mlp_loss_of(m, step, r))
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        for name, gradient in gradients(model).items():
+            assert gradient is not None
+            assert_close(gradient, expected[name], name, exact=is_exact())
+        optimizer.step()
+
+
+def mlp_loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    from tests.multi.common import data
+
+    return model(data(step, 5, 8, rank=rank)).square().mean()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
+def test_a_narrow_wire_costs_its_rounding_and_half_the_bytes(wire_dtype: str) -> None:
+    exact = train(wrap(seeded(Mlp)), mlp_loss, 8)
+    model = wrap(seeded(Mlp), algorithm=AllReduce(wire_dtype=wire_dtype))
+    got = train(model, mlp_loss, 8)
+    assert_replicas_identical(model)
+    bound = 2.0**-8 if wire_dtype == "bf16" else 2.0**-10
+    for name, gradient in got.gradients[0].items():
+        reference = exact.gradients[0][name]
+        assert gradient is not None
+        assert reference is not None
+        scale = reference.abs().max()
+        assert (gradient - reference).abs().max() <= 2 * dist.get_world_size() * bound * scale
+        assert not torch.equal(gradient, reference), "nothing was rounded"
+    assert abs(float(got.losses[-1]) - float(exact.losses[-1])) < 0.02 * float(exact.losses[-1])
+    stats = commlib.stats(model)
+    assert 1.9 < stats.compression_ratio < 2.05, stats
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("predivide", [1.0, 1.5, 3.0])
+def test_predivision_changes_only_the_rounding(predivide: float) -> None:
+    plain = train(wrap(seeded(Mlp)), mlp_loss, 4)
+    divided = train(wrap(seeded(Mlp), algorithm=AllReduce(predivide=predivide)), mlp_loss, 4)
+    assert_same_trace(divided, plain, exact=False)
+
+
+@on_ranks(3)
+def test_the_sum_is_world_size_times_the_mean() -> None:
+    mean, total = wrap(seeded(Mlp)), wrap(seeded(Mlp), algorithm=AllReduce(op="sum"))
+    for model in (mean, total):
+        mlp_loss(model, 0).backward()
+    for name, gradient in gradients(total).items():
+        expected = gradients(mean)[name]
+        assert gradient is not None
+        assert expected is not None
+        assert_close(gradient, expected * 3, name, exact=False)
+
+
+@on_ranks(2, 3, 4)
+def test_many_buckets_of_two_collectives_with_random_delays() -> None:
+    random.seed(dist.get_rank())
+    expected = train(wrap(seeded(Mlp)), mlp_loss, 12)
+    model = wrap(seeded(Mlp), algorithm=GatherMean(), bucket_cap_mb=SMALL_BUCKET_MB)
+    got = train(model, mlp_loss, 12)
+    assert commlib.stats(model).num_buckets >= 4
+    assert_same_trace(got, expected, exact=False)
+    assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_the_example_of_the_documentation_computes_its_equation() -> None:
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text().split("## Writing one")[1], re.DOTALL)
+    assert code is not None
+    model = seeded(Mlp)
+    scope: dict[str, Any] = {"model": model, "commlib": commlib}
+    exec(code.group(1), scope)
+    bucket_of = {name: bucket.index for bucket in commlib.stats(model).buckets for name in bucket.parameters}
+    mlp_loss(model, 0).backward()
+    expected: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for rank in range(2):
+        bare = seeded(Mlp)
+        mlp_loss_of(bare, 0, rank).backward()
+        for index in set(bucket_of.values()):
+            own = {n: p.grad for n, p in bare.named_parameters() if bucket_of[n] == index and p.grad is not None}
+            scale = torch.cat([gradient.reshape(-1) for gradient in own.values()]).abs().mean()
+            for name, gradient in own.items():
+                expected[name] += scale * gradient.sign() / 2
+    for name, gradient in gradients(model).items():
+        assert gradient is not None
+        assert_close(gradient, expected[name], name, exact=False)
+
+
+@on_ranks(2, 3)
+def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
+    """Against a single process that runs all the replicas' equations."""
+    period, warm_up, steps = 3, 2, 12
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=Average(tensors="weights", period=period, warmup_steps=warm_up), optimizer=optimizer)
+    train(model, mlp_loss, steps, optimizer)
+
+    replicas = [seeded(Mlp) for _ in range(dist.get_world_size())]
+    optimizers = [sgd(replica) for replica in replicas]
+    for step in range(steps):
+        for rank, replica in enumerate(replicas):
+            optimizers[rank].zero_grad()
+            mlp_loss_of(replica, step, rank).backward()
+        if step < warm_up:
+            average([[p.grad for p in replica.parameters()] for replica in replicas])
+        for own in optimizers:
+            own.step()
+        if step >= warm_up and (step + 1 - warm_up) % period == 0:
+            average([[p.data for p in replica.parameters()] for replica in replicas])
+    for name, value in tensors(replicas[dist.get_rank()]).items():
+        assert_close(tensors(model)[name], value, name, exact=False)
+    commlib.synchronize(model)
+    assert_replicas_identical_parameters(model)
+
+
+def average(by_replica: list[list[Any]]) -> None:
+    """Replace every tensor by its mean over the replicas."""
+    for same in zip(*by_replica, strict=True):
+        mean = torch.stack([tensor.detach() for tensor in same]).mean(dim=0)
+        for tensor in same:
+            tensor.detach().copy_(mean)
+
+
+def assert_replicas_identical_parameters(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, parameter.detach())
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+@on_ranks(2, 3)
+def test_the_state_of_the_optimizer_is_averaged() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=Average(tensors="state:momentum_buffer", period=2), optimizer=optimizer)
+    train(model, mlp_loss, 4, optimizer)
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        everyone = [torch.empty_like(momentum) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, momentum)
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+        own = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(own, parameter.detach())
+        assert not torch.equal(own[0], own[1]), "the weights themselves were not averaged"
+
+
+@on_ranks(2, 3)
+def test_a_round_in_the_background_adds_its_effect_when_it_is_taken() -> None:
+    """x += mean(copy) - copy, `delay` steps after the copies were made; the steps between are kept."""
+    period, delay, steps = 4, 2, 11
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=Average(tensors="weights", period=period, delay=delay), optimizer=optimizer)
+    train(model, mlp_loss, steps, optimizer)
+
+    replicas = [seeded(Mlp) for _ in range(dist.get_world_size())]
+    optimizers = [sgd(replica) for replica in replicas]
+    copies: list[list[Tensor]] = []
+    for step in range(1, steps + 1):
+        for rank, replica in enumerate(replicas):
+            optimizers[rank].zero_grad()
+            mlp_loss_of(replica, step - 1, rank).backward()
+            optimizers[rank].step()
+        if step > delay and (step - delay) % period == 0:
+            for same, held in zip(zip(*[r.parameters() for r in replicas], strict=True), zip(*copies, strict=True), strict=True):
+                mean = torch.stack(held).mean(dim=0)
+                for parameter, copied in zip(same, held, strict=True):
+                    parameter.data.add_(mean - copied)
+        if step % period == 0:
+            copies = [[p.detach().clone() for p in replica.parameters()] for replica in replicas]
+    for name, value in tensors(replicas[dist.get_rank()]).items():
+        assert_close(tensors(model)[name], value, name, exact=False)
+    commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_weights_without_an_optimizer_are_an_error() -> None:
+    with raises_on_every_rank(ConfigError, "optimizer="):
+        wrap(seeded(Mlp), algorithm=Average(tensors="weights"))
+
+
+@on_ranks(2, timeout=40)
+def test_an_error_in_an_algorithm_is_raised_as_it_is_and_ends_the_others() -> None:
+    model = wrap(seeded(Mlp), algorithm=Failing(), timeout=10)
+    kind = ZeroDivisionError if dist.get_rank() == 0 else commlib.TransportError
+    with pytest.raises(kind):
+        train(model, mlp_loss, 5)
+    with pytest.raises(commlib.CommlibError, match="earlier error"):
+        mlp_loss(model, 0)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stop_after", [1, 2, 5])
+def test_a_resumed_run_is_bit_identical(stop_after: int) -> None:
+    """Also where the backend's sum depends on the bucket boundaries: the plan is part of the state."""
+    whole = seeded(Mlp)
+    optimizer = sgd(whole)
+    wrap(whole, bucket_cap_mb=SMALL_BUCKET_MB)
+    train(whole, mlp_loss, stop_after, optimizer)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), commlib.state_dict(whole)))
+    rest = train(whole, lambda m, s: mlp_loss(m, s + stop_after), 4, optimizer)
+
+    resumed = seeded(Mlp, seed=99)
+    own = sgd(resumed)
+    resumed.load_state_dict(saved[0])
+    own.load_state_dict(saved[1])
+    wrap(resumed, bucket_cap_mb=SMALL_BUCKET_MB)
+    commlib.load_state_dict(resumed, saved[2])
+    got = train(resumed, lambda m, s: mlp_loss(m, s + stop_after), 4, own)
+    assert_same_trace(got, rest, exact=True)
+    before, after = commlib.stats(whole), commlib.stats(resumed)
+    assert [b.parameters for b in after.buckets] == [b.parameters for b in before.buckets]
+    assert after.steps == before.steps
+
+
+@on_ranks(2)
+def test_state_of_another_run_is_refused() -> None:
+    model = wrap(seeded(Mlp))
+    train(model, mlp_loss, 5)
+    saved = commlib.state_dict(model)
+    for key, value in {"algorithm": "bytegrad", "world_size": 8, "rank": 7, "format": 99}.items():
+        with pytest.raises(ConfigError, match=key):
+            commlib.load_state_dict(model, {**saved, key: value})
+    other = wrap(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="another model"):
+        commlib.load_state_dict(other, saved)
+
+
+@on_ranks(2)
+def test_all_ranks_plan_alike_and_stats_show_it() -> None:
+    model = wrap(seeded(Mlp))
+    train(model, mlp_loss, 6)
+    stats = commlib.stats(model)
+    assert stats.plan == "planned"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [bucket.parameters for bucket in stats.buckets])
+    assert all(other == everyone[0] for other in everyone)
+    assert sorted(n for bucket in stats.buckets for n in bucket.parameters) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+    assert stats.steps == 6
+    nbytes = sum(p.numel() * 4 for p in model.parameters())
+    assert stats.raw_bytes_per_step == nbytes
+    assert nbytes <= stats.wire_bytes_per_step <= nbytes + 4 * len(list(model.parameters()))
+    assert "planned" in str(stats)
