@@ -218,7 +218,11 @@ def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[...
         @functools.wraps(body)
         def test(world_size: int, **kwargs: Any) -> None:
             __tracebackhide__ = True
-            run_ranks(body, world_size, timeout=timeout, kwargs=kwargs)
+            try:
+                run_ranks(body, world_size, timeout=timeout, kwargs=kwargs)
+            except RankError:
+                POOL.kill()  # what the failed test left behind in the ranks must not fail the next one
+                raise
 
         own = list(inspect.signature(body).parameters.values())
         world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
