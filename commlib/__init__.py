@@ -1,6 +1,6 @@
 """commlib: communication relaxation for data-parallel training in PyTorch.
 
-    model = commlib.wrap(model, algorithm="allreduce")
+model = commlib.wrap(model, algorithm="allreduce")
 """
 
 from commlib import algorithms

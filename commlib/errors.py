@@ -1,11 +1,11 @@
 """The exceptions that commlib raises.
 
-    CommlibError
-    ├── ConfigError (ValueError)      a wrong argument, model or use; raised alike on every rank
-    ├── CodecError                    bytes or buffers that a codec cannot take
-    └── TransportError                a collective that did not complete
-        ├── PeerTimeout               peers did not arrive within the timeout
-        └── PeerFailure               a peer died or left
+CommlibError
+├── ConfigError (ValueError)      a wrong argument, model or use; raised alike on every rank
+├── CodecError                    bytes or buffers that a codec cannot take
+└── TransportError                a collective that did not complete
+    ├── PeerTimeout               peers did not arrive within the timeout
+    └── PeerFailure               a peer died or left
 """
 
 

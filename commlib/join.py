@@ -11,7 +11,7 @@ from commlib.engine.engine import Engine
 from commlib.transport.base import Communication, Communicator
 
 if TYPE_CHECKING:
-    from commlib.wrap import _Replica
+    from commlib.replica import Replica
 
 
 class JoinState:
@@ -38,7 +38,7 @@ class JoinState:
         self.config = config
         self._joinable = joinable if config.enable else None
 
-    def hook(self, replica: _Replica, divides_by_initial: bool) -> JoinHook:
+    def hook(self, replica: Replica, divides_by_initial: bool) -> JoinHook:
         """Return the hook for a `Join` context that begins."""
         self._divides_by_initial = divides_by_initial
         return _ShadowHook(replica)
@@ -68,7 +68,7 @@ class JoinState:
 
 
 class _ShadowHook(JoinHook):
-    def __init__(self, replica: _Replica) -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
     def main_hook(self) -> None:

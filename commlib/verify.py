@@ -74,27 +74,31 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
         devices.setdefault(str(parameter.param.device), []).append(parameter.name)
     if "meta" in devices:
         raise ConfigError(
-            f"parameters on the meta device: {name_some(devices['meta'])}. Materialise the model (to_empty) before wrapping"
+            f"parameters on the meta device: {name_some(devices['meta'])}. Materialise the model (to_empty) "
+            "before wrapping"
         )
     if len(devices) > 1:
         shown = "; ".join(f"{device}: {name_some(names)}" for device, names in devices.items())
         raise ConfigError(f"the parameters are on {len(devices)} devices, expected one ({shown}). Move the model first")
 
 
-def describe(model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]) -> list[tuple]:
+def describe(
+    model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]
+) -> list[tuple]:
     """Return everything that must be alike on all ranks, as (what, value) pairs in order."""
     pairs: list[tuple] = [(f"option {name}", repr(value)) for name, value in sorted(options.items())]
     pairs += [(f"parameter {p.name!r}", _shape_of(p.param)) for p in parameters]
-    pairs += [
-        (f"buffer {name!r}", _shape_of(buffer)) for name, buffer in model.named_buffers() if name not in ignored
-    ]
+    pairs += [(f"buffer {name!r}", _shape_of(buffer)) for name, buffer in model.named_buffers() if name not in ignored]
     return pairs
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
     """Return the algorithm's name and its plain attributes."""
     plain = {k: v for k, v in vars(algorithm).items() if isinstance(v, str | int | float | bool | None)}
-    return {"algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])), "traits": algorithm.traits}
+    return {
+        "algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])),
+        "traits": algorithm.traits,
+    }
 
 
 def agree(transport: Transport, pairs: list[tuple], error: Exception | None) -> None:

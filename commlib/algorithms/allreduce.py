@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.errors import ConfigError
@@ -22,13 +23,14 @@ class AllReduce(Algorithm):
     the gradients are gathered into the bucket.
 
     Args:
-        wire_dtype: "fp32" sends every bucket in its own dtype; "bf16" and "fp16" cast fp32 and fp64 buckets for the wire,
-            halving or quartering the bytes. The sum is then the backend's own, in that dtype.
+        wire_dtype: "fp32" sends every bucket in its own dtype; "bf16" and "fp16" cast fp32 and fp64 buckets for the
+            wire, halving or quartering the bytes. The sum is then the backend's own, in that dtype.
         op: "mean" or "sum".
         predivide: For "mean": the part of N divided before the sum, in 1..N; None means all of it. With fp16 a value
             near sqrt(N) balances overflow against underflow.
 
-    Paper: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), for the ring.
+    Paper: for the ring, Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations" (2009).
     Deviations: the order of the sum is the backend's.
     """
 
@@ -40,23 +42,29 @@ class AllReduce(Algorithm):
         if op not in ("mean", "sum"):
             raise ConfigError(f"AllReduce.op: expected 'mean' or 'sum', got {op!r}")
         if predivide is not None and (op == "sum" or not (math.isfinite(predivide) and predivide > 0)):
-            raise ConfigError(f"AllReduce.predivide: expected a positive number with op='mean', got {predivide!r}, {op=}")
+            raise ConfigError(
+                f"AllReduce.predivide: expected a positive number with op='mean', got {predivide!r}, {op=}"
+            )
         self.wire_dtype = wire_dtype
         self.op = op
         self.predivide = predivide
         self._wires: dict[int, torch.Tensor] = {}
 
+    @override
     def setup(self, context: Context) -> None:
         dtype = _WIRE_DTYPES[self.wire_dtype]
         narrowed = [b for b in context.buckets if dtype and b.flat.dtype in (torch.float32, torch.float64)]
         self._wires = {bucket.index: torch.empty_like(bucket.payload, dtype=dtype) for bucket in narrowed}
 
+    @override
     def divisor(self, comm: Communicator) -> float:
         return 1.0 if self.op == "sum" else comm.num_active
 
+    @override
     def predivisor(self, comm: Communicator) -> float:
         return self.divisor(comm) if self.predivide is None else self.predivide
 
+    @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield from centralized_full_precision(bucket.payload, comm, wire=self._wires.get(bucket.index))
         if self.divisor(comm) != self.predivisor(comm):

@@ -25,9 +25,8 @@ from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
 from commlib.engine.profile import Readiness, measure_cost, slowest
 from commlib.engine.scheduler import Round, Task, acquire
-from commlib.engine.stats import BucketStats, Stats
 from commlib.engine.weights import WeightRounds
-from commlib.errors import CommlibError, ConfigError
+from commlib.errors import CommlibError
 from commlib.primitives.centralized import sparse_sum
 from commlib.transport.base import Communication, Communicator, Transport
 
@@ -81,8 +80,8 @@ class Engine:
         self._is_profiling = False
         self._early_divisor = 1.0
         self._round: Round | None = None
-        self._last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
-        self._last_seconds: list[float] = []
+        self.last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
+        self.last_seconds: list[float] = []
         self._launched: list[bool] = []
         self._num_left = 0
         self._is_flushed = False
@@ -106,7 +105,7 @@ class Engine:
     def _install(self, plan: Plan) -> None:
         """Make the buckets of `plan`, and move gradients that exist into them."""
         self.plan = plan
-        self._dense: list[Bucket] = []
+        self.dense: list[Bucket] = []
         self.buckets: list[Bucket | SparseBucket] = []  # the old buffers are freed before the new ones are allocated
         self._run_of: list[Run] = []
         for slot in self._slots:
@@ -116,10 +115,10 @@ class Engine:
         self.buckets = plans.build(plan, self.parameters, self._slots)
         run_of = {id(slot): run for bucket in self.buckets for run in bucket.runs for slot in run.slots}
         self._run_of = [run_of[id(slot)] for slot in self._slots]
-        self._dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
-        for bucket in self._dense:
+        self.dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
+        for bucket in self.dense:
             bucket.adopt_existing()
-        context = Context(self.comm.rank, self.comm.world_size, self._dense, self.device, self.optimizer, self.scaler)
+        context = Context(self.comm.rank, self.comm.world_size, self.dense, self.device, self.optimizer, self.scaler)
         self._warm_up.setup(context)
         if self.algorithm.traits.on_gradients:
             self.algorithm.setup(context)
@@ -137,7 +136,7 @@ class Engine:
             plan = plans.fixed(self.parameters, self._cap_bytes, ready_s)
         else:
             with torch.no_grad():
-                max_bytes = max((bucket.nbytes for bucket in self._dense), default=0)
+                max_bytes = max((bucket.nbytes for bucket in self.dense), default=0)
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             cost = slowest(self.transport.gather_objects(cost)).competing_with_backward(1.0 - plans.spare_cores())
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)
@@ -197,9 +196,9 @@ class Engine:
                 self._run_complete(run)
         elif slot.fired > slot.expected and run.is_placed and self._has_counts:
             raise CommlibError(
-                f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after it had been gathered: it was ready "
-                f"{slot.fired} times in this backward and {slot.expected} times in the first one. Run the model the same "
-                "way in every step, or use checkpoint(..., use_reentrant=False)."
+                f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after it had been gathered: it was "
+                f"ready {slot.fired} times in this backward and {slot.expected} times in the first one. Run the model "
+                "the same way in every step, or use checkpoint(..., use_reentrant=False)."
             )
 
     def _run_complete(self, run: Run) -> None:
@@ -213,8 +212,8 @@ class Engine:
     def _open_round(self) -> None:
         algorithm = self._current_algorithm()
         tasks = [Task(bucket.describe, self._communication(algorithm, bucket)) for bucket in self.buckets]
-        if self._dense and not algorithm.traits.reduces_flags:
-            flags = self._dense[-1].flags
+        if self.dense and not algorithm.traits.reduces_flags:
+            flags = self.dense[-1].flags
             tasks.append(Task(lambda: "the flags of unused parameters", lambda: _reduce(flags, self.comm)))
         self._round = Round(self.transport, tasks, algorithm.traits.window)
         self._launched = [False] * len(self.buckets)
@@ -236,13 +235,13 @@ class Engine:
         The bucket that carries the flags leaves last: only then is it known which parameters had a gradient.
         """
         assert self._round is not None
-        carries_flags = bool(self._dense) and bucket is self._dense[-1]
+        carries_flags = bool(self.dense) and bucket is self.dense[-1]
         if self._launched[bucket.index] or (carries_flags and self._num_left > 1):
             return
         if isinstance(bucket, Bucket):
             bucket.gather(self._current_algorithm().predivisor(self.comm))
         self._send(bucket)
-        last = self._dense[-1] if self._dense else None
+        last = self.dense[-1] if self.dense else None
         if self._num_left == 1 and last is not None and last.pending == 0:
             self._launch(last)
 
@@ -250,14 +249,14 @@ class Engine:
         assert self._round is not None
         self._launched[bucket.index] = True
         self._num_left -= 1
-        if self._num_left == 0 and self._dense:
-            self._write_flags(self._dense[-1].flags)
+        if self._num_left == 0 and self.dense:
+            self._write_flags(self.dense[-1].flags)
         self.driver.ready(self._round, bucket.index)
-        if self._num_left == 0 and not self._current_algorithm().traits.reduces_flags and self._dense:
+        if self._num_left == 0 and not self._current_algorithm().traits.reduces_flags and self.dense:
             self.driver.ready(self._round, len(self.buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
-        had = [slot.had_gradient for bucket in self._dense for slot in bucket.slots]
+        had = [slot.had_gradient for bucket in self.dense for slot in bucket.slots]
         if all(had):
             flags.fill_(1)
         else:
@@ -272,10 +271,10 @@ class Engine:
             self._readiness.end()
         self._count_hooks()
         for bucket in self.buckets:
-            if not (self._dense and bucket is self._dense[-1]):
+            if not (self.dense and bucket is self.dense[-1]):
                 self._launch(bucket)
-        if self._dense:
-            self._launch(self._dense[-1])
+        if self.dense:
+            self._launch(self.dense[-1])
 
     def _count_hooks(self) -> None:
         if not self._has_counts:
@@ -309,8 +308,8 @@ class Engine:
         self.driver.wait(round_)
         self.exposed_s = time.perf_counter() - start
         self._publish()
-        self._last_sent = [task.sent_bytes for task in round_.tasks]
-        self._last_seconds = [task.ended_s - task.began_s for task in round_.tasks]
+        self.last_sent = [task.sent_bytes for task in round_.tasks]
+        self.last_seconds = [task.ended_s - task.began_s for task in round_.tasks]
         self.num_rounds += 1
         if self.algorithm.traits.on_gradients:
             self.schedule.end_step()
@@ -327,7 +326,7 @@ class Engine:
                 bucket.finish(divisor)
                 continue
             if not bucket.is_plain:
-                flags = flags or [value > 0 for value in self._dense[-1].flags.tolist()]
+                flags = flags or [value > 0 for value in self.dense[-1].flags.tolist()]
                 bucket.finish(flags[start : start + len(bucket.slots)])
             start += len(bucket.slots)
 
@@ -356,7 +355,7 @@ class Engine:
         self._open_round()
         round_, self._round = self._round, None
         assert round_ is not None
-        for bucket in self._dense:
+        for bucket in self.dense:
             bucket.zero()
         for idx in range(len(round_.tasks)):
             self.driver.ready(round_, idx)
@@ -395,7 +394,7 @@ class Engine:
 
     def layout_changed(self) -> bool:
         """Return whether parameters were cast or moved to another device since their buckets were made."""
-        return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in self._dense)
+        return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in self.dense)
 
     def hook_counts(self) -> dict[str, int]:
         """Return how often each gradient hook fires in a backward, where that is not once."""
@@ -408,41 +407,6 @@ class Engine:
         for slot in self._slots:
             slot.expected = hook_counts.get(slot.name, 1)
         self._install(plan)
-
-    def stats(self) -> Stats:
-        """Return what was communicated so far."""
-        sent = sum(self._last_sent)
-        share = 2 * (self.comm.world_size - 1) / self.comm.world_size
-        raw = sum(bucket.nbytes for bucket in self._dense) * share if self._last_sent else 0.0
-        return Stats(
-            algorithm=self.algorithm.name,
-            world_size=self.comm.world_size,
-            plan=self.plan.kind,
-            num_buckets=len(self.buckets),
-            steps=self.num_rounds,
-            wire_bytes=self.transport.bytes_sent,
-            wire_bytes_per_step=sent,
-            raw_bytes_per_step=raw,
-            compression_ratio=raw / sent if sent else 1.0,
-            exposed_s=self.exposed_s,
-            buckets=tuple(self._bucket_stats(bucket) for bucket in self.buckets),
-        )
-
-    def _bucket_stats(self, bucket: Bucket | SparseBucket) -> BucketStats:
-        ready_s = self.plan.ready_s
-        has_last = bucket.index < len(self._last_sent)
-        first = bucket.slots[0].param
-        return BucketStats(
-            index=bucket.index,
-            num_parameters=len(bucket.slots),
-            numel=sum(slot.param.numel() for slot in bucket.slots),
-            nbytes=bucket.nbytes,
-            dtype=str(first.dtype).removeprefix("torch."),
-            parameters=tuple(slot.name for slot in bucket.slots),
-            ready_s=max(ready_s[idx] for idx in self.plan.buckets[bucket.index]) if ready_s else None,
-            wire_bytes=self._last_sent[bucket.index] if has_last else 0.0,
-            seconds=self._last_seconds[bucket.index] if has_last else 0.0,
-        )
 
     def close(self) -> None:
         """Remove every hook and give up the driver and the communicator. Harmless when called twice."""

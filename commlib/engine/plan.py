@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from commlib.engine import planner
-from commlib.engine.bucket import Bucket, SparseBucket, Slot, layout_key
+from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def _by_size(cap_bytes: int) -> Cut:
     return lambda ready_s, nbytes: planner.by_size(nbytes, cap_bytes)
 
 
-def _cut(parameters: Sequence[Parameter], order: Sequence[int], ready_s: Sequence[float], cut: Cut) -> tuple[tuple[int, ...], ...]:
+def _cut(
+    parameters: Sequence[Parameter], order: Sequence[int], ready_s: Sequence[float], cut: Cut
+) -> tuple[tuple[int, ...], ...]:
     """Cut each group of like parameters into buckets, and order all buckets by when they are ready."""
     groups: dict[object, list[int]] = {}
     for idx in order:

@@ -1,9 +1,9 @@
 """Bucket boundaries: which gradients travel together.
 
 [Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
-gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`. Every
-collective also takes `cpu_s` of the processor away from backward. The step ends when backward and the last bucket have
-ended; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
+gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`.
+Every collective also takes `cpu_s` of the processor away from backward. The step ends when backward and the last bucket
+have ended; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backwar
     return [ends[piece - 1] for piece in _best_cut(ready, total, cost, backward_s)]
 
 
-def predict(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float, ends: Sequence[int]) -> float:
+def predict(
+    ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float, ends: Sequence[int]
+) -> float:
     """Return the predicted seconds from the start of backward to the end of the last bucket, for given boundaries."""
     latest = np.maximum.accumulate(np.asarray(ready_s, dtype=float))
     total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
@@ -113,7 +115,7 @@ def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost, backward_s: floa
     finish[0] = 0.0
     best, best_s, choices = 0, np.inf, []
     for count in range(min(num_pieces, _MAX_BUCKETS)):
-        # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; an earlier end is never worse.
+        # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; earlier is never worse.
         starts = np.maximum(finish[None, :-1], (ready + cost.cpu_s * count)[:, None])
         ends = starts + cost.latency_s + cost.s_per_byte * (total[1:, None] - total[None, :-1])
         ends[np.triu_indices(num_pieces, k=1)] = np.inf  # a bucket holds at least one piece

@@ -66,7 +66,7 @@ class Readiness:
         self._end_s.append(self._between(start, end))
 
     def result(self) -> tuple[list[float], float]:
-        """Return the seconds of each gradient, and of the whole backward; the first, cold one is left out if it can be."""
+        """Return the seconds of each gradient and of the whole backward, without the first, cold one if possible."""
         times, ends = (self._times[1:], self._end_s[1:]) if len(self._end_s) > 1 else (self._times, self._end_s)
         backward_s = min(ends)
         ready = []
@@ -140,4 +140,9 @@ def _probe_name() -> str:
 
 def slowest(costs: Sequence[Cost]) -> Cost:
     """Return the largest of each figure over the ranks: a collective ends with its slowest rank."""
-    return Cost(*(max(values) for values in zip(*((c.latency_s, c.s_per_byte, c.cpu_s, c.cpu_s_per_byte) for c in costs), strict=True)))
+    return Cost(
+        *(
+            max(values)
+            for values in zip(*((c.latency_s, c.s_per_byte, c.cpu_s, c.cpu_s_per_byte) for c in costs), strict=True)
+        )
+    )

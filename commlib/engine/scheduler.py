@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from commlib.engine.policy import Do, Event, IssueOrder
 from commlib.errors import CommlibError, PeerTimeout
@@ -38,7 +39,7 @@ class Task:
         begin: Makes the generator; called once the task's input is ready.
     """
 
-    __slots__ = ("begin", "began_s", "describe", "ended_s", "generator", "input_event", "request", "sent_bytes", "work")
+    __slots__ = ("began_s", "begin", "describe", "ended_s", "generator", "input_event", "request", "sent_bytes", "work")
 
     def __init__(self, describe: Callable[[], str], begin: Callable[[], Communication]) -> None:
         self.describe = describe
@@ -207,13 +208,16 @@ class ThreadDriver(Driver):
         self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
         self._thread.start()
 
+    @override
     def open(self, round_: Round) -> None:
         if round_.tasks:
             self._events.put((round_, None, 0))
 
+    @override
     def ready(self, round_: Round, task: int) -> None:
         self._events.put((round_, Event.READY, task))
 
+    @override
     def wait(self, round_: Round) -> None:
         limit_s = round_.transport.timeout_s + _GRACE_S
         while not round_.done.wait(limit_s):
@@ -222,6 +226,7 @@ class ThreadDriver(Driver):
         if round_.error is not None:
             raise round_.error
 
+    @override
     def close(self) -> None:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
@@ -254,14 +259,17 @@ class StreamDriver(Driver):
         super().__init__()
         self._streams = _Streams(device, num_streams)
 
+    @override
     def open(self, round_: Round) -> None:
         if round_.tasks:
             self._handle(round_, None, 0)
 
+    @override
     def ready(self, round_: Round, task: int) -> None:
         round_.tasks[task].input_event = self._streams.record()
         self._handle(round_, Event.READY, task)
 
+    @override
     def wait(self, round_: Round) -> None:
         if round_.error is not None:
             raise round_.error
@@ -269,6 +277,7 @@ class StreamDriver(Driver):
             raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
         self._streams.join(range(len(round_.tasks)))
 
+    @override
     def close(self) -> None:
         self._lanes.clear()
 

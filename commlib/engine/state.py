@@ -49,8 +49,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     for key, value in expected.items():
         if state.get(key) != value:
             raise ConfigError(
-                f"rank {engine.comm.rank}: the saved communication state has {key} {state.get(key)!r}, expected {value!r}. "
-                "Load the file of this rank, written by a run of the same algorithm and world size"
+                f"rank {engine.comm.rank}: the saved communication state has {key} {state.get(key)!r}, expected "
+                f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
     plan = _plan(engine, state["plan"])
     engine.schedule.step = int(state["step"])

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from commlib.engine.bucket import Bucket, SparseBucket
+
+if TYPE_CHECKING:
+    from commlib.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class BucketStats:
         nbytes: Bytes of its values.
         dtype: Their dtype.
         parameters: The parameters' names, in the bucket's order.
-        ready_s: Seconds from the start of backward until its last gradient is ready, as profiled on rank 0; None before.
+        ready_s: Seconds from the start of backward until its last gradient is ready, as profiled on rank 0; or None.
         wire_bytes: Bytes that this rank sent for it in the last round.
         seconds: From its start to its end in the last round (on CUDA: as issued by the host).
     """
@@ -42,7 +48,7 @@ class Stats:
         plan: "initial", "planned", "fixed" or "restored".
         num_buckets: How many buckets the plan has.
         steps: How many rounds (synchronisations) there were.
-        wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's bandwidth-optimal formula.
+        wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's optimal formula.
         wire_bytes_per_step: The same for the last round.
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
@@ -64,9 +70,9 @@ class Stats:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), {self.steps} rounds, "
-            f"{self.wire_bytes_per_step / 1e6:.2f} MB a round on the wire (x{self.compression_ratio:.2f} compression), "
-            f"{self.exposed_s * 1e3:.1f} ms exposed in the last"
+            f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), {self.steps} rounds",
+            f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
+            f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]
         for bucket in self.buckets:
             ready = "" if bucket.ready_s is None else f", ready at {bucket.ready_s * 1e3:.1f} ms"
@@ -75,3 +81,39 @@ class Stats:
                 f"{bucket.dtype}{ready}, {bucket.seconds * 1e3:.1f} ms in flight"
             )
         return "\n".join(lines)
+
+
+def collect(engine: Engine) -> Stats:
+    """Return what the engine communicated so far."""
+    sent = sum(engine.last_sent)
+    share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
+    raw = sum(bucket.nbytes for bucket in engine.dense) * share if engine.last_sent else 0.0
+    return Stats(
+        algorithm=engine.algorithm.name,
+        world_size=engine.comm.world_size,
+        plan=engine.plan.kind,
+        num_buckets=len(engine.buckets),
+        steps=engine.num_rounds,
+        wire_bytes=engine.transport.bytes_sent,
+        wire_bytes_per_step=sent,
+        raw_bytes_per_step=raw,
+        compression_ratio=raw / sent if sent else 1.0,
+        exposed_s=engine.exposed_s,
+        buckets=tuple(_of_bucket(engine, bucket) for bucket in engine.buckets),
+    )
+
+
+def _of_bucket(engine: Engine, bucket: Bucket | SparseBucket) -> BucketStats:
+    ready_s = engine.plan.ready_s
+    has_last = bucket.index < len(engine.last_sent)
+    return BucketStats(
+        index=bucket.index,
+        num_parameters=len(bucket.slots),
+        numel=sum(slot.param.numel() for slot in bucket.slots),
+        nbytes=bucket.nbytes,
+        dtype=str(bucket.slots[0].param.dtype).removeprefix("torch."),
+        parameters=tuple(slot.name for slot in bucket.slots),
+        ready_s=max(ready_s[idx] for idx in engine.plan.buckets[bucket.index]) if ready_s else None,
+        wire_bytes=engine.last_sent[bucket.index] if has_last else 0.0,
+        seconds=engine.last_seconds[bucket.index] if has_last else 0.0,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from typing_extensions import override
 
 
 @dataclass(slots=True)
@@ -42,9 +43,11 @@ class AllReduce(Request):
     tensor: torch.Tensor
     op: str = "sum"
 
+    @override
     def wire_bytes(self, world_size: int) -> float:
         return 2 * (world_size - 1) / world_size * self.tensor.nbytes
 
+    @override
     def is_empty(self) -> bool:
         return self.tensor.numel() == 0
 
@@ -57,9 +60,11 @@ class AllGather(Request):
     output: torch.Tensor
     input: torch.Tensor
 
+    @override
     def wire_bytes(self, world_size: int) -> float:
         return (world_size - 1) * self.input.nbytes
 
+    @override
     def is_empty(self) -> bool:
         return self.input.numel() == 0
 
@@ -72,9 +77,11 @@ class AllToAll(Request):
     output: torch.Tensor
     input: torch.Tensor
 
+    @override
     def wire_bytes(self, world_size: int) -> float:
         return (world_size - 1) / world_size * self.input.nbytes
 
+    @override
     def is_empty(self) -> bool:
         return self.input.numel() == 0
 
@@ -87,9 +94,11 @@ class Broadcast(Request):
     tensor: torch.Tensor
     source: int = 0
 
+    @override
     def wire_bytes(self, world_size: int) -> float:
         return (world_size - 1) / world_size * self.tensor.nbytes
 
+    @override
     def is_empty(self) -> bool:
         return self.tensor.numel() == 0
 

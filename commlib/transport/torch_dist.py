@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from typing_extensions import override
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Request, Transport, Work
@@ -130,6 +131,7 @@ class TorchTransport(Transport):
         except RuntimeError as error:
             raise self.diagnose(error, "making the communicator in commlib.wrap") from error
 
+    @override
     def issue(self, request: Request) -> Work:
         if self.world_size == 1:
             return self._issue_alone(request)
@@ -161,9 +163,11 @@ class TorchTransport(Transport):
         return DONE
 
     @property
+    @override
     def has_pending(self) -> bool:
         return any(not work.is_completed() for work in self._pending)
 
+    @override
     def gather_objects(self, value: Any) -> list[Any]:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
@@ -216,12 +220,14 @@ class TorchTransport(Transport):
         thread.join(2 * _DIAGNOSIS_S)
         return result[0] if result else None
 
+    @override
     def abort(self) -> None:
         self._failed = True
         if self._backend is not None:
             with contextlib.suppress(Exception):
                 self._backend.abort()
 
+    @override
     def close(self) -> None:
         if self.has_pending:
             self.abort()
@@ -245,8 +251,8 @@ def _parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
         return group._get_backend(device)
     except RuntimeError as error:
         raise ConfigError(
-            f"the process group has no backend for {device.type} tensors, and the model is on {device}. Initialise it with "
-            f"one, for example 'cpu:gloo,cuda:nccl', or move the model: {error}"
+            f"the process group has no backend for {device.type} tensors, and the model is on {device}. Initialise "
+            f"it with one, for example 'cpu:gloo,cuda:nccl', or move the model: {error}"
         ) from None
 
 

@@ -1,5 +1,5 @@
-"""What the engine does for algorithms: several collectives per bucket, warm-up, rounds over weights and optimizer state,
-rounds in the background, state and resume; and `allreduce` with its options, against plain references."""
+"""What the engine does for algorithms: several collectives per bucket, warm-up, rounds over weights and optimizer
+state, rounds in the background, state and resume; and `allreduce` with its options, against plain references."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_gradient_is_the_mean_in_every_step() -> None:
     model = wrap(seeded(Mlp), bucket_cap_mb=SMALL_BUCKET_MB)
     optimizer = sgd(model)
     for step in range(6):
-        expected = mean_gradients(lambda: snapshot(model, Mlp), lambda m, r: mlp_loss_of(m, step, r))
+        expected = mean_gradients(lambda: snapshot(model, Mlp), lambda m, r, step=step: mlp_loss_of(m, step, r))
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
         for name, gradient in gradients(model).items():
@@ -255,7 +255,9 @@ def test_a_round_in_the_background_adds_its_effect_when_it_is_taken() -> None:
             mlp_loss_of(replica, step - 1, rank).backward()
             optimizers[rank].step()
         if step > delay and (step - delay) % period == 0:
-            for same, held in zip(zip(*[r.parameters() for r in replicas], strict=True), zip(*copies, strict=True), strict=True):
+            for same, held in zip(
+                zip(*[r.parameters() for r in replicas], strict=True), zip(*copies, strict=True), strict=True
+            ):
                 mean = torch.stack(held).mean(dim=0)
                 for parameter, copied in zip(same, held, strict=True):
                     parameter.data.add_(mean - copied)

@@ -27,7 +27,7 @@ BELOW = {
     "cli": {"errors", "kernels", "algorithms", "network", "doctor", "wrap"},
 }
 # Files of the top layer that `wrap` is made of.
-PARTS_OF_WRAP = {"join", "verify"}
+PARTS_OF_WRAP = {"join", "replica", "verify"}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
