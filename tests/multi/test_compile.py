@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -71,4 +72,5 @@ def test_compiled_models_train_as_in_ddp(way: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", ["after", "before"])
 def test_models_compiled_by_inductor_train_as_in_ddp(way: str) -> None:
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message="`torch.jit")  # inductor's own imports
     check_compiled(way, "inductor")
