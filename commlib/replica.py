@@ -88,9 +88,10 @@ class Replica:
         if not torch.is_grad_enabled() or self.engine.is_idle:
             return
         engine, sync = self.engine, self.engine.require_sync
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: engine.begin(sync))
+        announcing = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        engine.has_hidden_outputs = not announcing
+        for tensor in announcing:
+            tensor.register_hook(lambda _: engine.begin(sync))
 
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for name, buffer in self.bare.named_buffers() if name not in self.ignored]

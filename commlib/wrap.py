@@ -183,7 +183,7 @@ class _SetUp:
             _check_notowned(self.parameters)
             self.algorithm = algorithms.create(algorithm)
             _check_optimizer(self.algorithm, optimizer)
-            if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:
             self.error = error

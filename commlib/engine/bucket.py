@@ -13,6 +13,7 @@ from commlib.kernels.native import PackPlan
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _RUN_BYTES = 512 << 10
+_NO_VIEW = torch.empty(0)
 
 
 class Slot:
@@ -33,7 +34,7 @@ class Slot:
     def __init__(self, name: str, param: torch.nn.Parameter) -> None:
         self.name = name
         self.param = param
-        self.view: torch.Tensor = param.new_empty(0)
+        self.view = _NO_VIEW
         self.expected = 1
         self.fired = 0
         self.had_gradient = True
@@ -240,6 +241,13 @@ class Bucket:
             if gradient is not None and not gradient.requires_grad:
                 slot.view.copy_(gradient)
                 slot.param.grad = slot.view
+
+    def release(self) -> None:
+        """Let go of the buffer now: runs and views refer to each other, and a collection may be far away."""
+        self.runs.clear()
+        for slot in self.slots:
+            slot.view = _NO_VIEW
+        self.flat = self.flags = self.payload = _NO_VIEW
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `tensors` (the weights, or entries of the optimizer's state) into the flat buffer."""

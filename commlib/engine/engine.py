@@ -1,7 +1,7 @@
 """The engine of one wrapped model: from a gradient that is ready to a gradient that is communicated.
 
-[Note: the life of a backward] The first hook that fires (on an output of the forward, or on a parameter where the model
-was not called as a module) *begins* a backward and queues a callback for its end. The first gradient *opens* a round.
+[Note: the life of a backward] The first hook that fires (on an output of the forward, or on a parameter where the
+outputs could not be hooked) *begins* a backward and queues a callback for its end. The first gradient *opens* a round.
 Each bucket whose gradients are all there is gathered and *launched*. The callback *flushes* the buckets that are not
 complete (unused parameters) and waits. A backward that touches no parameter (`torch.autograd.grad` on inputs) opens no
 round. Several models in one backward all flush before any of them waits.
@@ -9,6 +9,7 @@ round. Several models in one backward all flush before any of them waits.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,8 +28,10 @@ from commlib.engine.profile import Readiness, measure_cost, slowest
 from commlib.engine.scheduler import Round, Task, acquire
 from commlib.engine.weights import WeightRounds
 from commlib.errors import CommlibError
-from commlib.primitives.centralized import sparse_sum
+from commlib.primitives.centralized import centralized_full_precision, sparse_sum
 from commlib.transport.base import Communication, Communicator, Transport
+
+_log = logging.getLogger("commlib")
 
 #: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
 _PROFILED_BACKWARDS = 3
@@ -67,12 +70,14 @@ class Engine:
         is_alone = transport.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients
         self.require_sync = True
+        self.has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
+        self._has_warned = False
         self.error: BaseException | None = None
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
         self.driver, release = acquire(self.device)
-        self._finalizer = weakref.finalize(self, _shut_down, transport, release)
+        self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
         self._warm_up = AllReduce()
         self._graph_task: int | None = None
@@ -86,6 +91,7 @@ class Engine:
         self._num_left = 0
         self._is_flushed = False
         self._hooks: list[Any] = []
+        self.dense = []
         self.adopt(parameters)
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
@@ -105,11 +111,11 @@ class Engine:
     def _install(self, plan: Plan) -> None:
         """Make the buckets of `plan`, and move gradients that exist into them."""
         self.plan = plan
+        for bucket in self.dense:  # the old buffers are freed before the new ones are allocated
+            bucket.release()
         self.dense: list[Bucket] = []
-        self.buckets: list[Bucket | SparseBucket] = []  # the old buffers are freed before the new ones are allocated
+        self.buckets: list[Bucket | SparseBucket] = []
         self._run_of: list[Run] = []
-        for slot in self._slots:
-            slot.view = slot.param.new_empty(0)
         if self.is_idle:
             return
         self.buckets = plans.build(plan, self.parameters, self._slots)
@@ -166,6 +172,17 @@ class Engine:
         if sync and not self._sync:
             self._start_sync()
 
+    def _begin_unannounced(self) -> None:
+        """A gradient came, and no output of a forward announced it."""
+        if not self.has_hidden_outputs and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "gradients of %r came without a forward of the wrapped model (a call of model.module, or of another "
+                "method of it); as with DDP they stay local",
+                self.parameters[0].name,
+            )
+        self.begin(self.require_sync and self.has_hidden_outputs)
+
     def _start_sync(self) -> None:
         self._sync = self.schedule.gradients and not self.is_idle
         if not self._sync:
@@ -182,7 +199,7 @@ class Engine:
     def on_gradient(self, idx: int) -> None:
         """Take note that parameter `idx` has its gradient in `param.grad`."""
         if self._graph_task is None:
-            self.begin(self.require_sync)
+            self._begin_unannounced()
         if self._sync:
             if self._round is None:
                 self._open_round()
@@ -214,7 +231,9 @@ class Engine:
         tasks = [Task(bucket.describe, self._communication(algorithm, bucket)) for bucket in self.buckets]
         if self.dense and not algorithm.traits.reduces_flags:
             flags = self.dense[-1].flags
-            tasks.append(Task(lambda: "the flags of unused parameters", lambda: _reduce(flags, self.comm)))
+            tasks.append(
+                Task(lambda: "the flags of unused parameters", lambda: centralized_full_precision(flags, self.comm))
+            )
         self._round = Round(self.transport, tasks, algorithm.traits.window)
         self._launched = [False] * len(self.buckets)
         self._num_left = len(self.buckets)
@@ -422,13 +441,6 @@ class Engine:
         self.transport.close()
 
 
-def _shut_down(transport: Transport, release: Callable[[], None]) -> None:
-    """What remains to do when a model is collected, or the interpreter exits: leave no work and no thread behind."""
-    if transport.has_pending:
-        transport.abort()
-    release()
-
-
 def _hook(engine: Engine, idx: int) -> Any:
     """Register the gradient hook of one parameter; it does not keep the engine alive."""
     reference = weakref.ref(engine)
@@ -438,7 +450,3 @@ def _hook(engine: Engine, idx: int) -> Any:
             engine.on_gradient(idx)
 
     return engine.parameters[idx].param.register_post_accumulate_grad_hook(on_gradient)
-
-
-def _reduce(tensor: torch.Tensor, comm: Communicator) -> Communication:
-    yield comm.all_reduce(tensor)

@@ -4,8 +4,8 @@ A *round* is one synchronisation: a task per bucket. On the CPU one thread per p
 model; on CUDA the collectives are issued from the thread that runs backward, onto one stream per bucket in flight, and
 the host never waits.
 
-[Note: rounds in a row] Rounds of one lane run one after the other, in the order in which they were opened, which is the
-program's order and so the same on all ranks. The lanes ("foreground" and "background") have communicators of their own.
+[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened, which
+is the program's order and so the same on all ranks. Every model, and its rounds in the background, has one of its own.
 """
 
 from __future__ import annotations
@@ -58,14 +58,12 @@ class Round:
         transport: The communicator that carries it.
         tasks: One per bucket, in plan order.
         window: See `Traits.window`.
-        lane: Rounds of one lane run one after the other.
     """
 
-    def __init__(self, transport: Transport, tasks: Sequence[Task], window: int, lane: str = "foreground") -> None:
+    def __init__(self, transport: Transport, tasks: Sequence[Task], window: int) -> None:
         self.transport = transport
         self.tasks = list(tasks)
         self.order = IssueOrder(len(self.tasks), window)
-        self.lane = lane
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.backlog: deque[tuple[Event, int]] = deque()
@@ -88,7 +86,7 @@ class Driver(ABC):
     """Runs rounds. `open`, `ready` and `wait` are called by the engine's threads."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, deque[Round]] = {}
+        self._lanes: dict[int, deque[Round]] = {}  # by communicator; there while it has rounds
 
     @abstractmethod
     def open(self, round_: Round) -> None:
@@ -119,13 +117,15 @@ class Driver(ABC):
 
     def _handle(self, round_: Round, event: Event | None, task: int) -> None:
         """Take one event (None: the round itself), and go on with every round that has come to the head of its lane."""
-        lane = self._lanes.setdefault(round_.lane, deque())
+        lane = self._lanes.setdefault(id(round_.transport), deque())
         if event is None:
             lane.append(round_)
         elif not round_.done.is_set():
             round_.backlog.append((event, task))
         while lane and self._drain(lane[0]):
             lane.popleft()
+        if not lane:
+            del self._lanes[id(round_.transport)]
 
     def _drain(self, round_: Round) -> bool:
         """Work through the backlog of the round at the head of its lane; return whether the round has ended."""

@@ -70,7 +70,8 @@ class Stats:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), {self.steps} rounds",
+            f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), "
+            f"{self.steps} rounds",
             f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
             f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]

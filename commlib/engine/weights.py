@@ -67,7 +67,7 @@ class WeightRounds:
         if due.take_background:
             self._take()
         if due.start:
-            self._start("background" if due.in_background else "foreground")
+            self._start()
             if not due.in_background:
                 self._wait_and_replace()
 
@@ -84,14 +84,14 @@ class WeightRounds:
             self._round = None
         self._transport.close()
 
-    def _start(self, lane: str) -> None:
+    def _start(self) -> None:
         tasks = []
         for idx, bucket in enumerate(self.buckets):
             bucket.load(self._tensors(bucket))
-            if lane == "background":
+            if self._copies:
                 self._copies[idx].copy_(bucket.flat)
             tasks.append(Task(bucket.describe, lambda bucket=bucket: self._algorithm.communicate(bucket, self._comm)))
-        self._round = Round(self._transport, tasks, self._algorithm.traits.window, lane)
+        self._round = Round(self._transport, tasks, self._algorithm.traits.window)
         self._driver.open(self._round)
         for idx in range(len(tasks)):
             self._driver.ready(self._round, idx)

@@ -155,11 +155,6 @@ class Transport(ABC):
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
 
-    @property
-    @abstractmethod
-    def has_pending(self) -> bool:
-        """Whether work was issued that has not completed."""
-
     @abstractmethod
     def issue(self, request: Request) -> Work:
         """Start `request` and return at once."""
@@ -178,4 +173,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the communicator. Harmless when the process group is gone already."""
+        """End all work and release the communicator. Harmless when done twice, or when the process group is gone."""

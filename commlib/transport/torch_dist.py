@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -92,8 +93,40 @@ class _Done:
 DONE: Work = _Done()
 
 
-#: How many communicators this process has made for each set of ranks; names the next one, alike on all of them.
-_num_made: collections.Counter[tuple[int, ...]] = collections.Counter()
+#: How many communicators this process has made on each group, by its name and ranks; names the next one.
+_num_made: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+
+_DRAIN_S = 5.0
+
+
+class _Connection:
+    """The backend object, its works and its end, apart from the transport so that a finalizer can hold it.
+
+    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that aborts
+    the process ("terminate called without an active exception"), so every connection is ended before: works are
+    aborted and waited for, then the backend is destroyed, which joins its threads.
+    """
+
+    def __init__(self) -> None:
+        self.backend: Any = None
+        self.pending: list[Any] = []
+
+    def has_pending(self) -> bool:
+        return any(not work.is_completed() for work in self.pending)
+
+    def abort(self) -> None:
+        if self.backend is not None:
+            with contextlib.suppress(Exception):
+                self.backend.abort()
+
+    def end(self) -> None:
+        if self.has_pending():
+            self.abort()
+            deadline = time.monotonic() + _DRAIN_S
+            while self.has_pending() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        self.pending = []
+        self.backend = None
 
 
 class TorchTransport(Transport):
@@ -119,15 +152,16 @@ class TorchTransport(Transport):
         self.timeout_s = timeout.total_seconds()
         self.bytes_sent = 0.0
         self._device = device
-        self._pending: list[Any] = []
-        self._failed = False
+        self._connection = _Connection()
+        self._finalizer = weakref.finalize(self, self._connection.end)
         ranks = tuple(dist.get_process_group_ranks(group))
-        _num_made[ranks] += 1
+        key = (group.group_name, ranks)
+        _num_made[key] += 1
         store = c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore(f"commlib/{'-'.join(map(str, ranks))}/{_num_made[ranks]}", store)
-        self._backend: Any = None
+        self._store = dist.PrefixStore(f"commlib/{'-'.join(map(str, ranks))}/{_num_made[key]}", store)
         try:
-            self._backend = _make_backend(group, device, self._store, timeout) if self.world_size > 1 else None
+            if self.world_size > 1:
+                self._connection.backend = _make_backend(group, device, self._store, timeout)
         except RuntimeError as error:
             raise self.diagnose(error, "making the communicator in commlib.wrap") from error
 
@@ -137,35 +171,31 @@ class TorchTransport(Transport):
             return self._issue_alone(request)
         if request.is_empty():
             return DONE
-        if self._backend is None:
+        if self._connection.backend is None:
             raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
         self.bytes_sent += request.wire_bytes(self.world_size)
         work = self._issue(request)
-        self._pending = [other for other in self._pending if not other.is_completed()]
-        self._pending.append(work)
+        pending = self._connection.pending
+        self._connection.pending = [*(other for other in pending if not other.is_completed()), work]
         return _TorchWork(work)
 
     def _issue(self, request: Request) -> Any:
+        backend = self._connection.backend
         match request:
             case AllReduce(tensor, op):
-                return self._backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
+                return backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
             case AllGather(output, input):
-                return self._backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
+                return backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
             case AllToAll(output, input):
-                return self._backend.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions))
+                return backend.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions))
             case Broadcast(tensor, source):
-                return self._backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
+                return backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
         raise TypeError(f"{type(request).__name__} is not a request that torch.distributed can run")
 
     def _issue_alone(self, request: Request) -> Work:
         if isinstance(request, AllGather | AllToAll):
             request.output.copy_(request.input)
         return DONE
-
-    @property
-    @override
-    def has_pending(self) -> bool:
-        return any(not work.is_completed() for work in self._pending)
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
@@ -189,7 +219,6 @@ class TorchTransport(Transport):
         Every rank that sees a failure writes so into the store, then aborts its communicator, which makes the others
         see it too; a rank that is dead, stopped or busy elsewhere writes nothing.
         """
-        self._failed = True
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         silent = self._silent_ranks()
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()
@@ -222,17 +251,11 @@ class TorchTransport(Transport):
 
     @override
     def abort(self) -> None:
-        self._failed = True
-        if self._backend is not None:
-            with contextlib.suppress(Exception):
-                self._backend.abort()
+        self._connection.abort()
 
     @override
     def close(self) -> None:
-        if self.has_pending:
-            self.abort()
-        self._backend = None
-        self._pending = []
+        self._finalizer()
 
 
 def _make_backend(group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta) -> Any:
