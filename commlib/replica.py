@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -38,11 +38,26 @@ class Replica:
         self.options: dict[str, Any] = {}
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
+        self.is_running = False
         self._broadcasts_buffers = broadcast_buffers
         self._after_sync = True  # as in DDP, buffers are copied before each forward that follows a synchronised one
         bare = object.__new__(model.__class__)
         bare.__dict__ = model.__dict__
         self.bare: nn.Module = bare
+
+    @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model; a call from within (recursion, or `forward` from `__call__`) is the user's alone."""
+        if self.is_running:
+            return forward(*args, **kwargs)
+        self.before_forward()
+        self.is_running = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.is_running = False
+        self.after_forward(output)
+        return output
 
     @torch._disable_dynamo
     def before_forward(self) -> None:
@@ -124,14 +139,17 @@ class Parallel:
 
     _commlib_replica: Replica
 
-    @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
+    @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, ready for a synchronised backward."""
-        replica = self._commlib_replica
-        replica.before_forward()
-        output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        replica.after_forward(output)
-        return output
+        """Run the model, ready for a synchronised backward."""
+        return self._commlib_replica.run(super().__call__, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; a direct call is ready for a synchronised backward too."""
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if self._commlib_replica.is_running:
+            return forward(*args, **kwargs)
+        return self._commlib_replica.run(forward, args, kwargs)
 
     @property
     def module(self) -> Any:

@@ -102,7 +102,7 @@ class Engine:
         self._slots = [Slot(parameter.name, parameter.param) for parameter in self.parameters]
         self._has_counts = False
         self._readiness = Readiness(len(self.parameters), self.device)
-        self._next_plan: Plan | None = None
+        self.next_plan: Plan | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, idx) for idx in range(len(self.parameters))]
 
@@ -131,8 +131,8 @@ class Engine:
 
     def install_pending(self) -> None:
         """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
-        if self._next_plan is not None and self._graph_task is None:
-            plan, self._next_plan = self._next_plan, None
+        if self.next_plan is not None and self._graph_task is None:
+            plan, self.next_plan = self.next_plan, None
             self._install(plan)
 
     def _make_plan(self) -> None:
@@ -146,7 +146,7 @@ class Engine:
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             cost = slowest(self.transport.gather_objects(cost)).competing_with_backward(1.0 - plans.spare_cores())
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)
-        self._next_plan = self.transport.gather_objects(plan)[0]
+        self.next_plan = self.transport.gather_objects(plan)[0]
 
     # --- one backward -----------------------------------------------------------------------------------------------
 
@@ -406,11 +406,6 @@ class Engine:
                 f"{self.error or type(self.error).__name__}"
             ) from self.error
 
-    @property
-    def pending_plan(self) -> Plan | None:
-        """The plan that the next forward changes to, if any."""
-        return self._next_plan
-
     def layout_changed(self) -> bool:
         """Return whether parameters were cast or moved to another device since their buckets were made."""
         return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in self.dense)
@@ -421,7 +416,7 @@ class Engine:
 
     def restore(self, plan: Plan, hook_counts: dict[str, int]) -> None:
         """Change to a plan from a checkpoint; nothing is profiled then."""
-        self._next_plan = None
+        self.next_plan = None
         self._has_counts = True
         for slot in self._slots:
             slot.expected = hook_counts.get(slot.name, 1)

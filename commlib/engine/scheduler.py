@@ -4,8 +4,8 @@ A *round* is one synchronisation: a task per bucket. On the CPU one thread per p
 model; on CUDA the collectives are issued from the thread that runs backward, onto one stream per bucket in flight, and
 the host never waits.
 
-[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened, which
-is the program's order and so the same on all ranks. Every model, and its rounds in the background, has one of its own.
+[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened,
+which is the program's order and so the same on all ranks. Every model has one, its rounds in the background another.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def save(engine: Engine) -> dict[str, Any]:
     if engine.weights is not None:
         engine.weights.drain()
     names = [parameter.name for parameter in engine.parameters]
-    pending = engine.pending_plan or engine.plan
+    pending = engine.next_plan or engine.plan
     return {
         "format": _FORMAT,
         "algorithm": engine.algorithm.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import pickle
 import threading
@@ -93,18 +92,16 @@ class _Done:
 DONE: Work = _Done()
 
 
-#: How many communicators this process has made on each group, by its name and ranks; names the next one.
-_num_made: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
-
+#: How long aborted works may take to end, in seconds.
 _DRAIN_S = 5.0
 
 
 class _Connection:
     """The backend object, its works and its end, apart from the transport so that a finalizer can hold it.
 
-    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that aborts
-    the process ("terminate called without an active exception"), so every connection is ended before: works are
-    aborted and waited for, then the backend is destroyed, which joins its threads.
+    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
+    aborts the process ("terminate called without an active exception"), so every connection is ended before: works
+    are aborted and waited for, then the backend is destroyed, which joins its threads.
     """
 
     def __init__(self) -> None:
@@ -154,11 +151,7 @@ class TorchTransport(Transport):
         self._device = device
         self._connection = _Connection()
         self._finalizer = weakref.finalize(self, self._connection.end)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        key = (group.group_name, ranks)
-        _num_made[key] += 1
-        store = c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore(f"commlib/{'-'.join(map(str, ranks))}/{_num_made[key]}", store)
+        self._store = _fresh_store(group)
         try:
             if self.world_size > 1:
                 self._connection.backend = _make_backend(group, device, self._store, timeout)
@@ -256,6 +249,16 @@ class TorchTransport(Transport):
     @override
     def close(self) -> None:
         self._finalizer()
+
+
+def _fresh_store(group: dist.ProcessGroup) -> dist.Store:
+    """Return a part of the group's store that no earlier communicator has used.
+
+    Each rank counts its communicators in the store itself, so the counts are as old as the store's other keys.
+    """
+    store = c10d._get_process_group_store(group)
+    count = store.add(f"commlib/made/{group.rank()}", 1)
+    return dist.PrefixStore(f"commlib/{count}", store)
 
 
 def _make_backend(group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta) -> Any:
