@@ -3,7 +3,8 @@
 Not for direct use: step.py and convergence.py start it.
 """
 
-from __future__ import annotations
+from __future__ import dataclasses
+import annotations
 
 import ctypes
 import datetime
@@ -68,7 +69,9 @@ class Racer:
 
         stats = commlib.stats(self.model)
         buckets = [bucket.nbytes for bucket in stats.buckets]
-        return {"plan": stats.plan, "bucket_bytes": buckets, "reported_wire_bytes": stats.wire_bytes_per_step}
+        cost = None if stats.cost is None else dataclasses.asdict(stats.cost)
+        sent = stats.wire_bytes_per_step
+        return {"plan": stats.plan, "plan_cost": cost, "bucket_bytes": buckets, "reported_wire_bytes": sent}
 
 
 class Bench:

@@ -144,7 +144,7 @@ class Engine:
             with torch.no_grad():
                 max_bytes = max((bucket.nbytes for bucket in self.dense), default=0)
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
-            cost = slowest(self.transport.gather_objects(cost)).competing_with_backward(1.0 - plans.spare_cores())
+            cost = slowest(self.transport.gather_objects(cost))
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)
         self.next_plan = self.transport.gather_objects(plan)[0]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from commlib.engine import planner
 from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
@@ -80,13 +77,6 @@ def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) ->
         else:
             buckets.append(Bucket(idx, own, num_flags if idx == dense[-1] else 0))
     return buckets
-
-
-def spare_cores() -> float:
-    """Return how many cores each local rank has beyond its compute threads, at most 1, at least 0."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(1.0, max(0.0, cores / local_ranks - torch.get_num_threads()))
 
 
 def _by_size(cap_bytes: int) -> Cut:

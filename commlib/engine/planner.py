@@ -2,14 +2,15 @@
 
 [Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
 gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`.
-Every collective also takes `cpu_s` of the processor away from backward. The step ends when backward and the last bucket
-have ended; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
+While a bucket travels it also takes `cpu_s + n * cpu_s_per_byte` from backward where it competes for the processor, which
+makes all later gradients ready later. The last gradient is taken to be ready when backward ends, and the step to end
+with its bucket; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,18 +29,14 @@ class Cost:
     Attributes:
         latency_s: Seconds of a bucket with nothing in it.
         s_per_byte: Seconds for each byte of gradients.
-        cpu_s: Processor seconds that a bucket takes from backward, whatever its size.
-        cpu_s_per_byte: Processor seconds for each byte of gradients.
+        cpu_s: Seconds that a bucket takes from backward, whatever its size, by competing for the processor.
+        cpu_s_per_byte: The same for each byte of gradients.
     """
 
     latency_s: float
     s_per_byte: float
     cpu_s: float = 0.0
     cpu_s_per_byte: float = 0.0
-
-    def competing_with_backward(self, share: float) -> Cost:
-        """Return the cost where only `share` of the processor time is taken from backward; the rest has a free core."""
-        return replace(self, cpu_s=self.cpu_s * share, cpu_s_per_byte=self.cpu_s_per_byte * share)
 
     def seconds(self, nbytes: float) -> float:
         """Return the predicted seconds of a bucket of `nbytes`."""
@@ -83,22 +80,30 @@ def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backwar
     if not len(nbytes):
         return []
     ends = _pieces(nbytes)
-    ready = np.maximum.accumulate(np.asarray(ready_s, dtype=float))[np.array(ends) - 1]
+    ready = _latest(ready_s, backward_s)[np.array(ends) - 1]
     total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)[np.array(ends) - 1]])
-    return [ends[piece - 1] for piece in _best_cut(ready, total, cost, backward_s)]
+    return [ends[piece - 1] for piece in _best_cut(ready, total, cost)]
 
 
 def predict(
     ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float, ends: Sequence[int]
 ) -> float:
     """Return the predicted seconds from the start of backward to the end of the last bucket, for given boundaries."""
-    latest = np.maximum.accumulate(np.asarray(ready_s, dtype=float))
+    latest = _latest(ready_s, backward_s)
     total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
     finish, start = 0.0, 0
     for count, end in enumerate(ends):
-        finish = max(finish, latest[end - 1] + cost.cpu_s * count) + cost.seconds(total[end] - total[start])
+        delay = cost.cpu_s * count + cost.cpu_s_per_byte * total[start]
+        finish = max(finish, latest[end - 1] + delay) + cost.seconds(total[end] - total[start])
         start = end
-    return max(finish, backward_s + cost.cpu_s * len(ends))
+    return finish
+
+
+def _latest(ready_s: Sequence[float], backward_s: float) -> np.ndarray:
+    """Return when each gradient and all before it are ready; the last one at the end of backward."""
+    latest = np.maximum.accumulate(np.asarray(ready_s, dtype=float))
+    latest[-1] = max(latest[-1], backward_s)
+    return latest
 
 
 def _pieces(nbytes: Sequence[int]) -> list[int]:
@@ -108,7 +113,7 @@ def _pieces(nbytes: Sequence[int]) -> list[int]:
     return by_size(nbytes, max(1, 2 * sum(nbytes) // _MAX_PIECES))
 
 
-def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost, backward_s: float) -> list[int]:
+def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost) -> list[int]:
     """Minimise over the number of buckets and their ends; `total[j]` is the bytes of the first j pieces."""
     num_pieces = len(ready)
     finish = np.full(num_pieces + 1, np.inf)
@@ -116,15 +121,15 @@ def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost, backward_s: floa
     best, best_s, choices = 0, np.inf, []
     for count in range(min(num_pieces, _MAX_BUCKETS)):
         # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; earlier is never worse.
-        starts = np.maximum(finish[None, :-1], (ready + cost.cpu_s * count)[:, None])
+        delay = cost.cpu_s * count + cost.cpu_s_per_byte * total[None, :-1]
+        starts = np.maximum(finish[None, :-1], ready[:, None] + delay)
         ends = starts + cost.latency_s + cost.s_per_byte * (total[1:, None] - total[None, :-1])
         ends[np.triu_indices(num_pieces, k=1)] = np.inf  # a bucket holds at least one piece
         choice = ends.argmin(axis=1)
         choices.append(choice)
         finish = np.concatenate([[np.inf], ends[np.arange(num_pieces), choice]])
-        step_s = max(finish[-1], backward_s + cost.cpu_s * (count + 1))
-        if step_s < best_s:
-            best, best_s = count, step_s
+        if finish[-1] < best_s:
+            best, best_s = count, finish[-1]
     cut, piece = [], num_pieces
     for count in range(best, -1, -1):
         cut.append(piece)

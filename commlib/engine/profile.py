@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from commlib.transport.base import Communicator, Transport
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
-_REPETITIONS = 6
+_REPETITIONS = 5
+#: Rounds slower than this are timed twice only.
+_SLOW_S = 0.1
 
 
 class Scratch:
@@ -92,7 +95,8 @@ def measure_cost(
     """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
 
     Collective: every rank must call it. Several buckets are in flight at once, so that the latency is what remains when
-    the next bucket is already under way.
+    the next bucket is already under way. What a bucket takes from backward is how much less a loop of small matrix
+    products gets done while the buckets travel; all ranks run it at the same time, as they do backward.
 
     Args:
         algorithm: Copied, not changed.
@@ -103,31 +107,86 @@ def measure_cost(
         max_bytes: Scratch buckets are no larger together, so that the measurement needs no more memory than the model.
     """
     wall: list[tuple[int, float]] = []
-    cpu: list[tuple[int, float]] = []
+    stolen: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(_PROBES):
         nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
         buckets = [Scratch(idx, nbytes, device) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm.rank, comm.world_size, buckets, device))
-        samples = []
-        for _ in range(_REPETITIONS):
-            tasks = [Task(_probe_name, _begin(trial, bucket, comm)) for bucket in buckets]
-            samples.append(_timed(Round(transport, tasks, algorithm.traits.window), driver, device))
-        wall_s, cpu_s = (sorted(column[1:])[(_REPETITIONS - 1) // 2] for column in zip(*samples, strict=True))
-        wall.append((nbytes, wall_s / count))
-        cpu.append((nbytes, cpu_s / count))
-    return Cost(*fit(wall), *fit(cpu))
+        probe = _Probe(trial, buckets, transport, comm, driver, device)
+        first_s = max(transport.gather_objects(probe.seconds()))
+        repetitions = _REPETITIONS if first_s < _SLOW_S else 2
+        seconds = median(transport.gather_objects(median(probe.seconds() for _ in range(repetitions))))
+        wall.append((nbytes, seconds / count))
+        if device.type == "cpu":
+            stolen.append((nbytes, probe.stolen_seconds(1.5 * seconds, repetitions) / count))
+    return Cost(*fit(wall), *_through_ends(stolen))
 
 
-def _timed(round_: Round, driver: Driver, device: torch.device) -> tuple[float, float]:
-    start, cpu_start = time.perf_counter(), time.process_time()
-    driver.open(round_)
-    for idx in range(len(round_.tasks)):
-        driver.ready(round_, idx)
-    driver.wait(round_)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, time.process_time() - cpu_start
+class _Probe:
+    """Rounds of scratch buckets, timed."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        buckets: Sequence[Scratch],
+        transport: Transport,
+        comm: Communicator,
+        driver: Driver,
+        device: torch.device,
+    ) -> None:
+        self._make = lambda: Round(
+            transport,
+            [Task(_probe_name, _begin(algorithm, bucket, comm)) for bucket in buckets],
+            algorithm.traits.window,
+        )
+        self._driver = driver
+        self._device = device
+
+    def _start(self) -> Round:
+        round_ = self._make()
+        self._driver.open(round_)
+        for idx in range(len(round_.tasks)):
+            self._driver.ready(round_, idx)
+        return round_
+
+    def seconds(self) -> float:
+        """Return how long one round takes."""
+        start = time.perf_counter()
+        self._driver.wait(self._start())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start
+
+    def stolen_seconds(self, duration_s: float, repetitions: int) -> float:
+        """Return the seconds that one round takes from a computation of `duration_s`, which outlasts the round."""
+        alone, beside = [], []
+        for _ in range(repetitions):
+            alone.append(_work_done(duration_s))
+            round_ = self._start()
+            beside.append(_work_done(duration_s))
+            self._driver.wait(round_)
+        return duration_s * max(0.0, 1.0 - median(beside) / median(alone))
+
+
+def _work_done(duration_s: float) -> int:
+    """Return how many small matrix products this thread does in that time."""
+    a = torch.ones(64, 64)
+    end = time.perf_counter() + duration_s
+    count = 0
+    while time.perf_counter() < end:
+        torch.mm(a, a)
+        count += 1
+    return count
+
+
+def _through_ends(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return intercept and slope of the line through the smallest and the largest sample, neither negative."""
+    if not samples:
+        return 0.0, 0.0
+    (small, small_s), (large, large_s) = samples[0], samples[-1]
+    slope = max(0.0, (large_s - small_s) / (large - small))
+    return max(0.0, small_s - slope * small), slope
 
 
 def _begin(algorithm: Algorithm, bucket: Scratch, comm: Communicator) -> Callable[[], Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from commlib.engine.bucket import Bucket, SparseBucket
+from commlib.engine.planner import Cost
 
 if TYPE_CHECKING:
     from commlib.engine.engine import Engine
@@ -53,6 +54,7 @@ class Stats:
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
         exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
+        cost: What a bucket was measured to cost, on the slowest rank; None where the plan was not measured.
         buckets: One entry per bucket.
     """
 
@@ -66,6 +68,7 @@ class Stats:
     raw_bytes_per_step: float
     compression_ratio: float
     exposed_s: float
+    cost: Cost | None
     buckets: tuple[BucketStats, ...]
 
     def __str__(self) -> str:
@@ -75,6 +78,11 @@ class Stats:
             f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
             f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]
+        if self.cost is not None:
+            lines.append(
+                f"  measured: {self.cost.latency_s * 1e3:.2f} ms a bucket and {self.cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB, "
+                f"of which {self.cost.cpu_s * 1e3:.2f} ms and {self.cost.cpu_s_per_byte * 2**20 * 1e3:.2f} ms from backward"
+            )
         for bucket in self.buckets:
             ready = "" if bucket.ready_s is None else f", ready at {bucket.ready_s * 1e3:.1f} ms"
             lines.append(
@@ -100,6 +108,7 @@ def collect(engine: Engine) -> Stats:
         raw_bytes_per_step=raw,
         compression_ratio=raw / sent if sent else 1.0,
         exposed_s=engine.exposed_s,
+        cost=engine.plan.cost,
         buckets=tuple(_of_bucket(engine, bucket) for bucket in engine.buckets),
     )
 

@@ -14,13 +14,13 @@ from commlib.engine.planner import Cost, by_size, by_time, fit, predict
 pieces = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100)), min_size=1, max_size=8)
 
 
-@given(pieces, st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 0.1))
+@given(pieces, st.floats(0, 0.1), st.floats(0, 0.01), st.floats(0, 0.1), st.floats(0, 0.01))
 def test_no_other_boundaries_are_predicted_to_be_faster(
-    gradients: list[tuple[float, int]], latency_s: float, s_per_byte: float, cpu_s: float
+    gradients: list[tuple[float, int]], latency_s: float, s_per_byte: float, cpu_s: float, cpu_b: float
 ) -> None:
     ready = sorted(at for at, _ in gradients)
     nbytes = [size for _, size in gradients]
-    cost = Cost(latency_s, s_per_byte, cpu_s)
+    cost = Cost(latency_s, s_per_byte, cpu_s, cpu_b)
     ends = by_time(ready, nbytes, cost, backward_s=1.0)
     assert ends[-1] == len(nbytes)
     assert ends == sorted(set(ends))
