@@ -132,7 +132,10 @@ def rows(
 
 def _details(measured: dict[str, Any]) -> dict[str, Any]:
     reported = measured["exposed_s"]
-    details = {key: measured.get(key) for key in ("reported_wire_bytes", "plan", "bucket_bytes", "loss", "blocks_s")}
+    details = {
+        key: measured.get(key)
+        for key in ("reported_wire_bytes", "plan", "plan_cost", "bucket_bytes", "loss", "blocks_s")
+    }
     return {"reported_exposed_s": float(np.median(reported)) if reported else None, **details}
 
 

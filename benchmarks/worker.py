@@ -3,10 +3,10 @@
 Not for direct use: step.py and convergence.py start it.
 """
 
-from __future__ import dataclasses
-import annotations
+from __future__ import annotations
 
 import ctypes
+import dataclasses
 import datetime
 import gc
 import hashlib

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from commlib.engine import planner
 from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
 

@@ -79,9 +79,11 @@ class Stats:
             f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]
         if self.cost is not None:
+            per_bucket, per_mib = self.cost.latency_s * 1e3, self.cost.s_per_byte * 2**20 * 1e3
+            cpu_bucket, cpu_mib = self.cost.cpu_s * 1e3, self.cost.cpu_s_per_byte * 2**20 * 1e3
             lines.append(
-                f"  measured: {self.cost.latency_s * 1e3:.2f} ms a bucket and {self.cost.s_per_byte * 2**20 * 1e3:.2f} ms a MiB, "
-                f"of which {self.cost.cpu_s * 1e3:.2f} ms and {self.cost.cpu_s_per_byte * 2**20 * 1e3:.2f} ms from backward"
+                f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB; takes from backward "
+                f"{cpu_bucket:.2f} ms a bucket and {cpu_mib:.2f} ms a MiB"
             )
         for bucket in self.buckets:
             ready = "" if bucket.ready_s is None else f", ready at {bucket.ready_s * 1e3:.1f} ms"
