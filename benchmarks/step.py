@@ -132,10 +132,8 @@ def rows(
 
 def _details(measured: dict[str, Any]) -> dict[str, Any]:
     reported = measured["exposed_s"]
-    details = {
-        key: measured.get(key)
-        for key in ("reported_wire_bytes", "plan", "plan_cost", "bucket_bytes", "loss", "blocks_s")
-    }
+    keys = ("reported_wire_bytes", "plan", "plan_cost", "bucket_bytes", "loss", "blocks_s")
+    details = {key: measured.get(key) for key in keys}
     return {"reported_exposed_s": float(np.median(reported)) if reported else None, **details}
 
 

@@ -81,7 +81,7 @@ class Replica:
             )
         engine.check()
         self.structure.check(self.bare)
-        if self.structure.requires_grad_changed() or engine.layout_changed():
+        if self.structure.was_unfrozen() or engine.found_frozen or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -147,20 +147,20 @@ class Structure:
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
-        self._parameters = list(model.parameters())
+        self._filled = [table for table in self._tables if table]
+        self._lengths = list(map(len, self._tables))
+        self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._ids = self._current_ids()
-        self._requires_grad = self._current_requires_grad()
 
-    def _current_ids(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
+    def _is_same(self) -> bool:
+        # This runs before every forward: a few passes in C over all entries.
+        entries = itertools.chain.from_iterable(map(dict.values, self._filled))
+        return list(map(len, self._tables)) == self._lengths and all(map(is_, entries, self._entries))
 
-    def _current_requires_grad(self) -> list[bool]:
-        return list(map(attrgetter("requires_grad"), self._parameters))
-
-    def requires_grad_changed(self) -> bool:
-        """Return whether parameters were frozen or unfrozen."""
-        return self._current_requires_grad() != self._requires_grad
+    def was_unfrozen(self) -> bool:
+        """Return whether a parameter that was frozen requires a gradient now."""
+        return any(parameter.requires_grad for parameter in self._frozen)
 
     def check(self, model: nn.Module) -> None:
         """Raise where parameters were added, removed or replaced.
@@ -168,7 +168,7 @@ class Structure:
         Raises:
             ConfigError: Names them.
         """
-        if self._current_ids() == self._ids:
+        if self._is_same():
             return
         now = dict(model.named_parameters())
         added = [name for name, parameter in now.items() if id(parameter) not in self._names]

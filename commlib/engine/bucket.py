@@ -23,20 +23,22 @@ class Slot:
         name: The parameter's name in the model.
         param: The parameter.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
+        run: The run that it is gathered with.
         expected: How often the gradient hook fires in one backward; recorded in the first one.
-        fired: How often it has fired in this one.
+        left: How often it has yet to fire in this one.
         had_gradient: Whether this rank had a gradient for it in this round.
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
     """
 
-    __slots__ = ("expected", "fired", "graph_gradient", "had_gradient", "name", "param", "view")
+    __slots__ = ("expected", "graph_gradient", "had_gradient", "left", "name", "param", "run", "view")
 
     def __init__(self, name: str, param: torch.nn.Parameter) -> None:
         self.name = name
         self.param = param
         self.view = _NO_VIEW
+        self.run: Run | None = None
         self.expected = 1
-        self.fired = 0
+        self.left = 1
         self.had_gradient = True
         self.graph_gradient: torch.Tensor | None = None
 
@@ -58,13 +60,15 @@ class Run:
         self.slots = list(slots)
         self.pending = len(self.slots)
         self.is_placed = False
+        for slot in self.slots:
+            slot.run = self
 
     def start_backward(self) -> None:
         """Expect every gradient anew."""
         self.pending = len(self.slots)
         self.is_placed = False
         for slot in self.slots:
-            slot.fired = 0
+            slot.left = slot.expected
 
     def place(self, divisor: float) -> None:
         """Bring the gradients into the bucket's buffer, if it has one."""
@@ -98,15 +102,15 @@ class FlatRun(Run):
         if not self._pack_natively(gradients, divisor):
             self._pack_with_torch(gradients, divisor)
         self.is_placed = self.is_plain = True
+        creates_graph = torch.is_grad_enabled()
         for slot, gradient in zip(self.slots, gradients, strict=True):
-            if gradient is slot.view:
-                slot.had_gradient = True
-            elif gradient is None or gradient.requires_grad:
-                slot.had_gradient = gradient is not None
+            slot.had_gradient = True
+            if gradient is None:
+                slot.had_gradient = self.is_plain = False
+            elif creates_graph and gradient.requires_grad:
                 slot.graph_gradient = gradient
                 self.is_plain = False
-            else:
-                slot.had_gradient = True
+            elif gradient is not slot.view:
                 slot.param.grad = slot.view
 
     def divide(self, divisor: float) -> None:
@@ -246,7 +250,7 @@ class Bucket:
         """Let go of the buffer now: runs and views refer to each other, and a collection may be far away."""
         self.runs.clear()
         for slot in self.slots:
-            slot.view = _NO_VIEW
+            slot.view, slot.run = _NO_VIEW, None
         self.flat = self.flags = self.payload = _NO_VIEW
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:

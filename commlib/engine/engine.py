@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
+from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
@@ -28,7 +29,6 @@ from commlib.engine.profile import Readiness, measure_cost, slowest
 from commlib.engine.scheduler import Round, Task, acquire
 from commlib.engine.weights import WeightRounds
 from commlib.errors import CommlibError
-from commlib.primitives.centralized import centralized_full_precision, sparse_sum
 from commlib.transport.base import Communication, Communicator, Transport
 
 _log = logging.getLogger("commlib")
@@ -70,6 +70,7 @@ class Engine:
         is_alone = transport.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients
         self.require_sync = True
+        self.found_frozen = False  # a parameter in a bucket does not require a gradient any more
         self.has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
         self._has_warned = False
         self.error: BaseException | None = None
@@ -84,11 +85,9 @@ class Engine:
         self._sync = False
         self._is_profiling = False
         self._early_divisor = 1.0
-        self._round: Round | None = None
+        self._round: GradientRound | None = None
         self.last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
         self.last_seconds: list[float] = []
-        self._launched: list[bool] = []
-        self._num_left = 0
         self._is_flushed = False
         self._hooks: list[Any] = []
         self.dense = []
@@ -100,11 +99,11 @@ class Engine:
             hook.remove()
         self.parameters = list(parameters)
         self._slots = [Slot(parameter.name, parameter.param) for parameter in self.parameters]
-        self._has_counts = False
+        self._has_counts = self.found_frozen = False
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
-        self._hooks = [] if self.is_idle else [_hook(self, idx) for idx in range(len(self.parameters))]
+        self._hooks = [] if self.is_idle else [_hook(self, self._slots, idx) for idx in range(len(self.parameters))]
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -115,12 +114,9 @@ class Engine:
             bucket.release()
         self.dense: list[Bucket] = []
         self.buckets: list[Bucket | SparseBucket] = []
-        self._run_of: list[Run] = []
         if self.is_idle:
             return
         self.buckets = plans.build(plan, self.parameters, self._slots)
-        run_of = {id(slot): run for bucket in self.buckets for run in bucket.runs for slot in run.slots}
-        self._run_of = [run_of[id(slot)] for slot in self._slots]
         self.dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
         for bucket in self.dense:
             bucket.adopt_existing()
@@ -163,7 +159,7 @@ class Engine:
             self._graph_task = torch._C._current_graph_task_id()
             _in_backward.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self._sync = False
+            self._sync = self._is_profiling = self._is_flushed = False
             # Until it is known how often each hook fires, a gradient that is placed may still grow: divide at the end.
             divisor = self._current_algorithm().predivisor(self.comm) if self._has_counts else 1.0
             for bucket in self.buckets:
@@ -194,139 +190,93 @@ class Engine:
         if complete and not self._is_profiling:  # an unsynchronised forward shares this backward, and came first
             self._open_round()
             for bucket in complete:
-                self._launch(bucket)
+                self._round.launch(bucket)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def on_gradient(self, idx: int) -> None:
-        """Take note that parameter `idx` has its gradient in `param.grad`."""
+    def on_gradient(self, slot: Slot, idx: int) -> None:
+        """Take note that a parameter has its gradient in `param.grad`. Runs for each of them: every line counts."""
         if self._graph_task is None:
             self._begin_unannounced()
-        if self._sync:
-            if self._round is None:
-                self._open_round()
-            if self._is_profiling:
-                self._readiness.mark(idx)
-        slot, run = self._slots[idx], self._run_of[idx]
-        slot.fired += 1
-        if slot.fired == slot.expected:
-            run.pending -= 1
-            if run.pending == 0:
-                self._run_complete(run)
-        elif slot.fired > slot.expected and run.is_placed and self._has_counts:
+        if self._is_profiling:
+            self._readiness.mark(idx)
+        slot.left = left = slot.left - 1
+        if left == 0:
+            run = slot.run
+            run.pending -= 1  # pyright: ignore[reportOptionalMemberAccess]
+            if run.pending == 0:  # pyright: ignore[reportOptionalMemberAccess]
+                self._run_complete(run)  # pyright: ignore[reportArgumentType]
+        elif left < 0 and self._has_counts:
+            self._fired_again(slot)
+
+    def _fired_again(self, slot: Slot) -> None:
+        if slot.run is not None and slot.run.is_placed:
             raise CommlibError(
                 f"rank {self.comm.rank}: a further gradient of {slot.name!r} came after it had been gathered: it was "
-                f"ready {slot.fired} times in this backward and {slot.expected} times in the first one. Run the model "
-                "the same way in every step, or use checkpoint(..., use_reentrant=False)."
+                f"ready {slot.expected - slot.left} times in this backward and {slot.expected} times in the first one. "
+                "Run the model the same way in every step, or use checkpoint(..., use_reentrant=False)."
             )
 
     def _run_complete(self, run: Run) -> None:
         """All gradients of the run are there."""
         run.bucket.pending -= 1
         if self._sync:
+            if self._round is None:
+                self._open_round()
             run.place(self._early_divisor)
             if run.bucket.pending == 0 and not self._is_profiling:
-                self._launch(run.bucket)
+                self._round.launch(run.bucket)  # pyright: ignore[reportOptionalMemberAccess]
 
     def _open_round(self) -> None:
         algorithm = self._current_algorithm()
-        tasks = [Task(bucket.describe, self._communication(algorithm, bucket)) for bucket in self.buckets]
-        if self.dense and not algorithm.traits.reduces_flags:
-            flags = self.dense[-1].flags
-            tasks.append(
-                Task(lambda: "the flags of unused parameters", lambda: centralized_full_precision(flags, self.comm))
-            )
-        self._round = Round(self.transport, tasks, algorithm.traits.window)
-        self._launched = [False] * len(self.buckets)
-        self._num_left = len(self.buckets)
-        self._is_flushed = False
-        self.driver.open(self._round)
+        self._round = GradientRound(self.buckets, algorithm, self.comm, self.transport, self.driver)
 
     def _current_algorithm(self) -> Algorithm:
         return self._warm_up if self.schedule.warming_up else self.algorithm
 
-    def _communication(self, algorithm: Algorithm, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
-        if isinstance(bucket, SparseBucket):
-            return lambda: sparse_sum(bucket.gradient(), bucket.slots[0].param, self.comm, bucket.result)
-        return lambda: algorithm.communicate(bucket, self.comm)
-
-    def _launch(self, bucket: Bucket | SparseBucket) -> None:
-        """Gather the bucket and give it to the driver.
-
-        The bucket that carries the flags leaves last: only then is it known which parameters had a gradient.
-        """
-        assert self._round is not None
-        carries_flags = bool(self.dense) and bucket is self.dense[-1]
-        if self._launched[bucket.index] or (carries_flags and self._num_left > 1):
-            return
-        if isinstance(bucket, Bucket):
-            bucket.gather(self._current_algorithm().predivisor(self.comm))
-        self._send(bucket)
-        last = self.dense[-1] if self.dense else None
-        if self._num_left == 1 and last is not None and last.pending == 0:
-            self._launch(last)
-
-    def _send(self, bucket: Bucket | SparseBucket) -> None:
-        assert self._round is not None
-        self._launched[bucket.index] = True
-        self._num_left -= 1
-        if self._num_left == 0 and self.dense:
-            self._write_flags(self.dense[-1].flags)
-        self.driver.ready(self._round, bucket.index)
-        if self._num_left == 0 and not self._current_algorithm().traits.reduces_flags and self.dense:
-            self.driver.ready(self._round, len(self.buckets))
-
-    def _write_flags(self, flags: torch.Tensor) -> None:
-        had = [slot.had_gradient for bucket in self.dense for slot in bucket.slots]
-        if all(had):
-            flags.fill_(1)
-        else:
-            flags.copy_(torch.tensor(had, dtype=flags.dtype))
-
     def _flush(self) -> None:
-        """Launch what is not complete: some parameter had no gradient in this backward."""
-        if self._round is None or self._is_flushed:
+        """Launch what is not complete. Every model in this backward does so before any of them waits."""
+        if self._is_flushed:
             return
         self._is_flushed = True
-        if self._is_profiling:
-            self._readiness.end()
-        self._count_hooks()
-        for bucket in self.buckets:
-            if not (self.dense and bucket is self.dense[-1]):
-                self._launch(bucket)
-        if self.dense:
-            self._launch(self.dense[-1])
+        has_gradients = self._round is not None or self._any_gradient()
+        if not self._has_counts and has_gradients:
+            self._count_hooks()
+        if self._sync and has_gradients:
+            if self._is_profiling:
+                self._readiness.end()
+            if self._round is None:
+                self._open_round()
+            self._round.flush()  # pyright: ignore[reportOptionalMemberAccess]
 
     def _count_hooks(self) -> None:
-        if not self._has_counts:
-            self._has_counts = True
-            for slot in self._slots:
-                slot.expected = max(1, slot.fired)
+        self._has_counts = True
+        for slot in self._slots:
+            slot.expected = max(1, slot.expected - slot.left)
 
     def _end(self) -> None:
         """The callback at the end of backward."""
         for engine in [e for e in _in_backward if e._graph_task == self._graph_task]:
             engine._flush()
-        self._count_hooks_of_quiet_backward()
         round_, self._round = self._round, None
         try:
             if round_ is not None:
                 self._finish(round_)
         except BaseException as error:
             self.error = error
-            self.driver.cancel(round_, error) if round_ is not None else None
+            if round_ is not None:
+                round_.cancel(error)
             raise
         finally:
             self._graph_task = None
             _in_backward.discard(self)
 
-    def _count_hooks_of_quiet_backward(self) -> None:
-        if self._round is None and any(slot.fired for slot in self._slots):
-            self._count_hooks()
+    def _any_gradient(self) -> bool:
+        return any(slot.left != slot.expected for slot in self._slots)
 
-    def _finish(self, round_: Round) -> None:
+    def _finish(self, round_: GradientRound) -> None:
         start = time.perf_counter()
-        self.driver.wait(round_)
+        round_.wait()
         self.exposed_s = time.perf_counter() - start
-        self._publish()
+        self.found_frozen |= round_.publish()
         self.last_sent = [task.sent_bytes for task in round_.tasks]
         self.last_seconds = [task.ended_s - task.began_s for task in round_.tasks]
         self.num_rounds += 1
@@ -335,19 +285,6 @@ class Engine:
         needed = 1 if self._cap_bytes is not None else _PROFILED_BACKWARDS
         if self._is_profiling and self._readiness.num_backwards >= needed:
             self._make_plan()
-
-    def _publish(self) -> None:
-        divisor = self._current_algorithm().divisor(self.comm)
-        flags: list[bool] | None = None
-        start = 0
-        for bucket in self.buckets:
-            if isinstance(bucket, SparseBucket):
-                bucket.finish(divisor)
-                continue
-            if not bucket.is_plain:
-                flags = flags or [value > 0 for value in self.dense[-1].flags.tolist()]
-                bucket.finish(flags[start : start + len(bucket.slots)])
-            start += len(bucket.slots)
 
     def run(self, what: str, communication: Communication) -> None:
         """Run one communication on its own, now, and wait for it. For set-up, buffers and the like."""
@@ -374,10 +311,7 @@ class Engine:
         self._open_round()
         round_, self._round = self._round, None
         assert round_ is not None
-        for bucket in self.dense:
-            bucket.zero()
-        for idx in range(len(round_.tasks)):
-            self.driver.ready(round_, idx)
+        round_.contribute_nothing()
         self._finish(round_)
 
     # --- weights and optimizer state --------------------------------------------------------------------------------
@@ -431,17 +365,17 @@ class Engine:
             self._step_hook.remove()
             self.weights.close()
         if self._round is not None:
-            self.driver.cancel(self._round, CommlibError("the model was unwrapped during backward"))
+            self._round.cancel(CommlibError("the model was unwrapped during backward"))
         self._finalizer()
         self.transport.close()
 
 
-def _hook(engine: Engine, idx: int) -> Any:
+def _hook(engine: Engine, slots: Sequence[Slot], idx: int) -> Any:
     """Register the gradient hook of one parameter; it does not keep the engine alive."""
-    reference = weakref.ref(engine)
+    reference, slot = weakref.ref(engine), slots[idx]
 
     def on_gradient(_: torch.Tensor) -> None:
         if (engine := reference()) is not None:
-            engine.on_gradient(idx)
+            engine.on_gradient(slot, idx)
 
-    return engine.parameters[idx].param.register_post_accumulate_grad_hook(on_gradient)
+    return slot.param.register_post_accumulate_grad_hook(on_gradient)

@@ -3,8 +3,9 @@
 [Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
 gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`.
 While a bucket travels it also takes `cpu_s + n * cpu_s_per_byte` from backward where it competes for the processor,
-which makes all later gradients ready later. The last gradient is taken to be ready when backward ends, and the step to end
-with its bucket; the boundaries that minimise that time are found exactly, by dynamic programming over their number.
+which makes all later gradients ready later. The last gradient is taken to be ready when backward ends, and the step
+to end with its bucket; the boundaries that minimise that time are found exactly, by dynamic programming over their
+number.
 """
 
 from __future__ import annotations

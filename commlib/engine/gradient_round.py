@@ -1,0 +1,132 @@
+"""One synchronisation of gradients: from buckets that are complete to gradients that are communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commlib.algorithms.base import Algorithm
+from commlib.engine.bucket import Bucket, SparseBucket
+from commlib.engine.scheduler import Driver, Round, Task
+from commlib.primitives.centralized import centralized_full_precision, sparse_sum
+from commlib.transport.base import Communication, Communicator, Transport
+
+
+class GradientRound:
+    """Takes the buckets of a plan in any order, each once.
+
+    The bucket that carries the flags leaves last: only then is it known which parameters had a gradient. An algorithm
+    that cannot sum them with its values (`Traits.reduces_flags`) has them sent by themselves, as one more task.
+
+    Args:
+        buckets: All buckets of the plan, in its order.
+        algorithm: What to do with a bucket.
+        comm: The group.
+        transport: Carries the round.
+        driver: Runs it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket | SparseBucket],
+        algorithm: Algorithm,
+        comm: Communicator,
+        transport: Transport,
+        driver: Driver,
+    ) -> None:
+        self._buckets = buckets
+        self._dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        self._last = self._dense[-1] if self._dense else None
+        self._algorithm = algorithm
+        self._comm = comm
+        self._driver = driver
+        self._launched = [False] * len(buckets)
+        self._num_left = len(buckets)
+        tasks = [Task(bucket.describe, self._communication(bucket)) for bucket in buckets]
+        self._sends_flags = self._last is not None and not algorithm.traits.reduces_flags
+        if self._sends_flags:
+            tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
+        self._round = Round(transport, tasks, algorithm.traits.window)
+        driver.open(self._round)
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The round's tasks: one per bucket, in plan order, and perhaps one for the flags."""
+        return self._round.tasks
+
+    def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
+        if isinstance(bucket, SparseBucket):
+            return lambda: sparse_sum(bucket.gradient(), bucket.slots[0].param, self._comm, bucket.result)
+        return lambda: self._algorithm.communicate(bucket, self._comm)
+
+    def _communicate_flags(self) -> Communication:
+        assert self._last is not None
+        return centralized_full_precision(self._last.flags, self._comm)
+
+    def launch(self, bucket: Bucket | SparseBucket) -> None:
+        """Gather the bucket and give it to the driver; the one with the flags is held back until it is the last."""
+        if self._launched[bucket.index] or (bucket is self._last and self._num_left > 1):
+            return
+        if isinstance(bucket, Bucket):
+            bucket.gather(self._algorithm.predivisor(self._comm))
+        self._send(bucket)
+        if self._num_left == 1 and self._last is not None and self._last.pending == 0:
+            self.launch(self._last)
+
+    def flush(self) -> None:
+        """Launch what is left: backward has ended, and some parameter had no gradient in it."""
+        for bucket in [*(b for b in self._buckets if b is not self._last), *([self._last] if self._last else [])]:
+            self.launch(bucket)
+
+    def contribute_nothing(self) -> None:
+        """Launch every bucket with zeros: what a rank without data does."""
+        for bucket in self._dense:
+            bucket.zero()
+        for idx in range(len(self.tasks)):
+            self._driver.ready(self._round, idx)
+
+    def _send(self, bucket: Bucket | SparseBucket) -> None:
+        self._launched[bucket.index] = True
+        self._num_left -= 1
+        if self._num_left == 0 and self._last is not None:
+            self._write_flags(self._last.flags)
+        self._driver.ready(self._round, bucket.index)
+        if self._num_left == 0 and self._sends_flags:
+            self._driver.ready(self._round, len(self._buckets))
+
+    def _write_flags(self, flags: torch.Tensor) -> None:
+        had = [slot.had_gradient for bucket in self._dense for slot in bucket.slots]
+        if all(had):
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor(had, dtype=flags.dtype))
+
+    def wait(self) -> None:
+        """Wait until every bucket has been communicated.
+
+        Raises:
+            TransportError: A collective failed or timed out.
+        """
+        self._driver.wait(self._round)
+
+    def cancel(self, error: BaseException) -> None:
+        """End the round, which cannot go on."""
+        self._driver.cancel(self._round, error)
+
+    def publish(self) -> bool:
+        """Make the results the parameters' gradients; return whether a parameter does not require one any more."""
+        divisor = self._algorithm.divisor(self._comm)
+        is_used: list[bool] | None = None
+        found_frozen = False
+        start = 0
+        for bucket in self._buckets:
+            if isinstance(bucket, SparseBucket):
+                bucket.finish(divisor)
+                continue
+            if not bucket.is_plain:  # the flags are read, on CUDA by waiting, only where they matter
+                is_used = is_used or [value > 0 for value in self._dense[-1].flags.tolist()]
+                bucket.finish(is_used[start : start + len(bucket.slots)])
+                found_frozen |= any(not slot.param.requires_grad for slot in bucket.slots)
+            start += len(bucket.slots)
+        return found_frozen
