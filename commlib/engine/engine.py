@@ -138,7 +138,7 @@ class Engine:
             plan = plans.fixed(self.parameters, self._cap_bytes, ready_s)
         else:
             with torch.no_grad():
-                max_bytes = max((bucket.nbytes for bucket in self.dense), default=0)
+                max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             cost = slowest(self.transport.gather_objects(cost))
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)

@@ -104,7 +104,7 @@ def measure_cost(
         comm: The group.
         driver: Drives them.
         device: Where the buckets are.
-        max_bytes: Scratch buckets are no larger together, so that the measurement needs no more memory than the model.
+        max_bytes: Scratch buckets are not much larger together, so that the peak of memory stays in backward.
     """
     wall: list[tuple[int, float]] = []
     stolen: list[tuple[int, float]] = []

@@ -163,6 +163,7 @@ class Driver(ABC):
             task.request = next(task.generator)
         except StopIteration:
             task.ended_s = time.perf_counter()
+            task.generator = task.request = None  # nothing keeps a buffer alive that the engine lets go of
             return Event.FINISHED
         return Event.YIELDED
 

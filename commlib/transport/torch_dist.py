@@ -70,11 +70,15 @@ def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, de
 class _TorchWork:
     """A torch `Work` whose completion can call back."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, connection: _Connection) -> None:
         self._work = work
+        self._connection = connection
 
     def wait(self) -> None:
-        self._work.wait()
+        try:
+            self._work.wait()
+        finally:
+            self._connection.pending.pop(id(self._work), None)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._work.get_future().add_done_callback(lambda _: callback())
@@ -106,10 +110,10 @@ class _Connection:
 
     def __init__(self) -> None:
         self.backend: Any = None
-        self.pending: list[Any] = []
+        self.pending: dict[int, Any] = {}  # works that nobody has waited for yet, by identity
 
     def has_pending(self) -> bool:
-        return any(not work.is_completed() for work in self.pending)
+        return any(not work.is_completed() for work in list(self.pending.values()))
 
     def abort(self) -> None:
         if self.backend is not None:
@@ -122,7 +126,7 @@ class _Connection:
             deadline = time.monotonic() + _DRAIN_S
             while self.has_pending() and time.monotonic() < deadline:
                 time.sleep(0.005)
-        self.pending = []
+        self.pending.clear()
         self.backend = None
 
 
@@ -168,9 +172,8 @@ class TorchTransport(Transport):
             raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
         self.bytes_sent += request.wire_bytes(self.world_size)
         work = self._issue(request)
-        pending = self._connection.pending
-        self._connection.pending = [*(other for other in pending if not other.is_completed()), work]
-        return _TorchWork(work)
+        self._connection.pending[id(work)] = work
+        return _TorchWork(work, self._connection)
 
     def _issue(self, request: Request) -> Any:
         backend = self._connection.backend
