@@ -89,8 +89,7 @@ class Replica:
         """Parameters were frozen, unfrozen, moved or cast: check that all ranks agree, and plan anew."""
         self.structure = verify.Structure(self.bare)
         parameters = verify.parameters_of(self.bare, self.ignored)
-        pairs = verify.describe(self.bare, parameters, self.ignored, {})
-        verify.agree(self.engine.transport, pairs, None)
+        verify.agree(self.engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
         for parameter in self.engine.parameters:
             owned.pop(parameter.param, None)
         for parameter in parameters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from commlib.algorithms.base import Algorithm
 from commlib.engine.bucket import name_some
 from commlib.engine.plan import Parameter
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 from commlib.transport.base import Transport
 
 
@@ -84,12 +84,15 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
 
 def describe(
     model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]
-) -> list[tuple]:
-    """Return everything that must be alike on all ranks, as (what, value) pairs in order."""
-    pairs: list[tuple] = [(f"option {name}", repr(value)) for name, value in sorted(options.items())]
-    pairs += [(f"parameter {p.name!r}", _shape_of(p.param)) for p in parameters]
-    pairs += [(f"buffer {name!r}", _shape_of(buffer)) for name, buffer in model.named_buffers() if name not in ignored]
-    return pairs
+) -> Iterator[tuple[str, str]]:
+    """Yield everything that must be alike on all ranks, as (what, value) pairs in order."""
+    for name, value in sorted(options.items()):
+        yield f"option {name}", repr(value)
+    for parameter in parameters:
+        yield f"parameter {parameter.name!r}", _shape_of(parameter.param)
+    for name, buffer in model.named_buffers():
+        if name not in ignored:
+            yield f"buffer {name!r}", _shape_of(buffer)
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
@@ -101,22 +104,31 @@ def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
     }
 
 
-def agree(transport: Transport, pairs: list[tuple], error: Exception | None) -> None:
+def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], error: Exception | None) -> None:
     """Check that no rank has an error and that all have the same pairs. Collective; raises alike on every rank.
+
+    Args:
+        transport: Carries the digests, and the pairs themselves only where they differ.
+        pairs: Yields this rank's pairs, anew at each call.
+        error: What is wrong on this rank already.
 
     Raises:
         ConfigError: Some rank's own error, or a difference: which item, and which ranks have what.
     """
-    digest = hashlib.sha256(repr(pairs).encode()).hexdigest()
-    reports = transport.gather_objects((None if error is None else f"{type(error).__name__}: {error}", digest))
+    digest = hashlib.sha256()
+    for pair in pairs() if error is None else ():
+        digest.update(repr(pair).encode())
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    reports = transport.gather_objects((text, digest.hexdigest()))
     if error is not None:
-        raise type(error)(f"rank {transport.rank}: {error}") from error
+        kind = type(error) if isinstance(error, CommlibError) else ConfigError
+        raise kind(f"rank {transport.rank}: {error}") from error
     failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
         raise ConfigError(f"rank {transport.rank}: wrap failed on ranks {sorted(failed)}; rank {rank} says: {text}")
     if len({digest for _, digest in reports}) > 1:
-        raise ConfigError(f"rank {transport.rank}: {_difference(transport.gather_objects(pairs))}")
+        raise ConfigError(f"rank {transport.rank}: {_difference(transport.gather_objects(list(pairs())))}")
 
 
 def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:

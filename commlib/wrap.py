@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +69,7 @@ def wrap(
     transport = TorchTransport(group, setup.device, duration)
     try:
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
-        verify.agree(transport, setup.pairs(options), setup.error or error)
+        verify.agree(transport, lambda: setup.pairs(options), setup.error or error)
     except BaseException:
         transport.close()
         raise
@@ -188,10 +188,9 @@ class _SetUp:
         except Exception as error:
             self.error = error
 
-    def pairs(self, options: dict[str, Any]) -> list[tuple]:
-        """Return what must be alike on all ranks."""
-        if self.error is not None or self.algorithm is None:
-            return []
+    def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what must be alike on all ranks."""
+        assert self.algorithm is not None
         options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
         return verify.describe(self.model, self.parameters, self.ignored, options)
 

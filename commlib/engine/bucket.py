@@ -22,6 +22,7 @@ class Slot:
     Attributes:
         name: The parameter's name in the model.
         param: The parameter.
+        idx: Its place among the engine's parameters.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
         run: The run that it is gathered with.
         expected: How often the gradient hook fires in one backward; recorded in the first one.
@@ -30,10 +31,11 @@ class Slot:
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
     """
 
-    __slots__ = ("expected", "graph_gradient", "had_gradient", "left", "name", "param", "run", "view")
+    __slots__ = ("expected", "graph_gradient", "had_gradient", "idx", "left", "name", "param", "run", "view")
 
-    def __init__(self, name: str, param: torch.nn.Parameter) -> None:
+    def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0) -> None:
         self.name = name
+        self.idx = idx
         self.param = param
         self.view = _NO_VIEW
         self.run: Run | None = None

@@ -9,6 +9,7 @@ round. Several models in one backward all flush before any of them waits.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -98,12 +99,12 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self.parameters = list(parameters)
-        self._slots = [Slot(parameter.name, parameter.param) for parameter in self.parameters]
+        self._slots = [Slot(p.name, p.param, idx) for idx, p in enumerate(self.parameters)]
         self._has_counts = self.found_frozen = False
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
-        self._hooks = [] if self.is_idle else [_hook(self, self._slots, idx) for idx in range(len(self.parameters))]
+        self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,8 @@ class Engine:
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             cost = slowest(self.transport.gather_objects(cost))
             plan = plans.planned(self.parameters, ready_s, backward_s, cost)
-        self.next_plan = self.transport.gather_objects(plan)[0]
+        self.next_plan = self.transport.gather_objects(plan if self.comm.rank == 0 else None)[0]
+        self._readiness = Readiness(0, self.device)
 
     # --- one backward -----------------------------------------------------------------------------------------------
 
@@ -192,12 +194,12 @@ class Engine:
             for bucket in complete:
                 self._round.launch(bucket)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def on_gradient(self, slot: Slot, idx: int) -> None:
+    def on_gradient(self, slot: Slot) -> None:
         """Take note that a parameter has its gradient in `param.grad`. Runs for each of them: every line counts."""
         if self._graph_task is None:
             self._begin_unannounced()
         if self._is_profiling:
-            self._readiness.mark(idx)
+            self._readiness.mark(slot.idx)
         slot.left = left = slot.left - 1
         if left == 0:
             run = slot.run
@@ -370,12 +372,12 @@ class Engine:
         self.transport.close()
 
 
-def _hook(engine: Engine, slots: Sequence[Slot], idx: int) -> Any:
+def _hook(engine: Engine, slot: Slot) -> Any:
     """Register the gradient hook of one parameter; it does not keep the engine alive."""
-    reference, slot = weakref.ref(engine), slots[idx]
+    return slot.param.register_post_accumulate_grad_hook(functools.partial(_on_gradient, weakref.ref(engine), slot))
 
-    def on_gradient(_: torch.Tensor) -> None:
-        if (engine := reference()) is not None:
-            engine.on_gradient(slot, idx)
 
-    return slot.param.register_post_accumulate_grad_hook(on_gradient)
+def _on_gradient(reference: weakref.ref[Engine], slot: Slot, _: torch.Tensor) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.on_gradient(slot)
