@@ -74,10 +74,12 @@ class Replica:
             self.copy_buffers(self.join.source)
 
     def _check(self, engine: Engine) -> None:
-        if engine.in_backward:
-            raise CommlibError(
-                f"rank {engine.comm.rank}: the previous backward did not finish (an exception in it?), so the ranks no "
-                "longer agree on what was communicated. Restart from a checkpoint on all ranks"
+        if engine.in_backward and engine.error is None:
+            engine.abandon(
+                CommlibError(
+                    "the previous backward did not finish (an exception in it?), so the ranks no longer agree on what "
+                    "was communicated. Restart from a checkpoint on all ranks"
+                )
             )
         engine.check()
         self.structure.check(self.bare)

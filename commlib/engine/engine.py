@@ -9,6 +9,7 @@ round. Several models in one backward all flush before any of them waits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -26,7 +27,7 @@ from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
-from commlib.engine.profile import Readiness, measure_cost, slowest
+from commlib.engine.profile import Readiness, Trials, measure_cost
 from commlib.engine.scheduler import Round, Task, acquire
 from commlib.engine.weights import WeightRounds
 from commlib.errors import CommlibError
@@ -103,6 +104,7 @@ class Engine:
         self._has_counts = self.found_frozen = False
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
+        self._trials: Trials | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
 
@@ -132,19 +134,35 @@ class Engine:
             plan, self.next_plan = self.next_plan, None
             self._install(plan)
 
-    def _make_plan(self) -> None:
-        """Choose the plan on rank 0 and adopt it on all ranks. Collective."""
+    def _plan_after_profile(self) -> None:
+        """Choose the plan, or the candidates to try, on rank 0 and adopt them on all ranks. Collective."""
         ready_s, backward_s = self._readiness.result()
+        self._readiness = Readiness(0, self.device)
         if self._cap_bytes is not None:
-            plan = plans.fixed(self.parameters, self._cap_bytes, ready_s)
+            found = [plans.fixed(self.parameters, self._cap_bytes, ready_s)]
         else:
             with torch.no_grad():
                 max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
-            cost = slowest(self.transport.gather_objects(cost))
-            plan = plans.planned(self.parameters, ready_s, backward_s, cost)
-        self.next_plan = self.transport.gather_objects(plan if self.comm.rank == 0 else None)[0]
-        self._readiness = Readiness(0, self.device)
+            found = plans.candidates(self.parameters, ready_s, backward_s, cost)
+        found = self.transport.gather_objects(found if self.comm.rank == 0 else None)[0]
+        if len(found) == 1:
+            only = found[0]
+            self.next_plan = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
+        else:
+            self._trials = Trials(found)
+            self.next_plan = self._trials.current
+
+    def _continue_trials(self) -> None:
+        """Time the step that ends now; change to the next candidate, or to the fastest on the slowest rank."""
+        if self._trials is None or not self._trials.step_ended(time.perf_counter()):
+            return
+        self.next_plan = self._trials.current
+        if self.next_plan is None:
+            seconds = [max(column) for column in zip(*self.transport.gather_objects(self._trials.seconds), strict=True)]
+            best = self._trials.plans[seconds.index(min(seconds))]
+            self.next_plan = dataclasses.replace(best, kind="planned")
+            self._trials = None
 
     # --- one backward -----------------------------------------------------------------------------------------------
 
@@ -256,20 +274,23 @@ class Engine:
 
     def _end(self) -> None:
         """The callback at the end of backward."""
-        for engine in [e for e in _in_backward if e._graph_task == self._graph_task]:
-            engine._flush()
-        round_, self._round = self._round, None
         try:
-            if round_ is not None:
-                self._finish(round_)
+            for engine in [e for e in _in_backward if e._graph_task == self._graph_task]:
+                engine._flush()
+            if self._round is not None:
+                self._finish(self._round)
         except BaseException as error:
-            self.error = error
-            if round_ is not None:
-                round_.cancel(error)
+            self.abandon(error)
             raise
         finally:
-            self._graph_task = None
+            self._round = self._graph_task = None
             _in_backward.discard(self)
+
+    def abandon(self, error: BaseException) -> None:
+        """End this model's communication: a round cannot be finished. Peers that wait for it are told by its abort."""
+        self.error = error
+        if self._round is not None:
+            self._round.cancel(error)
 
     def _any_gradient(self) -> bool:
         return any(slot.left != slot.expected for slot in self._slots)
@@ -286,7 +307,9 @@ class Engine:
             self.schedule.end_step()
         needed = 1 if self._cap_bytes is not None else _PROFILED_BACKWARDS
         if self._is_profiling and self._readiness.num_backwards >= needed:
-            self._make_plan()
+            self._plan_after_profile()
+        else:
+            self._continue_trials()
 
     def run(self, what: str, communication: Communication) -> None:
         """Run one communication on its own, now, and wait for it. For set-up, buffers and the like."""
@@ -352,7 +375,7 @@ class Engine:
 
     def restore(self, plan: Plan, hook_counts: dict[str, int]) -> None:
         """Change to a plan from a checkpoint; nothing is profiled then."""
-        self.next_plan = None
+        self.next_plan = self._trials = None
         self._has_counts = True
         for slot in self._slots:
             slot.expected = hook_counts.get(slot.name, 1)
@@ -367,7 +390,7 @@ class Engine:
             self._step_hook.remove()
             self.weights.close()
         if self._round is not None:
-            self._round.cancel(CommlibError("the model was unwrapped during backward"))
+            self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()
         self.transport.close()
 

@@ -26,9 +26,10 @@ class Plan:
 
     Attributes:
         buckets: Indices of each bucket's parameters.
-        kind: "initial", "fixed" (by `bucket_cap_mb`), "planned" (by measurement) or "restored" (from a checkpoint).
+        kind: "initial", "trial" (one of several that are timed), "planned" (the fastest of them), "fixed" (by
+            `bucket_cap_mb`) or "restored" (from a checkpoint).
         ready_s: Per parameter, seconds from the start of backward until its gradient was ready, on rank 0.
-        cost: What communication was measured to cost, for "planned".
+        cost: What communication was measured to cost, for "trial" and "planned".
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -36,6 +37,9 @@ class Plan:
     ready_s: tuple[float, ...] = ()
     cost: planner.Cost | None = None
 
+
+#: Sizes that are tried beside the predicted boundaries; the largest means one bucket.
+_TRIAL_CAPS = (1 << 20, 5 << 20, 25 << 20, 1 << 62)
 
 #: Bucket ends for the gradients of one group: (ready seconds, bytes) to the ends.
 Cut = Callable[[Sequence[float], Sequence[int]], list[int]]
@@ -55,16 +59,14 @@ def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[flo
     return Plan(buckets, "fixed", tuple(ready_s))
 
 
-def planned(
-    parameters: Sequence[Parameter],
-    ready_s: Sequence[float],
-    backward_s: float,
-    cost: planner.Cost,
-) -> Plan:
-    """Return the plan with the least predicted step time. See [Note: the model] in `planner.py`."""
+def candidates(
+    parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: planner.Cost
+) -> list[Plan]:
+    """Return different plans to try: the one with the least predicted step time, and plain sizes."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
-    buckets = _cut(parameters, order, ready_s, lambda ready, sizes: planner.by_time(ready, sizes, cost, backward_s))
-    return Plan(buckets, "planned", tuple(ready_s), cost)
+    cuts = [lambda ready, sizes: planner.by_time(ready, sizes, cost, backward_s), *map(_by_size, _TRIAL_CAPS)]
+    unique = dict.fromkeys(_cut(parameters, order, ready_s, cut) for cut in cuts)
+    return [Plan(buckets, "trial", tuple(ready_s), cost) for buckets in unique]
 
 
 def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:

@@ -1,11 +1,12 @@
 """Bucket boundaries: which gradients travel together.
 
 [Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
-gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`.
-While a bucket travels it also takes `cpu_s + n * cpu_s_per_byte` from backward where it competes for the processor,
-which makes all later gradients ready later. The last gradient is taken to be ready when backward ends, and the step
-to end with its bucket; the boundaries that minimise that time are found exactly, by dynamic programming over their
-number.
+gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`. The
+last gradient is taken to be ready when backward ends, and the step to end with its bucket; the boundaries that minimise
+that time are found exactly, by dynamic programming over their number.
+
+The model leaves out that communication takes processor time from backward where no core is free. So it only proposes:
+its boundaries are tried in real steps beside plain sizes, and the fastest stays (`Engine`, [Note: trials]).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 #: More bucket boundaries than this are not considered.
 _MAX_BUCKETS = 64
 #: Neighbouring gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
-_MAX_PIECES = 256
+_MAX_PIECES = 128
 
 INITIAL_CAP_BYTES = 25 << 20
 
@@ -30,14 +31,10 @@ class Cost:
     Attributes:
         latency_s: Seconds of a bucket with nothing in it.
         s_per_byte: Seconds for each byte of gradients.
-        cpu_s: Seconds that a bucket takes from backward, whatever its size, by competing for the processor.
-        cpu_s_per_byte: The same for each byte of gradients.
     """
 
     latency_s: float
     s_per_byte: float
-    cpu_s: float = 0.0
-    cpu_s_per_byte: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
         """Return the predicted seconds of a bucket of `nbytes`."""
@@ -45,14 +42,15 @@ class Cost:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit `seconds = a + b * nbytes`, a and b not negative, to (nbytes, seconds) by least relative error."""
-    nbytes, seconds = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
-    weights = 1 / np.maximum(seconds, 1e-9)
-    design = np.stack([weights, nbytes * weights], axis=1)
-    (intercept, slope), *_ = np.linalg.lstsq(design, seconds * weights, rcond=None)
-    if slope <= 0:
-        return float(np.median(seconds)), 0.0
-    return max(float(intercept), 0.0), float(slope)
+    """Fit `seconds = a + b * nbytes` to (nbytes, seconds) in growing order of size; a and b are not negative.
+
+    The slope is that of the two largest: shaped links let small messages pass above their rate. The smallest then gives
+    the latency.
+    """
+    (smallest, smallest_s), *_ = samples
+    (middle, middle_s), (largest, largest_s) = samples[-2:]
+    slope = max(0.0, (largest_s - middle_s) / (largest - middle))
+    return max(0.0, smallest_s - slope * smallest), slope
 
 
 def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
@@ -93,11 +91,10 @@ def predict(
     latest = _latest(ready_s, backward_s)
     total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
     finish, start = 0.0, 0
-    for count, end in enumerate(ends):
-        delay = cost.cpu_s * count + cost.cpu_s_per_byte * total[start]
-        finish = max(finish, latest[end - 1] + delay) + cost.seconds(total[end] - total[start])
+    for end in ends:
+        finish = max(finish, latest[end - 1]) + cost.seconds(total[end] - total[start])
         start = end
-    return finish
+    return float(finish)
 
 
 def _latest(ready_s: Sequence[float], backward_s: float) -> np.ndarray:
@@ -120,12 +117,12 @@ def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost) -> list[int]:
     finish = np.full(num_pieces + 1, np.inf)
     finish[0] = 0.0
     best, best_s, choices = 0, np.inf, []
+    is_empty = np.arange(num_pieces)[None, :] > np.arange(num_pieces)[:, None]  # a bucket holds at least one piece
     for count in range(min(num_pieces, _MAX_BUCKETS)):
         # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; earlier is never worse.
-        delay = cost.cpu_s * count + cost.cpu_s_per_byte * total[None, :-1]
-        starts = np.maximum(finish[None, :-1], ready[:, None] + delay)
+        starts = np.maximum(finish[None, :-1], ready[:, None])
         ends = starts + cost.latency_s + cost.s_per_byte * (total[1:, None] - total[None, :-1])
-        ends[np.triu_indices(num_pieces, k=1)] = np.inf  # a bucket holds at least one piece
+        ends[is_empty] = np.inf
         choice = ends.argmin(axis=1)
         choices.append(choice)
         finish = np.concatenate([[np.inf], ends[np.arange(num_pieces), choice]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from commlib.algorithms.base import Algorithm, Context
+from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost, fit
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.transport.base import Communicator, Transport
@@ -18,6 +20,7 @@ from commlib.transport.base import Communicator, Transport
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
 _REPETITIONS = 5
+_TRIAL_STEPS = 2
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
 
@@ -95,8 +98,7 @@ def measure_cost(
     """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
 
     Collective: every rank must call it. Several buckets are in flight at once, so that the latency is what remains when
-    the next bucket is already under way. What a bucket takes from backward is how much less a loop of small matrix
-    products gets done while the buckets travel; all ranks run it at the same time, as they do backward.
+    the next bucket is already under way.
 
     Args:
         algorithm: Copied, not changed.
@@ -107,7 +109,6 @@ def measure_cost(
         max_bytes: Scratch buckets are not much larger together, so that the peak of memory stays in backward.
     """
     wall: list[tuple[int, float]] = []
-    stolen: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(_PROBES):
         nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
         buckets = [Scratch(idx, nbytes, device) for idx in range(count)]
@@ -118,9 +119,7 @@ def measure_cost(
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
         seconds = median(transport.gather_objects(median(probe.seconds() for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
-        if device.type == "cpu":
-            stolen.append((nbytes, probe.stolen_seconds(1.5 * seconds, repetitions) / count))
-    return Cost(*fit(wall), *_through_ends(stolen))
+    return Cost(*fit(wall))
 
 
 class _Probe:
@@ -158,36 +157,6 @@ class _Probe:
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
-    def stolen_seconds(self, duration_s: float, repetitions: int) -> float:
-        """Return the seconds that one round takes from a computation of `duration_s`, which outlasts the round."""
-        alone, beside = [], []
-        for _ in range(repetitions):
-            alone.append(_work_done(duration_s))
-            round_ = self._start()
-            beside.append(_work_done(duration_s))
-            self._driver.wait(round_)
-        return duration_s * max(0.0, 1.0 - median(beside) / median(alone))
-
-
-def _work_done(duration_s: float) -> int:
-    """Return how many small matrix products this thread does in that time."""
-    a = torch.ones(64, 64)
-    end = time.perf_counter() + duration_s
-    count = 0
-    while time.perf_counter() < end:
-        torch.mm(a, a)
-        count += 1
-    return count
-
-
-def _through_ends(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return intercept and slope of the line through the smallest and the largest sample, neither negative."""
-    if not samples:
-        return 0.0, 0.0
-    (small, small_s), (large, large_s) = samples[0], samples[-1]
-    slope = max(0.0, (large_s - small_s) / (large - small))
-    return max(0.0, small_s - slope * small), slope
-
 
 def _begin(algorithm: Algorithm, bucket: Scratch, comm: Communicator) -> Callable[[], Any]:
     return lambda: algorithm.communicate(bucket, comm)
@@ -197,11 +166,32 @@ def _probe_name() -> str:
     return "a scratch bucket of the cost measurement"
 
 
-def slowest(costs: Sequence[Cost]) -> Cost:
-    """Return the largest of each figure over the ranks: a collective ends with its slowest rank."""
-    return Cost(
-        *(
-            max(values)
-            for values in zip(*((c.latency_s, c.s_per_byte, c.cpu_s, c.cpu_s_per_byte) for c in costs), strict=True)
-        )
-    )
+class Trials:
+    """Plans that are timed in real steps, one after the other.
+
+    [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
+    are tried: each for one step that is not timed (its buffers are new) and `_TRIAL_STEPS` that are, from the end of one
+    backward to the end of the next. The least of these counts, as all else that happens in a step only adds.
+
+    Args:
+        plans: The plans, in the order in which they are tried; the same on all ranks.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plans = list(plans)
+        self.seconds: list[float] = []
+        self._ends: list[float] = []
+
+    @property
+    def current(self) -> Plan | None:
+        """The plan to try now; None when all have been."""
+        return self.plans[len(self.seconds)] if len(self.seconds) < len(self.plans) else None
+
+    def step_ended(self, now_s: float) -> bool:
+        """Take note that a synchronised backward has ended; return whether `current` has changed."""
+        self._ends.append(now_s)
+        if len(self._ends) <= _TRIAL_STEPS:
+            return False
+        self.seconds.append(min(b - a for a, b in itertools.pairwise(self._ends)))
+        self._ends = []
+        return True

@@ -27,7 +27,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "step": engine.schedule.step,
         "num_rounds": engine.num_rounds,
         "plan": None
-        if pending.kind == "initial"
+        if pending.kind in ("initial", "trial")
         else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
         "hook_counts": engine.hook_counts(),
         "state": engine.algorithm.state_dict(),

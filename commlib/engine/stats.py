@@ -46,7 +46,7 @@ class Stats:
     Attributes:
         algorithm: The algorithm's name.
         world_size: The number of ranks.
-        plan: "initial", "planned", "fixed" or "restored".
+        plan: "initial", "trial", "planned", "fixed" or "restored".
         num_buckets: How many buckets the plan has.
         steps: How many rounds (synchronisations) there were.
         wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's optimal formula.
@@ -54,7 +54,7 @@ class Stats:
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
         exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
-        cost: What a bucket was measured to cost, on the slowest rank; None where the plan was not measured.
+        cost: What a bucket was measured to cost, on rank 0; None where the plan was not measured.
         buckets: One entry per bucket.
     """
 
@@ -80,11 +80,7 @@ class Stats:
         ]
         if self.cost is not None:
             per_bucket, per_mib = self.cost.latency_s * 1e3, self.cost.s_per_byte * 2**20 * 1e3
-            cpu_bucket, cpu_mib = self.cost.cpu_s * 1e3, self.cost.cpu_s_per_byte * 2**20 * 1e3
-            lines.append(
-                f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB; takes from backward "
-                f"{cpu_bucket:.2f} ms a bucket and {cpu_mib:.2f} ms a MiB"
-            )
+            lines.append(f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB")
         for bucket in self.buckets:
             ready = "" if bucket.ready_s is None else f", ready at {bucket.ready_s * 1e3:.1f} ms"
             lines.append(
