@@ -20,7 +20,7 @@ from commlib.transport.base import Communicator, Transport
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
 _REPETITIONS = 5
-_TRIAL_STEPS = 2
+_TRIAL_STEPS = 3
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
 
@@ -170,8 +170,8 @@ class Trials:
     """Plans that are timed in real steps, one after the other.
 
     [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
-    are tried: each for one step that is not timed (its buffers are new) and `_TRIAL_STEPS` that are, from the end of one
-    backward to the end of the next. The least of these counts, as all else that happens in a step only adds.
+    are tried: each for one step that is not timed (its buffers are new) and `_TRIAL_STEPS` that are, from the end of
+    one backward to the end of the next. The least of these counts, as all else that happens in a step only adds.
 
     Args:
         plans: The plans, in the order in which they are tried; the same on all ranks.
