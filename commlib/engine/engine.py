@@ -27,7 +27,7 @@ from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
-from commlib.engine.profile import Readiness, Trials, measure_cost
+from commlib.engine.profile import Readiness, Trials, measure_cost, steps_per_visit
 from commlib.engine.scheduler import Round, Task, acquire
 from commlib.engine.weights import WeightRounds
 from commlib.errors import CommlibError
@@ -145,12 +145,12 @@ class Engine:
                 max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
                 cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
             found = plans.candidates(self.parameters, ready_s, backward_s, cost)
-        found = self.transport.gather_objects(found if self.comm.rank == 0 else None)[0]
+        found, num_steps = self.transport.gather_objects((found, steps_per_visit(backward_s)))[0]
         if len(found) == 1:
             only = found[0]
             self.next_plan = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
         else:
-            self._trials = Trials(found)
+            self._trials = Trials(found, num_steps)
             self.next_plan = self._trials.current
 
     def _continue_trials(self) -> None:

@@ -20,7 +20,8 @@ from commlib.transport.base import Communicator, Transport
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
 _REPETITIONS = 5
-_TRIAL_STEPS = 3
+#: Roughly how long one visit of a trial lasts.
+_VISIT_S = 0.3
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
 
@@ -167,31 +168,46 @@ def _probe_name() -> str:
 
 
 class Trials:
-    """Plans that are timed in real steps, one after the other.
+    """Plans that are timed in real steps.
 
     [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
-    are tried: each for one step that is not timed (its buffers are new) and `_TRIAL_STEPS` that are, from the end of
-    one backward to the end of the next. The least of these counts, as all else that happens in a step only adds.
+    are tried, there and back (A B C C B A), so that drifts of the machine cancel. Each visit takes one step that is not
+    timed (its buffers are new) and some that are, from the end of one backward to the end of the next. A plan's figure
+    is the lower quartile of its steps, as most of what disturbs a step only adds.
 
     Args:
-        plans: The plans, in the order in which they are tried; the same on all ranks.
+        plans: The plans; the same on all ranks.
+        steps_per_visit: How many steps are timed in one visit; the same on all ranks.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], steps_per_visit: int) -> None:
         self.plans = list(plans)
-        self.seconds: list[float] = []
-        self._ends: list[float] = []
+        self._steps_per_visit = steps_per_visit
+        places = range(len(self.plans))
+        self._visits = [*places, *reversed(places)]
+        self._steps_s: list[list[float]] = [[] for _ in places]
+        self._ends_s: list[float] = []
 
     @property
     def current(self) -> Plan | None:
-        """The plan to try now; None when all have been."""
-        return self.plans[len(self.seconds)] if len(self.seconds) < len(self.plans) else None
+        """The plan to try now; None when all visits are over."""
+        return self.plans[self._visits[0]] if self._visits else None
+
+    @property
+    def seconds(self) -> list[float]:
+        """The figure of each plan, on this rank."""
+        return [sorted(steps)[len(steps) // 4] for steps in self._steps_s]
 
     def step_ended(self, now_s: float) -> bool:
-        """Take note that a synchronised backward has ended; return whether `current` has changed."""
-        self._ends.append(now_s)
-        if len(self._ends) <= _TRIAL_STEPS:
+        """Take note that a synchronised backward has ended; return whether a visit ended with it."""
+        self._ends_s.append(now_s)
+        if len(self._ends_s) <= self._steps_per_visit:
             return False
-        self.seconds.append(min(b - a for a, b in itertools.pairwise(self._ends)))
-        self._ends = []
+        self._steps_s[self._visits.pop(0)] += [b - a for a, b in itertools.pairwise(self._ends_s)]
+        self._ends_s = []
         return True
+
+
+def steps_per_visit(backward_s: float) -> int:
+    """Return how many steps to time in one visit: about a third of a second, at least 2, at most 6."""
+    return min(6, max(2, round(_VISIT_S / max(2 * backward_s, 1e-6))))
