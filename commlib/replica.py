@@ -106,6 +106,8 @@ class Replica:
         engine, sync = self.engine, self.engine.require_sync
         announcing = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         engine.has_hidden_outputs = not announcing
+        engine.forward_ran = True
+        engine.expects_sync |= sync
         for tensor in announcing:
             tensor.register_hook(lambda _: engine.begin(sync))
 

@@ -73,6 +73,7 @@ class Engine:
         self.is_idle = is_alone or not self.schedule.ever_gradients
         self.require_sync = True
         self.found_frozen = False  # a parameter in a bucket does not require a gradient any more
+        self.forward_ran = self.expects_sync = False  # since the last backward: any forward, a synchronised one
         self.has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
         self._has_warned = False
         self.error: BaseException | None = None
@@ -190,14 +191,15 @@ class Engine:
 
     def _begin_unannounced(self) -> None:
         """A gradient came, and no output of a forward announced it."""
-        if not self.has_hidden_outputs and not self._has_warned:
+        is_local = not self.forward_ran and not self.has_hidden_outputs
+        if is_local and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "gradients of %r came without a forward of the wrapped model (a call of model.module, or of another "
                 "method of it); as with DDP they stay local",
                 self.parameters[0].name,
             )
-        self.begin(self.require_sync and self.has_hidden_outputs)
+        self.begin(self.expects_sync or (self.has_hidden_outputs and self.require_sync))
 
     def _start_sync(self) -> None:
         self._sync = self.schedule.gradients and not self.is_idle
@@ -284,6 +286,7 @@ class Engine:
             raise
         finally:
             self._round = self._graph_task = None
+            self.forward_ran = self.expects_sync = False
             _in_backward.discard(self)
 
     def abandon(self, error: BaseException) -> None:
