@@ -1,4 +1,4 @@
-"""Print results of step.py as a Markdown table: `python benchmarks/report.py benchmarks/results/*.json`."""
+"""Print results of step.py as a Markdown table: `python benchmarks/report.py benchmarks/results/step-*.json`."""
 
 from __future__ import annotations
 
