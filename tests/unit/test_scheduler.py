@@ -1,0 +1,112 @@
+"""The drivers over a transport that only records: order, errors, and no thread left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from commlib.engine.scheduler import Driver, Round, StreamDriver, Task, ThreadDriver
+from commlib.errors import TransportError
+from commlib.transport.base import AllReduce, Communication, Request
+
+
+class Done:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+class Recorder:
+    """A transport whose collectives complete at once; the one numbered `fails` fails."""
+
+    world_size = 2
+    timeout_s = 5.0
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.issued: list[float] = []
+        self.fails = fails
+        self.aborted = False
+
+    def issue(self, request: Request) -> Done:
+        assert isinstance(request, AllReduce)
+        self.issued.append(request.tensor.item())
+        return Done(RuntimeError("lost") if self.fails == len(self.issued) else None)
+
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        return TransportError(f"{what}: {error}")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def task(name: str, *collectives: float, error: Exception | None = None) -> Task:
+    def communicate() -> Communication:
+        for value in collectives:
+            yield AllReduce(torch.tensor(value))
+        if error is not None:
+            raise error
+
+    return Task(lambda: name, communicate)
+
+
+@pytest.fixture(params=["thread", "streams"])
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    made = ThreadDriver() if request.param == "thread" else StreamDriver(torch.device("cpu"))
+    yield made
+    made.close()
+    assert not [t for t in threading.enumerate() if t.name == "commlib-comm"]
+
+
+def run(driver: Driver, transport: Any, tasks: list[Task], ready: list[int], window: int = 2) -> None:
+    round_ = Round(transport, tasks, window)
+    driver.open(round_)
+    for idx in ready:
+        driver.ready(round_, idx)
+    driver.wait(round_)
+
+
+@pytest.mark.parametrize("ready", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_collectives_are_issued_in_the_static_order(driver: Driver, ready: list[int]) -> None:
+    transport = Recorder()
+    run(driver, transport, [task("a", 1.0, 1.5), task("b", 2.0, 2.5), task("c", 3.0)], ready)
+    assert transport.issued == [1.0, 2.0, 1.5, 3.0, 2.5]
+
+
+def test_rounds_of_one_communicator_follow_each_other(driver: Driver) -> None:
+    transport: Any = Recorder()
+    first, second = Round(transport, [task("a", 1.0)], 2), Round(transport, [task("b", 2.0)], 2)
+    driver.open(first)
+    driver.open(second)
+    driver.ready(second, 0)
+    driver.ready(first, 0)
+    driver.wait(first)
+    driver.wait(second)
+    assert transport.issued == [1.0, 2.0]
+
+
+def test_a_failed_collective_names_its_verb_and_bucket(driver: Driver) -> None:
+    transport = Recorder(fails=2)
+    with pytest.raises(TransportError, match="all_reduce of b: lost"):
+        run(driver, transport, [task("a", 1.0), task("b", 2.0)], [0, 1])
+    assert transport.aborted
+
+
+def test_an_algorithms_own_error_is_raised_as_it_is(driver: Driver) -> None:
+    transport = Recorder()
+    with pytest.raises(ZeroDivisionError, match="own"):
+        run(driver, transport, [task("a", 1.0, error=ZeroDivisionError("own"))], [0])
+    assert transport.aborted, "the peers must not wait"
+
+
+def test_an_empty_round_is_over(driver: Driver) -> None:
+    run(driver, Recorder(), [], [])
