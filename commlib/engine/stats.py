@@ -50,7 +50,7 @@ class Stats:
         num_buckets: How many buckets the plan has.
         steps: How many rounds (synchronisations) there were.
         wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's optimal formula.
-        wire_bytes_per_step: The same for the last round.
+        wire_bytes_per_step: The same for the last round over gradients.
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
         exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
@@ -92,6 +92,7 @@ class Stats:
 
 def collect(engine: Engine) -> Stats:
     """Return what the engine communicated so far."""
+    weights = engine.weights
     sent = sum(engine.last_sent)
     share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
     raw = sum(bucket.nbytes for bucket in engine.dense) * share if engine.last_sent else 0.0
@@ -100,8 +101,8 @@ def collect(engine: Engine) -> Stats:
         world_size=engine.comm.world_size,
         plan=engine.plan.kind,
         num_buckets=len(engine.buckets),
-        steps=engine.num_rounds,
-        wire_bytes=engine.transport.bytes_sent,
+        steps=engine.num_rounds + (weights.num_rounds if weights else 0),
+        wire_bytes=engine.transport.bytes_sent + (weights.bytes_sent if weights else 0.0),
         wire_bytes_per_step=sent,
         raw_bytes_per_step=raw,
         compression_ratio=raw / sent if sent else 1.0,

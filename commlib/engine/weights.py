@@ -60,6 +60,11 @@ class WeightRounds:
             Context(self._comm.rank, self._comm.world_size, self.buckets, self.buckets[0].flat.device, optimizer)
         )
 
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank has sent for these rounds."""
+        return self._transport.bytes_sent
+
     @torch.no_grad()
     def end_step(self) -> None:
         """Do what is due at the end of an optimizer step."""

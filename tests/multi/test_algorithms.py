@@ -202,6 +202,7 @@ def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
             average([[p.data for p in replica.parameters()] for replica in replicas])
     for name, value in tensors(replicas[dist.get_rank()]).items():
         assert_close(tensors(model)[name], value, name, exact=False)
+    assert commlib.stats(model).steps == warm_up + 3, "two rounds over gradients, then three over weights"
     commlib.synchronize(model)
     assert_replicas_identical_parameters(model)
 
