@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -48,6 +49,7 @@ class AllReduce(Algorithm):
         self.wire_dtype = wire_dtype
         self.op = op
         self.predivide = predivide
+        self.traits = dataclasses.replace(self.traits, prompt=wire_dtype == "fp32")
         self._wires: dict[int, torch.Tensor] = {}
 
     @override

@@ -41,6 +41,8 @@ class Traits:
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
+        prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
+            bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
@@ -52,6 +54,7 @@ class Traits:
     warmup_steps: int = 0
     needs_optimizer: bool = False
     reduces_flags: bool = False
+    prompt: bool = False
     idle_alone: bool = False
     window: int = 2
 

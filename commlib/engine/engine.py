@@ -155,14 +155,15 @@ class Engine:
             self.next_plan = self._trials.current
 
     def _continue_trials(self) -> None:
-        """Time the step that ends now; change to the next candidate, or to the fastest on the slowest rank."""
+        """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
         if self._trials is None or not self._trials.step_ended(time.perf_counter()):
             return
+        if self._trials.current is None:
+            of_ranks = self.transport.gather_objects(self._trials.seconds)
+            self._trials.keep_better_half([max(column) for column in zip(*of_ranks, strict=True)])
         self.next_plan = self._trials.current
         if self.next_plan is None:
-            seconds = [max(column) for column in zip(*self.transport.gather_objects(self._trials.seconds), strict=True)]
-            best = self._trials.plans[seconds.index(min(seconds))]
-            self.next_plan = dataclasses.replace(best, kind="planned")
+            self.next_plan = dataclasses.replace(self._trials.plans[0], kind="planned")
             self._trials = None
 
     # --- one backward -----------------------------------------------------------------------------------------------

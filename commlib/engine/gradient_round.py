@@ -43,7 +43,10 @@ class GradientRound:
         self._driver = driver
         self._launched = [False] * len(buckets)
         self._num_left = len(buckets)
-        tasks = [Task(bucket.describe, self._communication(bucket)) for bucket in buckets]
+        tasks = [
+            Task(bucket.describe, self._communication(bucket), algorithm.traits.prompt and isinstance(bucket, Bucket))
+            for bucket in buckets
+        ]
         self._sends_flags = self._last is not None and not algorithm.traits.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))

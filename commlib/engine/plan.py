@@ -39,7 +39,9 @@ class Plan:
 
 
 #: Sizes that are tried beside the predicted boundaries; the largest means one bucket.
-_TRIAL_CAPS = (1 << 20, 5 << 20, 25 << 20, 1 << 62)
+_TRIAL_CAPS = (1 << 20, 5 << 20, 10 << 20, 25 << 20, 1 << 62)
+#: Backward may take this much longer beside communication than it took alone.
+_STRETCHES = (1.0, 1.5)
 
 #: Bucket ends for the gradients of one group: (ready seconds, bytes) to the ends.
 Cut = Callable[[Sequence[float], Sequence[int]], list[int]]
@@ -62,9 +64,9 @@ def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[flo
 def candidates(
     parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: planner.Cost
 ) -> list[Plan]:
-    """Return different plans to try: the one with the least predicted step time, and plain sizes."""
+    """Return different plans to try: those with the least predicted step time, and plain sizes."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
-    cuts = [lambda ready, sizes: planner.by_time(ready, sizes, cost, backward_s), *map(_by_size, _TRIAL_CAPS)]
+    cuts = [*(_by_time(cost, backward_s, stretch) for stretch in _STRETCHES), *map(_by_size, _TRIAL_CAPS)]
     unique = dict.fromkeys(_cut(parameters, order, ready_s, cut) for cut in cuts)
     return [Plan(buckets, "trial", tuple(ready_s), cost) for buckets in unique]
 
@@ -85,6 +87,13 @@ def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) ->
 
 def _by_size(cap_bytes: int) -> Cut:
     return lambda ready_s, nbytes: planner.by_size(nbytes, cap_bytes)
+
+
+def _by_time(cost: planner.Cost, backward_s: float, stretch: float) -> Cut:
+    def cut(ready_s: Sequence[float], nbytes: Sequence[int]) -> list[int]:
+        return planner.by_time([at * stretch for at in ready_s], nbytes, cost, backward_s * stretch)
+
+    return cut
 
 
 def _cut(

@@ -1,12 +1,14 @@
 """Bucket boundaries: which gradients travel together.
 
 [Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
-gradient is ready; the wire carries one bucket after the other, a bucket of n bytes for `latency + n * s_per_byte`. The
-last gradient is taken to be ready when backward ends, and the step to end with its bucket; the boundaries that minimise
-that time are found exactly, by dynamic programming over their number.
+gradient is ready; the wire carries one bucket after the other, each for as long as buckets of its size took when
+several were in flight (the latency of one then hides behind the bytes of another, so it is no sum of both). The last
+gradient is taken to be ready when backward ends, and the step to end with its bucket; the boundaries that minimise that
+time are found exactly, by dynamic programming over their number.
 
 The model leaves out that communication takes processor time from backward where no core is free. So it only proposes:
-its boundaries are tried in real steps beside plain sizes, and the fastest stays (`Engine`, [Note: trials]).
+its boundaries, for gradients as early as they were without communication and for later ones, are tried in real steps
+beside plain sizes, and the fastest stays (`profile`, [Note: trials]).
 """
 
 from __future__ import annotations
@@ -20,37 +22,38 @@ import numpy as np
 _MAX_BUCKETS = 64
 #: Neighbouring gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
 _MAX_PIECES = 128
+#: Of the boundaries within this fraction of the least predicted time, those with the fewest buckets are taken.
+TOLERANCE = 1e-3
 
 INITIAL_CAP_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a bucket's communication costs, as measured.
+    """What a bucket's communication costs, as measured with several in flight.
 
     Attributes:
-        latency_s: Seconds of a bucket with nothing in it.
-        s_per_byte: Seconds for each byte of gradients.
+        samples: (bytes of gradients, seconds for each bucket of that size), in growing order of size, at least two.
     """
 
-    latency_s: float
-    s_per_byte: float
+    samples: tuple[tuple[int, float], ...]
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the predicted seconds of a bucket of `nbytes`."""
-        return self.latency_s + self.s_per_byte * nbytes
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the smallest bucket that was measured; a smaller one is taken to cost the same."""
+        return self.samples[0][1]
 
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds of each further byte, beyond the largest bucket that was measured."""
+        (smaller, smaller_s), (largest, largest_s) = self.samples[-2:]
+        return max(0.0, (largest_s - smaller_s) / (largest - smaller))
 
-def fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Fit `seconds = a + b * nbytes` to (nbytes, seconds) in growing order of size; a and b are not negative.
-
-    The slope is that of the two largest: shaped links let small messages pass above their rate. The smallest then gives
-    the latency.
-    """
-    (smallest, smallest_s), *_ = samples
-    (middle, middle_s), (largest, largest_s) = samples[-2:]
-    slope = max(0.0, (largest_s - middle_s) / (largest - middle))
-    return max(0.0, smallest_s - slope * smallest), slope
+    def seconds(self, nbytes: float | Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return the predicted seconds of buckets of `nbytes`: linear between the samples and beyond the last one."""
+        sizes, seconds = np.array(self.samples).T
+        seconds = np.maximum.accumulate(seconds)  # a larger bucket that took less is noise
+        return np.interp(nbytes, sizes, seconds) + self.s_per_byte * np.maximum(0.0, np.subtract(nbytes, sizes[-1]))
 
 
 def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
@@ -68,7 +71,7 @@ def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
 
 
 def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float) -> list[int]:
-    """Return the end of each bucket that minimises the predicted end of the step.
+    """Return the end of each bucket: the fewest buckets whose predicted step is within `TOLERANCE` of the fastest.
 
     Args:
         ready_s: Seconds after the start of backward at which each gradient is ready, in order.
@@ -92,7 +95,7 @@ def predict(
     total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
     finish, start = 0.0, 0
     for end in ends:
-        finish = max(finish, latest[end - 1]) + cost.seconds(total[end] - total[start])
+        finish = max(finish, latest[end - 1]) + float(cost.seconds(total[end] - total[start]))
         start = end
     return float(finish)
 
@@ -116,20 +119,21 @@ def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost) -> list[int]:
     num_pieces = len(ready)
     finish = np.full(num_pieces + 1, np.inf)
     finish[0] = 0.0
-    best, best_s, choices = 0, np.inf, []
+    finish_s, choices = [], []
+    seconds = cost.seconds(total[1:, None] - total[None, :-1])
     is_empty = np.arange(num_pieces)[None, :] > np.arange(num_pieces)[:, None]  # a bucket holds at least one piece
-    for count in range(min(num_pieces, _MAX_BUCKETS)):
-        # finish[j]: the earliest end of `count + 1` buckets that hold the first j pieces; earlier is never worse.
+    for _ in range(min(num_pieces, _MAX_BUCKETS)):
+        # finish[j]: the earliest end of one more bucket, when they hold the first j pieces; earlier is never worse.
         starts = np.maximum(finish[None, :-1], ready[:, None])
-        ends = starts + cost.latency_s + cost.s_per_byte * (total[1:, None] - total[None, :-1])
+        ends = starts + seconds
         ends[is_empty] = np.inf
         choice = ends.argmin(axis=1)
         choices.append(choice)
         finish = np.concatenate([[np.inf], ends[np.arange(num_pieces), choice]])
-        if finish[-1] < best_s:
-            best, best_s = count, finish[-1]
+        finish_s.append(finish[-1])
+    fewest = next(count for count, end_s in enumerate(finish_s) if end_s <= min(finish_s) * (1 + TOLERANCE))
     cut, piece = [], num_pieces
-    for count in range(best, -1, -1):
+    for count in range(fewest, -1, -1):
         cut.append(piece)
         piece = int(choices[count][piece - 1])
     return cut[::-1]

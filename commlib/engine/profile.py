@@ -13,12 +13,12 @@ import torch
 
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine.plan import Plan
-from commlib.engine.planner import Cost, fit
+from commlib.engine.planner import Cost
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.transport.base import Communicator, Transport
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
-_PROBES = ((32 << 10, 8), (512 << 10, 4), (4 << 20, 2))
+_PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _REPETITIONS = 5
 #: Roughly how long one visit of a trial lasts.
 _VISIT_S = 0.3
@@ -98,8 +98,7 @@ def measure_cost(
 ) -> Cost:
     """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
 
-    Collective: every rank must call it. Several buckets are in flight at once, so that the latency is what remains when
-    the next bucket is already under way.
+    Collective: every rank must call it. Several buckets are in flight at once, as they are in backward.
 
     Args:
         algorithm: Copied, not changed.
@@ -120,7 +119,7 @@ def measure_cost(
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
         seconds = median(transport.gather_objects(median(probe.seconds() for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
-    return Cost(*fit(wall))
+    return Cost(tuple(wall))
 
 
 class _Probe:
@@ -168,12 +167,13 @@ def _probe_name() -> str:
 
 
 class Trials:
-    """Plans that are timed in real steps.
+    """Plans that are timed in real steps, until one is left.
 
     [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
-    are tried, there and back (A B C C B A), so that drifts of the machine cancel. Each visit takes one step that is not
-    timed (its buffers are new) and some that are, from the end of one backward to the end of the next. A plan's figure
-    is the lower quartile of its steps, as most of what disturbs a step only adds.
+    are tried, there and back (A B C C B A), so that drifts of the machine cancel. After such a pass the better half
+    stays for the next one; a plan's figure is the median of all its steps so far, so the closer the race, the longer it
+    is timed. Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one
+    backward to the end of the next.
 
     Args:
         plans: The plans; the same on all ranks.
@@ -181,22 +181,25 @@ class Trials:
     """
 
     def __init__(self, plans: Sequence[Plan], steps_per_visit: int) -> None:
-        self.plans = list(plans)
         self._steps_per_visit = steps_per_visit
-        places = range(len(self.plans))
-        self._visits = [*places, *reversed(places)]
-        self._steps_s: list[list[float]] = [[] for _ in places]
+        self._steps_s: dict[Plan, list[float]] = {plan: [] for plan in plans}
+        self._visits = self._there_and_back()
         self._ends_s: list[float] = []
 
     @property
+    def plans(self) -> list[Plan]:
+        """The plans that are still in the race."""
+        return list(self._steps_s)
+
+    @property
     def current(self) -> Plan | None:
-        """The plan to try now; None when all visits are over."""
-        return self.plans[self._visits[0]] if self._visits else None
+        """The plan to try now; None when a pass is over."""
+        return self._visits[0] if self._visits else None
 
     @property
     def seconds(self) -> list[float]:
-        """The figure of each plan, on this rank."""
-        return [sorted(steps)[len(steps) // 4] for steps in self._steps_s]
+        """The figure of each plan in the race, on this rank."""
+        return [median(steps) for steps in self._steps_s.values()]
 
     def step_ended(self, now_s: float) -> bool:
         """Take note that a synchronised backward has ended; return whether a visit ended with it."""
@@ -207,7 +210,16 @@ class Trials:
         self._ends_s = []
         return True
 
+    def keep_better_half(self, seconds: Sequence[float]) -> None:
+        """Begin the next pass with the better half of the plans, by the given figures (the same on all ranks)."""
+        ranked = sorted(zip(seconds, self._steps_s.items(), strict=True), key=lambda pair: pair[0])
+        self._steps_s = dict(entry for _, entry in ranked[: (len(ranked) + 1) // 2])
+        self._visits = self._there_and_back() if len(self._steps_s) > 1 else []
+
+    def _there_and_back(self) -> list[Plan]:
+        return [*self._steps_s, *reversed(self._steps_s)]
+
 
 def steps_per_visit(backward_s: float) -> int:
-    """Return how many steps to time in one visit: about a third of a second, at least 2, at most 6."""
-    return min(6, max(2, round(_VISIT_S / max(2 * backward_s, 1e-6))))
+    """Return how many steps to time in one visit: about a third of a second, at least 3, at most 6."""
+    return min(6, max(3, round(_VISIT_S / max(2 * backward_s, 1e-6))))

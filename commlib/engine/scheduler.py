@@ -1,11 +1,16 @@
 """Drivers: they run the rounds that the engine opens, in the order that the policy gives.
 
-A *round* is one synchronisation: a task per bucket. On the CPU one thread per process issues every collective of every
-model; on CUDA the collectives are issued from the thread that runs backward, onto one stream per bucket in flight, and
-the host never waits.
+A *round* is one synchronisation: a task per bucket. On the CPU one thread per process runs every model's rounds; on
+CUDA the collectives are issued from the thread that runs backward, onto one stream per bucket in flight, and the host
+never waits.
 
 [Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened,
 which is the program's order and so the same on all ranks. Every model has one, its rounds in the background another.
+
+[Note: prompt tasks] Where more threads than cores want to run, waking a thread can take milliseconds, and an idle link
+waits for it on the slowest rank. So a task that asks for its first collective without working on the data is handled by
+the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
+collectives is the policy's, whichever thread issues them.
 """
 
 from __future__ import annotations
@@ -37,13 +42,28 @@ class Task:
     Args:
         describe: Names the bucket in errors.
         begin: Makes the generator; called once the task's input is ready.
+        is_prompt: Whether the generator asks for its first collective without working on the data.
     """
 
-    __slots__ = ("began_s", "begin", "describe", "ended_s", "generator", "input_event", "request", "sent_bytes", "work")
+    __slots__ = (
+        "began_s",
+        "begin",
+        "describe",
+        "ended_s",
+        "generator",
+        "input_event",
+        "is_prompt",
+        "request",
+        "sent_bytes",
+        "work",
+    )
 
-    def __init__(self, describe: Callable[[], str], begin: Callable[[], Communication]) -> None:
+    def __init__(
+        self, describe: Callable[[], str], begin: Callable[[], Communication], is_prompt: bool = False
+    ) -> None:
         self.describe = describe
         self.begin = begin
+        self.is_prompt = is_prompt
         self.generator: Communication | None = None
         self.request: Request | None = None
         self.work: Work | None = None
@@ -87,10 +107,13 @@ class Driver(ABC):
 
     def __init__(self) -> None:
         self._lanes: dict[int, deque[Round]] = {}  # by communicator; there while it has rounds
+        self._lanes_lock = threading.Lock()  # for a moment only; never held while a round advances
 
-    @abstractmethod
     def open(self, round_: Round) -> None:
         """Take a round whose tasks become ready later."""
+        if round_.tasks:
+            with self._lanes_lock:
+                self._lanes.setdefault(id(round_.transport), deque()).append(round_)
 
     @abstractmethod
     def ready(self, round_: Round, task: int) -> None:
@@ -115,17 +138,24 @@ class Driver(ABC):
     def close(self) -> None:
         """Give the driver up. Harmless when called twice."""
 
-    def _handle(self, round_: Round, event: Event | None, task: int) -> None:
-        """Take one event (None: the round itself), and go on with every round that has come to the head of its lane."""
-        lane = self._lanes.setdefault(id(round_.transport), deque())
-        if event is None:
-            lane.append(round_)
-        elif not round_.done.is_set():
+    def _handle(self, round_: Round, event: Event, task: int) -> None:
+        """Take one event, and go on with every round that has come to the head of its lane."""
+        if not round_.done.is_set():
             round_.backlog.append((event, task))
-        while lane and self._drain(lane[0]):
+        while (head := self._head(round_.transport)) is not None and self._drain(head):
+            self._leave(head)
+
+    def _head(self, transport: Transport) -> Round | None:
+        with self._lanes_lock:
+            lane = self._lanes.get(id(transport))
+            return lane[0] if lane else None
+
+    def _leave(self, head: Round) -> None:
+        with self._lanes_lock:
+            lane = self._lanes[id(head.transport)]
             lane.popleft()
-        if not lane:
-            del self._lanes[id(round_.transport)]
+            if not lane:
+                del self._lanes[id(head.transport)]
 
     def _drain(self, round_: Round) -> bool:
         """Work through the backlog of the round at the head of its lane; return whether the round has ended."""
@@ -200,23 +230,23 @@ class ThreadDriver(Driver):
     """One thread that issues every collective, for tensors on the CPU.
 
     Completions come from the backend's threads as events in the same queue, so the thread sleeps only where nothing is
-    to be done. It is a daemon and holds no model while idle.
+    to be done. It is a daemon and holds no model while idle. See [Note: prompt tasks] for what the caller does itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: queue.SimpleQueue[tuple[Round, Event | None, int] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Round, Event, int] | None] = queue.SimpleQueue()
+        self._at_work = threading.Lock()  # held while a round advances
         self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
         self._thread.start()
 
     @override
-    def open(self, round_: Round) -> None:
-        if round_.tasks:
-            self._events.put((round_, None, 0))
-
-    @override
     def ready(self, round_: Round, task: int) -> None:
-        self._events.put((round_, Event.READY, task))
+        if not round_.tasks[task].is_prompt or self._at_work.locked():
+            self._events.put((round_, Event.READY, task))
+            return
+        with self._at_work:
+            self._handle(round_, Event.READY, task)
 
     @override
     def wait(self, round_: Round) -> None:
@@ -235,7 +265,8 @@ class ThreadDriver(Driver):
 
     def _run(self) -> None:
         while (item := self._events.get()) is not None:
-            self._handle(*item)
+            with self._at_work:
+                self._handle(*item)
             del item  # an idle thread must not keep a round, and through it a model, alive
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
@@ -259,11 +290,6 @@ class StreamDriver(Driver):
     def __init__(self, device: torch.device, num_streams: int = 4) -> None:
         super().__init__()
         self._streams = _Streams(device, num_streams)
-
-    @override
-    def open(self, round_: Round) -> None:
-        if round_.tasks:
-            self._handle(round_, None, 0)
 
     @override
     def ready(self, round_: Round, task: int) -> None:
