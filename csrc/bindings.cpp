@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "codec_bindings.h"
 #include "float_env.h"
 #include "pack.h"
 #include "tensor_view.h"
@@ -68,6 +69,7 @@ PYBIND11_MODULE(_native, module) {
       py::arg("tensor_type"), py::arg("exchange_capsule"), py::arg("is_neg"));
   module.def("convert", &commlib::convert, py::arg("dst"), py::arg("dst_type"), py::arg("src"), py::arg("src_type"),
              py::arg("count"), py::arg("divisor"));
+  commlib::bind_codecs(module);
   py::class_<commlib::PackPlan>(module, "PackPlan")
       .def(py::init(&commlib::make_plan), py::arg("offsets"), py::arg("counts"), py::arg("src_type"),
            py::arg("dst_type"))

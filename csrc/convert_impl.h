@@ -22,24 +22,12 @@ struct Float64 {
   static inline double store(double x) { return x; }
 };
 
-static inline std::uint32_t bits_of(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-static inline float float_of(std::uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
 struct BFloat16 {
   using Storage = std::uint16_t;
   using Compute = float;
-  static inline float load(std::uint16_t x) { return float_of(static_cast<std::uint32_t>(x) << 16); }
+  static inline float load(std::uint16_t x) { return from_bits(static_cast<std::uint32_t>(x) << 16); }
   static inline std::uint16_t store(float x) {
-    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t bits = to_bits(x);
     const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
     return static_cast<std::uint16_t>(is_nan ? 0x7FC0u : rounded);
@@ -53,20 +41,20 @@ struct Float16 {
   // Exponents are moved with two exact float operations, so that denormals need no branch.
   static inline float load(std::uint16_t x) {
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x & 0x7FFFu) << 13;
-    const float shifted = float_of(magnitude) * 0x1.0p112f;
-    const std::uint32_t bits = (x & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : bits_of(shifted);
-    return float_of(bits | static_cast<std::uint32_t>(x & 0x8000u) << 16);
+    const float shifted = from_bits(magnitude) * 0x1.0p112f;
+    const std::uint32_t bits = (x & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : to_bits(shifted);
+    return from_bits(bits | static_cast<std::uint32_t>(x & 0x8000u) << 16);
   }
 
   // Adding a power of two that is as large as the last kept bit demands makes the float adder do the rounding. Scaling
   // up and down first turns what is too large into infinity.
   static inline std::uint16_t store(float x) {
-    const std::uint32_t bits = bits_of(x);
+    const std::uint32_t bits = to_bits(x);
     const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
-    const float saturated = (float_of(magnitude) * 0x1.0p112f) * 0x1.0p-110f;
+    const float saturated = (from_bits(magnitude) * 0x1.0p112f) * 0x1.0p-110f;
     const std::uint32_t exponent = magnitude & 0x7F800000u;
     const std::uint32_t bias = (exponent < 0x38800000u ? 0x38800000u : exponent) + 0x07800000u;
-    const std::uint32_t summed = bits_of(float_of(bias) + saturated);
+    const std::uint32_t summed = to_bits(from_bits(bias) + saturated);
     const std::uint32_t rounded = ((summed >> 13) & 0x7C00u) + (summed & 0x0FFFu);
     return static_cast<std::uint16_t>(magnitude > 0x7F800000u ? 0x7E00u : rounded | ((bits >> 16) & 0x8000u));
   }
@@ -74,7 +62,8 @@ struct Float16 {
 
 template <class In, class Out>
 static inline typename Out::Storage cast(typename In::Compute x) {
-  if constexpr (std::is_same_v<Out, Float32> && !std::is_same_v<In, Float32>) return x == x ? x : float_of(0x7FC00000u);
+  if constexpr (std::is_same_v<Out, Float32> && !std::is_same_v<In, Float32>)
+    return x == x ? x : from_bits(0x7FC00000u);
   return Out::store(x);
 }
 
@@ -96,7 +85,7 @@ static void multiply(void* dst, const void* src, std::size_t count, double opera
   for (std::size_t i = 0; i < count; ++i) out[i] = cast<In, Out>(In::load(in[i]) * factor);
 }
 
-static Kernels make_kernels(const char* name) {
+static Kernels make_kernels(const char* name, const CodecKernels* codecs, const SparseKernels* sparse) {
   return Kernels{
       name,
       {
@@ -111,5 +100,7 @@ static Kernels make_kernels(const char* name) {
           {multiply<Float16, Float32>, multiply<Float16, BFloat16>, multiply<Float16, Float16>, nullptr},
           {nullptr, nullptr, nullptr, multiply<Float64, Float64>},
       },
+      codecs,
+      sparse,
   };
 }

@@ -1,4 +1,5 @@
-// Everything that convert_impl.h needs, included by each kernels_<isa>.cpp before it names its instruction set.
+// Everything that convert_impl.h and codec_impl.h need, included by each kernels_<isa>.cpp before it names its
+// instruction set.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +7,9 @@
 #include <cstring>
 #include <type_traits>
 
+#include "codec.h"
 #include "kernels.h"
+#include "sparse.h"
 
 // Says that no iteration of the next loop reads what another one writes (in and out may be the same address).
 #if defined(__clang__)
@@ -16,6 +19,7 @@
 #endif
 
 #if defined(__x86_64__)
+#include <immintrin.h>
 #define COMMLIB_X86 1
 #elif defined(__aarch64__)
 #define COMMLIB_ARM64 1

@@ -19,10 +19,15 @@ inline constexpr std::size_t element_bytes(DType dtype) {
 // `src` are the same address or do not overlap.
 using ConvertFn = void (*)(void* dst, const void* src, std::size_t count, double operand);
 
+struct CodecKernels;   // codec.h
+struct SparseKernels;  // sparse.h
+
 struct Kernels {
   const char* name;
   ConvertFn divide[kNumDTypes][kNumDTypes];  // [source][destination]; null where the pair is not supported
   ConvertFn multiply[kNumDTypes][kNumDTypes];
+  const CodecKernels* codecs;
+  const SparseKernels* sparse;
 };
 
 // Each in a file of its own; null where the compiler's target has no such instruction set.

@@ -1,5 +1,9 @@
 #include "kernel_includes.h"
 
+#if defined(COMMLIB_X86)
+#define COMMLIB_WITH_AVX512  // codec and sparse loops may use its intrinsics
+#endif
+
 // The region runs to the end of the file: templates are instantiated there.
 #if defined(COMMLIB_X86) && defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2"))), apply_to = function)
@@ -11,11 +15,16 @@ namespace commlib {
 
 #if defined(COMMLIB_X86)
 namespace avx512 {
+#include "codec_impl.h"
+#include "codec_math.h"
 #include "convert_impl.h"
+#include "sparse_impl.h"
 }  // namespace avx512
 
 const Kernels* avx512_kernels() {
-  static const Kernels kernels = avx512::make_kernels("avx512");
+  static const CodecKernels codecs = avx512::make_codec_kernels();
+  static const SparseKernels sparse = avx512::make_sparse_kernels();
+  static const Kernels kernels = avx512::make_kernels("avx512", &codecs, &sparse);
   return &kernels;
 }
 #else

@@ -5,11 +5,16 @@ namespace commlib {
 
 #if defined(COMMLIB_ARM64)
 namespace neon {
+#include "codec_impl.h"
+#include "codec_math.h"
 #include "convert_impl.h"
+#include "sparse_impl.h"
 }  // namespace neon
 
 const Kernels* neon_kernels() {
-  static const Kernels kernels = neon::make_kernels("neon");
+  static const CodecKernels codecs = neon::make_codec_kernels();
+  static const SparseKernels sparse = neon::make_sparse_kernels();
+  static const Kernels kernels = neon::make_kernels("neon", &codecs, &sparse);
   return &kernels;
 }
 #else

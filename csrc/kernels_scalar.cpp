@@ -3,11 +3,16 @@
 
 namespace commlib {
 namespace scalar {
+#include "codec_impl.h"
+#include "codec_math.h"
 #include "convert_impl.h"
+#include "sparse_impl.h"
 }  // namespace scalar
 
 const Kernels* scalar_kernels() {
-  static const Kernels kernels = scalar::make_kernels("scalar");
+  static const CodecKernels codecs = scalar::make_codec_kernels();
+  static const SparseKernels sparse = scalar::make_sparse_kernels();
+  static const Kernels kernels = scalar::make_kernels("scalar", &codecs, &sparse);
   return &kernels;
 }
 

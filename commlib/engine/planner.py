@@ -57,17 +57,23 @@ class Cost:
 
 
 def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
-    """Return the end of each bucket when gradients are joined in order until `cap_bytes` is reached.
+    """Return the end of each bucket when gradients are joined in order until `cap_bytes` is reached or passed.
 
-    A gradient larger than the cap makes a bucket of its own.
+    A rest of less than half of that joins the bucket before it: a small bucket costs a large one's latency.
     """
     ends, held = [], 0
     for idx, size in enumerate(nbytes):
-        if held and held + size > cap_bytes:
-            ends.append(idx)
-            held = 0
         held += size
-    return [*ends, len(nbytes)] if len(nbytes) else []
+        if held >= cap_bytes:
+            ends.append(idx + 1)
+            held = 0
+    if not ends:
+        return [len(nbytes)] if len(nbytes) else []
+    if 2 * held < cap_bytes:
+        ends[-1] = len(nbytes)
+    elif held:
+        ends.append(len(nbytes))
+    return ends
 
 
 def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float) -> list[int]:

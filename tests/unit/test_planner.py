@@ -58,8 +58,11 @@ def test_nothing_to_plan() -> None:
     assert by_size([], 10) == []
 
 
-def test_buckets_by_size_are_full_but_never_over() -> None:
-    assert by_size([4, 4, 4, 20, 1, 1], 10) == [2, 3, 4, 6]
+def test_buckets_by_size_are_full_and_a_small_rest_joins_the_last_one() -> None:
+    assert by_size([4, 4, 4, 20, 1, 9, 5], 10) == [3, 4, 6, 7]
+    assert by_size([4, 4, 4, 20, 1, 9, 4], 10) == [3, 4, 7]
+    assert by_size([4, 4, 0], 10) == [3]
+    assert by_size([12, 0, 0], 10) == [3]
 
 
 def test_sizes_between_samples_are_interpolated_and_beyond_the_last_extrapolated() -> None:

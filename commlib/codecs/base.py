@@ -1,0 +1,142 @@
+"""What every codec offers, on whatever device the tensors are."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+
+from commlib.errors import CodecError
+from commlib.kernels import native_codecs
+from commlib.kernels.native_codecs import Feedback, Random
+
+__all__ = ["BlockCodec", "Feedback", "Random"]
+
+
+class BlockCodec:
+    """A codec of independent blocks: bytes and values are those of docs/wire_format.md, on every device.
+
+    A tensor of `numel` elements is cut into chunks of `chunk` elements (by default one chunk). Their payloads follow
+    one another at the distance of `payload_bytes(chunk)`. Nothing is allocated: the caller gives every buffer. Payload
+    buffers are uint8 and aligned to 16 bytes, which torch's own are.
+
+    Attributes:
+        id: Its number on the wire.
+        version: Of its bytes.
+        name: Its name on the wire.
+        block: Elements that share parameters; 0 means the whole chunk, 1 none.
+        rounds_stochastically: Whether it takes `random`.
+    """
+
+    id: ClassVar[int]
+    version: ClassVar[int] = 1
+    name: ClassVar[str]
+    block: ClassVar[int]
+    rounds_stochastically: ClassVar[bool] = False
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return the bytes of the payload of a chunk of `numel` elements."""
+        return native_codecs.payload_bytes(self.id, numel)
+
+    def buffer_bytes(self, numel: int, chunk: int) -> int:
+        """Return the bytes of the payloads of all chunks of a tensor of `numel` elements."""
+        return native_codecs.buffer_bytes(self.id, numel, chunk)
+
+    def ratio(self, numel: int) -> float:
+        """Return how many times smaller the payload is than `numel` fp32 elements."""
+        return 4 * numel / self.payload_bytes(numel) if numel else 1.0
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        chunk: int | None = None,
+        feedback: Feedback | None = None,
+        random: Random | None = None,
+    ) -> None:
+        """Encode `x` ([numel] fp32, bf16, fp16 or fp64) into `out` ([buffer_bytes(numel, chunk)] uint8).
+
+        Args:
+            x: The values.
+            out: Written wholly, gaps between sections included.
+            chunk: Elements of a chunk.
+            feedback: Error feedback: `x + beta * residual` is encoded, and the residual becomes what was lost.
+            random: Makes the rounding stochastic.
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+        self._check_random(random)
+        _executor(out).encode(self.id, x, out, chunk=chunk, feedback=feedback, random=random)
+
+    def encode_sum(
+        self,
+        payloads: torch.Tensor,
+        numel: int,
+        out: torch.Tensor,
+        *,
+        divisor: float = 1.0,
+        feedback: Feedback | None = None,
+        random: Random | None = None,
+        first: int = 0,
+    ) -> None:
+        """Encode the sum of payloads of one chunk, in their order and divided, without a pass through memory.
+
+        Args:
+            payloads: [count, payload_bytes(numel)] uint8.
+            numel: Elements of the chunk.
+            out: [payload_bytes(numel)] uint8.
+            divisor: Of the sum; a true division.
+            feedback: As in `encode`.
+            random: As in `encode`.
+            first: Where the chunk begins in its tensor, for `random`.
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+        self._check_random(random)
+        _executor(out).encode_sum(
+            self.id, payloads, numel, out, divisor=divisor, feedback=feedback, random=random, first=first
+        )
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
+        """Decode the payloads of all chunks into `out` ([numel] fp32, bf16, fp16 or fp64).
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+        _executor(out).decode(self.id, payload, out, chunk=chunk)
+
+    def decode_add(
+        self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
+    ) -> None:
+        """Add `weight` times the decoded values to `out`.
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+        _executor(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
+
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """Write the sum of payloads of one chunk ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+        _executor(out).decode_sum(self.id, payloads, out, divisor=divisor)
+
+    def _check_random(self, random: Random | None) -> None:
+        if random is not None and not self.rounds_stochastically:
+            raise CodecError(f"random: {self.name} rounds to nearest only; expected None")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def _executor(tensor: torch.Tensor) -> ModuleType:
+    """Return the module whose kernels run where the tensor is."""
+    if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+        raise CodecError(f"no codec kernels for tensors on {tensor.device}; expected the CPU")
+    return native_codecs

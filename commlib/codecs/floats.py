@@ -1,0 +1,90 @@
+"""Block codecs with sign and floating-point codes. `a` is the largest magnitude of a block, `s` its scale."""
+
+from __future__ import annotations
+
+from commlib.codecs.base import BlockCodec
+
+
+class OneBit(BlockCodec):
+    """The sign, and the mean magnitude of 512 elements in bf16: use it with error feedback only.
+
+    Error of an element: below 1.004 s + a, s the mean magnitude.
+    Compression: 31.0 of fp32 (66 bytes for 512 elements).
+    """
+
+    id = 6
+    name = "onebit"
+    block = 512
+
+
+class Fp8E4M3(BlockCodec):
+    """OCP e4m3 codes and a bf16 scale for 128 elements, scaled to the format's largest number, 448.
+
+    Error of an element: at most 2^-4 |x| (1.0001 times), or 2^-10 s where that is more, with s <= a / 444.
+    Compression: 3.94 of fp32 (130 bytes for 128 elements).
+    """
+
+    id = 7
+    name = "fp8_e4m3"
+    block = 128
+
+
+class Fp8E5M2(BlockCodec):
+    """OCP e5m2 codes and a bf16 scale for 128 elements, scaled to the format's largest number, 57344.
+
+    Error of an element: at most 2^-3 |x| (1.0001 times), or 2^-17 s where that is more, with s <= a / 56800.
+    Compression: 3.94 of fp32 (130 bytes for 128 elements).
+    """
+
+    id = 8
+    name = "fp8_e5m2"
+    block = 128
+
+
+class MxFp8(BlockCodec):
+    """OCP Microscaling MXFP8 (e4m3): a power of two for 32 elements.
+
+    Error of an element: at most 2^-4 |x|, or 2^-10 times the power of two where that is more; up to 2^-3 |x| for those
+    that saturate (beyond 7/8 of the next power of two).
+    Compression: 3.88 of fp32 (33 bytes for 32 elements).
+    """
+
+    id = 9
+    name = "mxfp8"
+    block = 32
+
+
+class MxFp4(BlockCodec):
+    """OCP Microscaling MXFP4 (e2m1): a power of two for 32 elements.
+
+    Error of an element: at most 2^-2 |x|, or a quarter of the power of two where that is more.
+    Compression: 7.53 of fp32 (17 bytes for 32 elements).
+    """
+
+    id = 10
+    name = "mxfp4"
+    block = 32
+
+
+class BF16(BlockCodec):
+    """A cast to bfloat16.
+
+    Error of an element: at most 2^-9 |x| for normal results.
+    Compression: 2 of fp32.
+    """
+
+    id = 11
+    name = "bf16"
+    block = 1
+
+
+class FP16(BlockCodec):
+    """A cast to IEEE half precision; magnitudes of 65520 and more become infinite.
+
+    Error of an element: at most 2^-11 |x| for normal results (2^-14 and above), 2^-25 below.
+    Compression: 2 of fp32.
+    """
+
+    id = 12
+    name = "fp16"
+    block = 1

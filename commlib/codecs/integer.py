@@ -1,0 +1,73 @@
+"""Block codecs with integer codes. `a` is the largest magnitude of a block, `s` its scale."""
+
+from __future__ import annotations
+
+from commlib.codecs.base import BlockCodec
+
+
+class Int8(BlockCodec):
+    """Signed 8-bit codes and a bf16 scale for 256 elements: the default.
+
+    Error of an element: at most 0.5001 s to nearest, below 1.0001 s stochastically, with s <= a / 126.
+    Compression: 3.97 of fp32 (258 bytes for 256 elements).
+    """
+
+    id = 1
+    name = "int8"
+    block = 256
+    rounds_stochastically = True
+
+
+class Int4(BlockCodec):
+    """Signed 4-bit codes (-7 to 7) and a bf16 scale for 128 elements; wants error feedback or stochastic rounding.
+
+    Error of an element: at most 0.5001 s to nearest, below 1.0001 s stochastically, with s <= a / 6.9.
+    Compression: 7.76 of fp32 (66 bytes for 128 elements).
+    """
+
+    id = 4
+    name = "int4"
+    block = 128
+    rounds_stochastically = True
+
+
+class Int2(BlockCodec):
+    """Codes -1, 0, 1 in 2 bits and a bf16 scale for 128 elements; stochastically rounded it is TernGrad, by blocks.
+
+    Error of an element: at most 0.5001 s to nearest, below 1.0001 s stochastically, with s <= 1.008 a.
+    Compression: 15.1 of fp32 (34 bytes for 128 elements).
+    """
+
+    id = 5
+    name = "int2"
+    block = 128
+    rounds_stochastically = True
+
+
+class UInt8MinMax(BlockCodec):
+    """Unsigned 8-bit codes between the minimum and the maximum of 256 elements (fp32 minimum, bf16 scale).
+
+    For blocks that are far from symmetric about zero: weights, activations.
+    Error of an element: at most 0.5001 s + 2^-23 |x| to nearest, below 1.0001 s + 2^-23 |x| stochastically, with
+    s <= (max - min) / 253.
+    Compression: 3.91 of fp32 (262 bytes for 256 elements).
+    """
+
+    id = 2
+    name = "uint8_minmax"
+    block = 256
+    rounds_stochastically = True
+
+
+class UInt8Bagua(BlockCodec):
+    """BAGUA's MinMaxUInt8: unsigned 8-bit codes between the minimum and the maximum of the whole chunk.
+
+    For comparison with BAGUA. One scale for a whole chunk loses small values beside large ones, and near-constant
+    chunks are coarse (an absolute 1e-7 is added to the range): prefer `UInt8MinMax`.
+    Error of an element: about (max - min + 1e-7) / 510, more where |x| is large against the range.
+    Compression: 4 of fp32 for large chunks (16 bytes and one for each element).
+    """
+
+    id = 3
+    name = "uint8_bagua"
+    block = 0

@@ -1,0 +1,159 @@
+"""Sparse codecs: a few elements of a chunk, by index and value. `k` places take 8 k bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from commlib.codecs.base import Feedback, Random
+from commlib.errors import CodecError
+from commlib.kernels import native_sparse
+
+
+class SparseCodec(ABC):
+    """A codec that names at most `places(numel)` elements of a chunk; bytes are those of docs/wire_format.md.
+
+    The capacity is fixed, so the size of a payload is known in advance. A chunk has at most 2**32 - 2 elements. Use it
+    with error feedback, which keeps what was not sent.
+
+    Args:
+        ratio: The part of the elements that there are places for, above 0 and at most 1.
+
+    Attributes:
+        id: Its number on the wire.
+        version: Of its bytes.
+        name: Its name on the wire.
+
+    Raises:
+        CodecError: A ratio out of range.
+    """
+
+    id: ClassVar[int]
+    version: ClassVar[int] = 1
+    name: ClassVar[str]
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        if not 0 < ratio <= 1:
+            raise CodecError(f"{type(self).__name__}.ratio: expected a number above 0 and at most 1, got {ratio}")
+        self.ratio = ratio
+
+    def places(self, numel: int) -> int:
+        """Return how many elements of a chunk of `numel` can be named: at least one of a chunk that is not empty."""
+        return min(numel, max(1, round(numel * self.ratio)))
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return the bytes of the payload of a chunk of `numel` elements."""
+        return native_sparse.payload_bytes(self.places(numel))
+
+    @abstractmethod
+    def encode(
+        self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
+    ) -> None:
+        """Encode the chunk `x` ([numel] fp32, bf16, fp16 or fp64) into `out` ([payload_bytes(numel)] uint8).
+
+        Args:
+            x: The values.
+            out: Written wholly.
+            feedback: Error feedback: elements are named of `x + beta * residual`, and the residual keeps the others.
+            random: For `RandomK`.
+
+        Raises:
+            CodecError: An argument is not as described. Nothing was written.
+        """
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode a payload into `out` ([numel] fp32); elements that it does not name become 0.
+
+        Raises:
+            CodecError: An argument is not as described, or the payload is damaged. Nothing was written.
+        """
+        native_sparse.decode_sum(payload.view(1, -1), self.places(out.numel()), out)
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
+        """Add `weight` times the values to the elements that the payload names.
+
+        Raises:
+            CodecError: As `decode`.
+        """
+        native_sparse.decode_add(payload, self.places(out.numel()), out, weight)
+
+    def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
+        """Write the sum of payloads ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
+
+        Raises:
+            CodecError: As `decode`.
+        """
+        native_sparse.decode_sum(payloads, self.places(out.numel()), out, divisor)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ratio={self.ratio})"
+
+
+class TopK(SparseCodec):
+    """The elements of largest magnitude, exactly: among equals those of lower index, whatever the threads.
+
+    Error: that of the elements that are not named, at most the smallest magnitude that is. Named ones are exact.
+    Compression: 1 / (2 ratio) of fp32.
+    """
+
+    id = 13
+    name = "topk"
+
+    def encode(
+        self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
+    ) -> None:
+        """Encode; see `SparseCodec.encode`."""
+        native_sparse.encode_top_k(x, self.places(x.numel()), out, feedback)
+
+
+class RandomK(SparseCodec):
+    """One random element of each of `places` neighbourhoods of the chunk (stratified random-k).
+
+    Ranks that give the same `random` (rank 0 in all of them) name the same elements. Values are not scaled: with error
+    feedback nothing is lost; without it, multiply by 1 / ratio for an unbiased estimate.
+    Error: that of the elements that are not named.
+    Compression: 1 / (2 ratio) of fp32.
+    """
+
+    id = 14
+    name = "randomk"
+
+    def encode(
+        self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
+    ) -> None:
+        """Encode; see `SparseCodec.encode`. `random` is required."""
+        if random is None:
+            raise CodecError("random: expected a Random for randomk, got None")
+        native_sparse.encode_random_k(x, self.places(x.numel()), out, random, feedback)
+
+
+class Threshold(SparseCodec):
+    """The first elements whose magnitude reaches a threshold, as many as there are places.
+
+    Args:
+        threshold: Above 0.
+        ratio: The part of the elements that there are places for.
+
+    Error: below the threshold, unless more elements reach it than there are places.
+    Compression: 1 / (2 ratio) of fp32.
+    """
+
+    id = 15
+    name = "threshold"
+
+    def __init__(self, threshold: float, ratio: float = 0.01) -> None:
+        super().__init__(ratio)
+        if not threshold > 0:
+            raise CodecError(f"Threshold.threshold: expected a positive number, got {threshold}")
+        self.threshold = threshold
+
+    def encode(
+        self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
+    ) -> None:
+        """Encode; see `SparseCodec.encode`."""
+        native_sparse.encode_above(x, self.threshold, self.places(x.numel()), out, feedback)
+
+    def __repr__(self) -> str:
+        return f"Threshold(threshold={self.threshold}, ratio={self.ratio})"

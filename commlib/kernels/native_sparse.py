@@ -1,0 +1,140 @@
+"""The crossing into the C++ loops of the sparse codecs; like native.py, it checks every tensor whose address it passes.
+
+A payload names at most `places` elements of one chunk, by index and value (docs/wire_format.md).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NoReturn
+
+import torch
+
+from commlib.errors import CodecError
+from commlib.kernels import native_codecs as checks
+from commlib.kernels.native import load
+from commlib.kernels.native_codecs import DTYPE_CODES, Feedback, Random
+
+_MOST_ELEMENTS = 2**32 - 2
+
+
+def payload_bytes(places: int) -> int:
+    """Return the bytes of a payload of `places` places.
+
+    Raises:
+        CodecError: Not a number of places.
+    """
+    if not 0 <= places <= _MOST_ELEMENTS:
+        raise CodecError(f"places: expected 0..{_MOST_ELEMENTS}, got {places}")
+    return load().sparse_payload_bytes(places)
+
+
+def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+    """Name the `places` elements of largest magnitude; among equals those of lower index.
+
+    Args:
+        x: [numel] fp32, bf16, fp16 or fp64, numel <= 2**32 - 2.
+        places: At most `numel`.
+        out: [payload_bytes(places)] uint8, aligned to 16 bytes.
+        feedback: Error feedback, if any.
+
+    Raises:
+        CodecError: An argument is not as described. Nothing was written.
+    """
+    _check(x, places, out, feedback)
+    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
+    native = checks.native_feedback(feedback)
+    load().encode_top_k(address, code, numel, places, native, out.data_ptr(), torch.get_num_threads())
+
+
+def encode_above(
+    x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
+) -> None:
+    """Name the first `places` elements whose magnitude is at least `threshold` (positive); else as `encode_top_k`.
+
+    Raises:
+        CodecError: An argument is not as described. Nothing was written.
+    """
+    _check(x, places, out, feedback)
+    if not (threshold > 0 and math.isfinite(threshold)) or threshold > torch.finfo(torch.float32).max:
+        raise CodecError(f"threshold: expected a positive finite float32, got {threshold}")
+    (bits,) = struct.unpack("<I", struct.pack("<f", threshold))
+    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
+    native = checks.native_feedback(feedback)
+    load().encode_above(address, code, numel, places, bits, native, out.data_ptr(), torch.get_num_threads())
+
+
+def encode_random_k(
+    x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
+) -> None:
+    """Name one random element in each of `places` strata of the chunk; else as `encode_top_k`.
+
+    Raises:
+        CodecError: An argument is not as described. Nothing was written.
+    """
+    _check(x, places, out, feedback)
+    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
+    native, threads = checks.native_feedback(feedback), torch.get_num_threads()
+    load().encode_random_k(address, code, numel, places, random.native(), native, out.data_ptr(), threads)
+
+
+def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+    """Write the sum of the payloads of one chunk, in their order, divided by `divisor`.
+
+    Args:
+        payloads: [count, payload_bytes(places)] uint8, aligned to 16 bytes.
+        places: Places of each payload.
+        out: [numel] fp32.
+        divisor: Finite and not zero, used as a float32.
+
+    Raises:
+        CodecError: An argument is not as described, or a payload names elements that are not in order or not in the
+            chunk. Nothing was written.
+    """
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    _decode(payloads, places, out, divisor, adds=False, weight=1.0)
+
+
+def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("weight", weight)
+    _decode(payload.view(1, -1), places, out, 1.0, adds=True, weight=weight)
+
+
+def _decode(
+    payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
+) -> None:
+    checks.check_tensor("out", out, (torch.float32,))
+    nbytes = payload_bytes(places)
+    if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != nbytes:
+        raise CodecError(f"payloads: expected the shape [count, {nbytes}] with count >= 1, got {list(payloads.shape)}")
+    checks.check_payload("payloads", payloads, payloads.numel())
+    checks.check_apart(("out", out), ("payloads", payloads))
+    count, numel = payloads.shape[0], out.numel()
+    wrong = load().decode_sparse(payloads.data_ptr(), count, places, divisor, adds, weight, out.data_ptr(), numel)
+    if wrong >= 0:
+        _refuse(wrong, numel)
+
+
+def _refuse(index: int, numel: int) -> NoReturn:
+    raise CodecError(
+        f"payload {index}: expected ascending indices below {numel} and unused places (FFFFFFFF) last; the bytes were "
+        "damaged, or encoded for another number of elements"
+    )
+
+
+def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
+    checks.check_values("x", x)
+    if x.numel() > _MOST_ELEMENTS:
+        raise CodecError(f"x: expected at most {_MOST_ELEMENTS} elements in a chunk of a sparse codec, got {x.numel()}")
+    if not 0 <= places <= x.numel():
+        raise CodecError(f"places: expected 0..{x.numel()} (the elements of x), got {places}")
+    checks.check_payload("out", out, payload_bytes(places))
+    checks.check_apart(("out", out), ("x", x))
+    if feedback is not None:
+        checks.check_feedback(feedback, x.numel(), ("out", out), ("x", x))

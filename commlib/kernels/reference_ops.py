@@ -1,0 +1,187 @@
+"""The rest of docs/wire_format.md in plain NumPy: casts, sparse codecs, error feedback, sums and the rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from commlib.kernels.reference import (
+    F32,
+    UNUSED_INDEX,
+    BlockCodec,
+    Bytes,
+    Floats,
+    Stream,
+    bf16_bits,
+    bf16_value,
+    canonical,
+    magnitude_bits,
+)
+
+_LARGEST_PIECE = 256
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+def cast_to_bf16(x: Floats) -> Bytes:
+    """Return the payload of `bf16`."""
+    return _padded(bf16_bits(x).view(np.uint8))
+
+
+def cast_to_fp16(x: Floats) -> Bytes:
+    """Return the payload of `fp16`."""
+    with np.errstate(over="ignore"):
+        half = np.asarray(x, F32).astype(np.float16).view(np.uint16)
+    return _padded(np.where(np.isnan(x), np.uint16(0x7E00), half).astype(np.uint16).view(np.uint8))
+
+
+def cast_from_bf16(payload: Bytes, numel: int) -> Floats:
+    """Return the [numel] values of a payload of `bf16`."""
+    return canonical(bf16_value(payload[: 2 * numel].view(np.uint16)))
+
+
+def cast_from_fp16(payload: Bytes, numel: int) -> Floats:
+    """Return the [numel] values of a payload of `fp16`."""
+    return canonical(payload[: 2 * numel].view(np.float16).astype(F32))
+
+
+# --- sparse codecs ----------------------------------------------------------------------------------------------------
+
+
+def top_k(x: Floats, places: int) -> npt.NDArray[np.int64]:
+    """Return the ascending indices that `topk` names."""
+    order = np.argsort(~magnitude_bits(x), kind="stable")
+    return np.sort(order[:places])
+
+
+def random_k(numel: int, places: int, stream: Stream) -> npt.NDArray[np.int64]:
+    """Return the ascending indices that `randomk` names: one in each of `places` strata."""
+    bounds = np.arange(places + 1, dtype=np.int64) * numel // max(places, 1)
+    words = stream.places(places).astype(np.uint64)
+    return bounds[:-1] + (words * np.diff(bounds).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+
+
+def above(x: Floats, places: int, threshold: float) -> npt.NDArray[np.int64]:
+    """Return the ascending indices that `threshold` names; at most `places`."""
+    return np.flatnonzero(magnitude_bits(x) >= F32(threshold).view(np.uint32))[:places]
+
+
+def sparse_payload(x: Floats, indices: npt.NDArray[np.int64], places: int) -> Bytes:
+    """Return the payload that names these elements of `x`."""
+    index, value = np.full(places, UNUSED_INDEX, np.uint32), np.zeros(places, F32)
+    index[: len(indices)] = indices
+    value[: len(indices)] = x[indices]
+    return np.concatenate([_padded(index.view(np.uint8)), _padded(value.view(np.uint8))])
+
+
+def sparse_values(payload: Bytes, places: int, numel: int) -> Floats:
+    """Return the [numel] decoded values of a sparse payload.
+
+    Raises:
+        ValueError: Its indices are out of range or do not ascend.
+    """
+    index = payload[: 4 * places].view(np.uint32)
+    values_at = len(_padded(index.view(np.uint8)))
+    value = payload[values_at : values_at + 4 * places].view(F32)
+    used = index != UNUSED_INDEX
+    count = int(used.sum())
+    named = index[:count].astype(np.int64)
+    if not used[:count].all() or (named >= numel).any() or (np.diff(named) <= 0).any():
+        raise ValueError("the indices of a sparse payload must ascend and lie within the chunk")
+    out = np.zeros(numel, F32)
+    out[named] = canonical(value[:count] + F32(0))
+    return out
+
+
+# --- error feedback, sums ---------------------------------------------------------------------------------------------
+
+
+def compensated(x: Floats, residual: Floats, beta: float = 1.0) -> Floats:
+    """Return v = x + beta * e."""
+    with np.errstate(all="ignore"):
+        return x + F32(beta) * residual
+
+
+def new_residual(v: Floats, decoded: Floats, residual: Floats, gamma: float = 1.0) -> Floats:
+    """Return e' = (v - d) * gamma where v and d are finite, and e elsewhere."""
+    with np.errstate(all="ignore"):
+        return np.where(np.isfinite(v) & np.isfinite(decoded), (v - decoded) * F32(gamma), residual).astype(F32)
+
+
+def encode_with_feedback(
+    codec: BlockCodec,
+    x: Floats,
+    residual: Floats,
+    beta: float = 1.0,
+    gamma: float = 1.0,
+    stream: Stream | None = None,
+) -> tuple[Bytes, Floats]:
+    """Return the payload of `x + beta * residual` and the new residual."""
+    v = compensated(x, residual, beta)
+    payload = codec.encode(v, stream)
+    return payload, new_residual(v, codec.decode(payload, len(x)), residual, gamma)
+
+
+def sparse_with_feedback(
+    v: Floats, residual: Floats, indices: npt.NDArray[np.int64], places: int, gamma: float = 1.0
+) -> tuple[Bytes, Floats]:
+    """Return the payload that names `indices` of the compensated `v`, and the new residual."""
+    payload = sparse_payload(v, indices, places)
+    return payload, new_residual(v, sparse_values(payload, places, len(v)), residual, gamma)
+
+
+def decode_add(out: Floats, decoded: Floats, weight: float = 1.0) -> Floats:
+    """Return out + weight * d."""
+    with np.errstate(all="ignore"):
+        return canonical(out + F32(weight) * decoded)
+
+
+def decode_sum(decoded: Sequence[Floats], divisor: float = 1.0) -> Floats:
+    """Return (d_0 + d_1 + ...) / divisor, summed in this order."""
+    total = decoded[0]
+    with np.errstate(all="ignore"):
+        for d in decoded[1:]:
+            total = total + d
+        return canonical(total if divisor == 1.0 else total / F32(divisor))
+
+
+# --- the Hadamard rotation --------------------------------------------------------------------------------------------
+
+
+def rotate(x: Floats, stream: Stream) -> Floats:
+    """Return the rotated chunk."""
+    return _hadamard(np.where(stream.signs(len(x)), -x, x).astype(F32))
+
+
+def rotate_back(y: Floats, stream: Stream) -> Floats:
+    """Return what `rotate` made `y` from, up to rounding."""
+    x = _hadamard(y)
+    return np.where(stream.signs(len(x)), -x, x).astype(F32)
+
+
+def pieces(numel: int) -> list[int]:
+    """Return the lengths of the pieces that are rotated by themselves."""
+    full, rest = divmod(numel, _LARGEST_PIECE)
+    return [_LARGEST_PIECE] * full + [1 << bit for bit in range(7, -1, -1) if rest >> bit & 1]
+
+
+def _hadamard(x: Floats) -> Floats:
+    out, start = x.copy(), 0
+    with np.errstate(all="ignore"):
+        for length in pieces(len(x)):
+            piece, half = out[start : start + length], 1
+            while half < length:
+                pairs = piece.reshape(-1, 2, half)
+                first, second = pairs[:, 0].copy(), pairs[:, 1].copy()
+                pairs[:, 0], pairs[:, 1] = first + second, first - second
+                half *= 2
+            piece *= F32(length**-0.5)
+            start += length
+    return canonical(out)
+
+
+def _padded(raw: Bytes) -> Bytes:
+    return np.concatenate([raw, np.zeros(-len(raw) % 16, np.uint8)])

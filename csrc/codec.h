@@ -1,0 +1,112 @@
+// Codecs as the drivers see them: layouts, jobs, and the table of block loops that each instruction set provides.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace commlib {
+
+// The ids of docs/wire_format.md. Sparse codecs have loops of their own (sparse.h).
+enum class CodecId : int {
+  kInt8 = 1,
+  kUint8MinMax = 2,
+  kUint8Bagua = 3,
+  kInt4 = 4,
+  kInt2 = 5,
+  kOneBit = 6,
+  kFp8E4M3 = 7,
+  kFp8E5M2 = 8,
+  kMxFp8 = 9,
+  kMxFp4 = 10,
+  kBFloat16 = 11,
+  kFloat16 = 12,
+};
+inline constexpr int kNumBlockCodecs = 13;  // the table's size; place 0 is empty
+inline constexpr std::size_t kMaxBlock = 512;
+inline constexpr std::size_t kAlignment = 16;
+
+struct CodecShape {
+  std::size_t block;          // elements; for kUint8Bagua only the portion that is worked on at once
+  std::size_t bits;           // of a code
+  std::size_t scale_bytes;    // of a block
+  std::size_t minimum_bytes;  // of a block
+  bool is_one_block;          // the whole chunk shares its parameters
+};
+
+// Null for a number that is not the id of a block codec.
+const CodecShape* find_shape(int codec);
+
+inline std::size_t aligned(std::size_t nbytes) {
+  return (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// Where the sections of one chunk's payload begin.
+struct Layout {
+  Layout(const CodecShape& shape, std::size_t numel);
+  std::size_t blocks, scales_at, codes_at, code_bytes_per_block, payload_bytes;
+};
+
+// A stretch of a tensor whose elements have consecutive global offsets.
+struct Segment {
+  std::uint64_t start;   // its first element in the tensor
+  std::uint64_t offset;  // that element's global offset
+};
+
+// The source of random numbers: everything of Philox's key and counter but the offsets.
+struct Random {
+  std::uint32_t key[2];
+  std::uint32_t step;
+  std::uint32_t stage_and_rank;
+  const Segment* segments;  // ascending; the first starts at 0
+  std::size_t num_segments;
+};
+
+// Encode one chunk: of a tensor, or of a sum of payloads; with error feedback where there is a residual.
+struct EncodeJob {
+  const void* x;  // null: the values are those of `inputs`
+  DType type;
+  const std::uint8_t* const* inputs;
+  std::size_t num_inputs;
+  float divisor;
+  float* residual;  // null: no error feedback
+  float beta, gamma;
+  const Random* random;  // null: rounding to nearest
+  std::size_t first;     // the chunk's first element in the tensor, for `random`
+  std::size_t numel;
+  Layout layout;
+  std::uint8_t* payload;
+};
+
+// Decode one chunk: out = sum of inputs / divisor, or out += weight * input.
+struct DecodeJob {
+  const std::uint8_t* const* inputs;
+  std::size_t num_inputs;
+  float divisor;
+  bool adds;
+  float weight;
+  void* out;
+  DType type;
+  std::size_t numel;
+  Layout layout;
+};
+
+// Both work on the blocks from `begin` to `end`. The parameters of a chunk of one block (kUint8Bagua) are at the front
+// of the payload before.
+using EncodeFn = void (*)(const EncodeJob& job, std::size_t begin, std::size_t end);
+using DecodeFn = void (*)(const DecodeJob& job, std::size_t begin, std::size_t end);
+// The smallest and the largest element of the blocks from `begin` to `end`, as integers in the order of the floats.
+using RangeFn = void (*)(const EncodeJob& job, std::size_t begin, std::size_t end, std::int32_t range[2]);
+
+struct CodecKernels {
+  EncodeFn encode[kNumBlockCodecs];
+  DecodeFn decode[kNumBlockCodecs];
+  RangeFn range;
+};
+
+// Checked by their caller. `num_threads` is at least 1.
+void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads);
+void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads);
+
+}  // namespace commlib

@@ -1,0 +1,222 @@
+// For commlib/kernels/native_codecs.py alone, which checks every tensor whose address it hands over: types, devices,
+// sizes, overlaps. Here only numbers that would lead out of a table are refused. All kernels run without the GIL.
+#include "codec_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "codec.h"
+#include "sparse.h"
+
+namespace py = pybind11;
+
+namespace commlib {
+namespace {
+
+using Address = std::uintptr_t;
+
+const CodecShape& shape_of(int codec) {
+  const CodecShape* shape = find_shape(codec);
+  if (shape == nullptr) throw std::invalid_argument("no block codec has the id " + std::to_string(codec));
+  return *shape;
+}
+
+DType type_of(int type) {
+  if (type < 0 || type >= kNumDTypes) throw std::invalid_argument("no such type: " + std::to_string(type));
+  return static_cast<DType>(type);
+}
+
+std::size_t payload_bytes(int codec, std::size_t numel) {
+  return Layout(shape_of(codec), numel).payload_bytes;
+}
+
+// Philox's key and counter, and which elements have which global offsets.
+struct RandomSource {
+  std::vector<Segment> segments;
+  Random random;
+
+  RandomSource(const RandomSource&) = delete;
+  RandomSource& operator=(const RandomSource&) = delete;
+  RandomSource(std::uint64_t seed, std::uint32_t step, std::uint32_t stage_and_rank,
+               const std::vector<std::pair<std::uint64_t, std::uint64_t>>& places) {
+    for (const auto& [start, offset] : places) segments.push_back({start, offset});
+    if (segments.empty() || segments.front().start != 0)
+      throw std::invalid_argument("segments must begin at element 0");
+    for (std::size_t i = 1; i < segments.size(); ++i) {
+      if (segments[i].start <= segments[i - 1].start) throw std::invalid_argument("segments must ascend");
+    }
+    random = {{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)},
+              step,
+              stage_and_rank,
+              segments.data(),
+              segments.size()};
+  }
+};
+
+struct Feedback {
+  Address residual;
+  float beta, gamma;
+};
+
+EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const RandomSource* source, std::size_t first,
+                  std::size_t numel, std::uint8_t* payload) {
+  return {nullptr,
+          DType::kFloat32,
+          nullptr,
+          0,
+          1.0f,
+          reinterpret_cast<float*>(feedback.residual),
+          feedback.beta,
+          feedback.gamma,
+          source == nullptr ? nullptr : &source->random,
+          first,
+          numel,
+          Layout(shape, numel),
+          payload};
+}
+
+// Cuts `x` into chunks of `chunk` elements; their payloads follow one another at the distance of a full one.
+void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk, Feedback feedback,
+            const RandomSource* source, Address out, int num_threads) {
+  const CodecShape& shape = shape_of(codec);
+  const DType dtype = type_of(type);
+  if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
+  const std::size_t distance = Layout(shape, chunk).payload_bytes;
+  const Address residual = feedback.residual;
+  const py::gil_scoped_release released;
+  for (std::size_t first = 0; first < numel; first += chunk) {
+    if (residual != 0) feedback.residual = residual + first * sizeof(float);
+    auto* payload = reinterpret_cast<std::uint8_t*>(out) + first / chunk * distance;
+    EncodeJob job = new_job(shape, feedback, source, first, std::min(chunk, numel - first), payload);
+    job.x = reinterpret_cast<const std::uint8_t*>(x) + first * element_bytes(dtype);
+    job.type = dtype;
+    encode_chunk(static_cast<CodecId>(codec), job, num_threads);
+  }
+}
+
+std::vector<const std::uint8_t*> rows(Address payloads, std::size_t count, std::size_t distance) {
+  std::vector<const std::uint8_t*> pointers(count);
+  for (std::size_t i = 0; i < count; ++i) pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads) + i * distance;
+  return pointers;
+}
+
+// Encodes the sum of `count` payloads of one chunk, divided; the chunk is at element `first` of the tensor.
+void encode_sum(int codec, Address payloads, std::size_t count, float divisor, std::size_t numel, Feedback feedback,
+                const RandomSource* source, std::size_t first, Address out, int num_threads) {
+  const CodecShape& shape = shape_of(codec);
+  if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
+  const auto inputs = rows(payloads, count, Layout(shape, numel).payload_bytes);
+  const py::gil_scoped_release released;
+  EncodeJob job = new_job(shape, feedback, source, first, numel, reinterpret_cast<std::uint8_t*>(out));
+  job.inputs = inputs.data();
+  job.num_inputs = count;
+  job.divisor = divisor;
+  encode_chunk(static_cast<CodecId>(codec), job, num_threads);
+}
+
+void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, Address out, int type, bool adds,
+            float weight, int num_threads) {
+  const CodecShape& shape = shape_of(codec);
+  const DType dtype = type_of(type);
+  if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
+  const std::size_t distance = Layout(shape, chunk).payload_bytes;
+  const py::gil_scoped_release released;
+  for (std::size_t first = 0; first < numel; first += chunk) {
+    const auto* payload = reinterpret_cast<const std::uint8_t*>(payloads) + first / chunk * distance;
+    const std::size_t count = std::min(chunk, numel - first);
+    void* to = reinterpret_cast<std::uint8_t*>(out) + first * element_bytes(dtype);
+    decode_chunk(static_cast<CodecId>(codec), {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count)},
+                 num_threads);
+  }
+}
+
+void decode_sum(int codec, Address payloads, std::size_t count, float divisor, std::size_t numel, Address out, int type,
+                int num_threads) {
+  const CodecShape& shape = shape_of(codec);
+  const DType dtype = type_of(type);
+  if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
+  const Layout layout(shape, numel);
+  const auto inputs = rows(payloads, count, layout.payload_bytes);
+  const py::gil_scoped_release released;
+  decode_chunk(static_cast<CodecId>(codec),
+               {inputs.data(), count, divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype, numel, layout},
+               num_threads);
+}
+
+SparseSource sparse_source(Address x, int type, std::size_t numel, const Feedback& feedback) {
+  auto* residual = reinterpret_cast<float*>(feedback.residual);
+  return {reinterpret_cast<const void*>(x), type_of(type), residual, feedback.beta, feedback.gamma, numel};
+}
+
+void encode_top_k_at(Address x, int type, std::size_t numel, std::size_t places, const Feedback& feedback, Address out,
+                     int num_threads) {
+  const SparseSource source = sparse_source(x, type, numel, feedback);
+  const py::gil_scoped_release released;
+  encode_top_k(source, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+}
+
+void encode_above_at(Address x, int type, std::size_t numel, std::size_t places, std::uint32_t threshold_bits,
+                     const Feedback& feedback, Address out, int num_threads) {
+  const SparseSource source = sparse_source(x, type, numel, feedback);
+  const py::gil_scoped_release released;
+  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+}
+
+void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t places, const RandomSource& random,
+                        const Feedback& feedback, Address out, int num_threads) {
+  const SparseSource source = sparse_source(x, type, numel, feedback);
+  const Random& key = random.random;
+  const py::gil_scoped_release released;
+  encode_random_k(source, key.key, key.step, key.stage_and_rank, places, reinterpret_cast<std::uint8_t*>(out),
+                  num_threads);
+}
+
+// Returns -1, or the index of the first payload that is not valid: nothing was written then.
+std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t places, float divisor, bool adds,
+                              float weight, Address out, std::size_t numel) {
+  const auto inputs = rows(payloads, count, sparse_payload_bytes(places));
+  const py::gil_scoped_release released;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!sparse_is_valid(inputs[i], places, numel)) return static_cast<std::int64_t>(i);
+  }
+  decode_sparse(inputs.data(), count, places, divisor, adds, weight, reinterpret_cast<float*>(out), numel);
+  return -1;
+}
+
+}  // namespace
+
+void bind_codecs(py::module_& module) {
+  py::class_<RandomSource>(module, "RandomSource")
+      .def(py::init<std::uint64_t, std::uint32_t, std::uint32_t,
+                    const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(),
+           py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
+  py::class_<Feedback>(module, "Feedback")
+      .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
+  module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));
+  module.def("encode_top_k", &encode_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
+             py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("encode_above", &encode_above_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
+             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
+             py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),
+             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"));
+  module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
+  module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
+             py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));
+  module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("count"), py::arg("divisor"),
+             py::arg("numel"), py::arg("feedback"), py::arg("random"), py::arg("first"), py::arg("out"),
+             py::arg("num_threads"));
+  module.def("decode", &decode, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("chunk"),
+             py::arg("out"), py::arg("type"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
+  module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("count"), py::arg("divisor"),
+             py::arg("numel"), py::arg("out"), py::arg("type"), py::arg("num_threads"));
+}
+
+}  // namespace commlib

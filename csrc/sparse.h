@@ -1,0 +1,60 @@
+// Sparse codecs: which elements are named, and back.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace commlib {
+
+// One chunk; with error feedback where there is a residual: v = x + beta * residual is what is chosen from.
+struct SparseSource {
+  const void* x;
+  DType type;
+  float* residual;
+  float beta, gamma;
+  std::size_t numel;
+};
+
+// A candidate: its magnitude's bits, then the complement of its index, then its sign. So the largest key is the largest
+// magnitude, and among equals the lowest index.
+using Key = std::uint64_t;
+
+// Makes v of the elements from `begin` to `end`, appends to `keys` those with low <= bits of |v| < high, in order, and,
+// if `writes`, replaces finite residuals by v * gamma. Works in tiles of kTile elements; stops before one for which the
+// `capacity` might not suffice. Returns where it stopped.
+inline constexpr std::size_t kTile = 256;
+struct Scan {
+  std::uint32_t low, high;
+  bool writes;
+  Key* keys;
+  std::size_t capacity;
+  std::size_t count;
+};
+using ScanFn = std::size_t (*)(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan);
+// One element of v, before its residual was replaced.
+using ValueFn = float (*)(const SparseSource& source, std::size_t index);
+
+struct SparseKernels {
+  ScanFn scan;
+  ValueFn value;
+};
+
+std::size_t sparse_payload_bytes(std::size_t places);
+
+// All write a whole payload of `places` places. `places` is at most `numel`, which is below 2^32 - 1.
+void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads);
+void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
+                  int num_threads);
+void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
+                     std::uint32_t stage_and_rank, std::size_t places, std::uint8_t* payload, int num_threads);
+
+// Whether the indices ascend and lie below `numel`, unused places last.
+bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_t numel);
+
+// out = sum of the payloads / divisor; or, with `adds`, out += weight * payload for the elements that it names.
+void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
+                   float weight, float* out, std::size_t numel);
+
+}  // namespace commlib

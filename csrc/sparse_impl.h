@@ -1,0 +1,91 @@
+// The scan of the sparse codecs, once for each instruction set; included after codec_impl.h.
+
+static inline Key make_key(Bits32 bits, std::size_t index) {
+  return static_cast<Key>(bits & kMagnitude) << 33 | static_cast<Key>(~static_cast<Bits32>(index)) << 1 | bits >> 31;
+}
+
+// Which of 16 elements have a magnitude of at least `low` and below `low + width`.
+static inline unsigned hits_of_16(const float* v, Bits32 low, Bits32 width) {
+#if defined(COMMLIB_WITH_AVX512)
+  const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(v), _mm512_set1_epi32(0x7FFFFFFF));
+  const __m512i above = _mm512_sub_epi32(bits, _mm512_set1_epi32(static_cast<int>(low)));
+  return _mm512_cmplt_epu32_mask(above, _mm512_set1_epi32(static_cast<int>(width)));
+#elif defined(COMMLIB_WITH_AVX2)
+  const __m256i flip = _mm256_set1_epi32(static_cast<int>(0x80000000u)), mask = _mm256_set1_epi32(0x7FFFFFFF);
+  const __m256i offset = _mm256_set1_epi32(static_cast<int>(low)),
+                limit = _mm256_set1_epi32(static_cast<int>(width ^ 0x80000000u));
+  unsigned hits = 0;
+  for (int half = 0; half < 2; ++half) {
+    const __m256i bits = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + 8 * half)), mask);
+    const __m256i above = _mm256_xor_si256(_mm256_sub_epi32(bits, offset), flip);
+    const __m256i is_hit = _mm256_cmpgt_epi32(limit, above);
+    hits |= static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(is_hit))) << (8 * half);
+  }
+  return hits;
+#else
+  unsigned hits = 0;
+  for (unsigned k = 0; k < 16; ++k) hits |= static_cast<unsigned>((to_bits(v[k]) & kMagnitude) - low < width) << k;
+  return hits;
+#endif
+}
+
+static inline void append_hits(const float* v, std::size_t first, std::size_t m, Scan& scan) {
+  const Bits32 width = scan.high - scan.low;
+  std::size_t i = 0;
+  for (; i + 16 <= m; i += 16) {
+    for (unsigned hits = hits_of_16(v + i, scan.low, width); hits != 0; hits &= hits - 1) {
+      const auto k = static_cast<std::size_t>(__builtin_ctz(hits));
+      scan.keys[scan.count++] = make_key(to_bits(v[i + k]), first + i + k);
+    }
+  }
+  for (; i < m; ++i) {
+    if ((to_bits(v[i]) & kMagnitude) - scan.low < width) scan.keys[scan.count++] = make_key(to_bits(v[i]), first + i);
+  }
+}
+
+static inline const float* compensate(const SparseSource& source, std::size_t at, std::size_t m, float* buffer) {
+  if (source.type == DType::kFloat32) {
+    if (source.residual == nullptr) return static_cast<const float*>(source.x) + at;
+    const float* x = static_cast<const float*>(source.x) + at;
+    const float* residual = source.residual + at;
+    const float beta = source.beta;
+    for (std::size_t i = 0; i < m; ++i) buffer[i] = x[i] + beta * residual[i];
+    return buffer;
+  }
+  load_values(source.x, source.type, at, m, buffer);
+  if (source.residual != nullptr) {
+    const float* residual = source.residual + at;
+    const float beta = source.beta;
+    for (std::size_t i = 0; i < m; ++i) buffer[i] += beta * residual[i];
+  }
+  return buffer;
+}
+
+static std::size_t scan_elements(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan) {
+  float buffer[kTile];
+  for (std::size_t at = begin; at < end; at += kTile) {
+    if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
+    const std::size_t m = end - at < kTile ? end - at : kTile;
+    const float* v = compensate(source, at, m, buffer);
+    if (scan.high > scan.low) append_hits(v, at, m, scan);
+    if (scan.writes) {
+      float* residual = source.residual + at;
+      const float gamma = source.gamma;
+      for (std::size_t i = 0; i < m; ++i) {
+        const bool is_finite = (to_bits(v[i]) & kMagnitude) < kInfinityBits;
+        const float rest = v[i] * gamma;
+        residual[i] = is_finite ? rest : residual[i];
+      }
+    }
+  }
+  return end;
+}
+
+static float value_of_element(const SparseSource& source, std::size_t index) {
+  float buffer[1];
+  return *compensate(source, index, 1, buffer);
+}
+
+static inline SparseKernels make_sparse_kernels() {
+  return {&scan_elements, &value_of_element};
+}

@@ -1,0 +1,233 @@
+"""Every instruction set against the NumPy reference, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.errors import CodecError
+from commlib.kernels import native, native_codecs, reference_ops
+from commlib.kernels.native_codecs import Feedback, Random
+from commlib.kernels.reference import BLOCK_CODECS, F32, Floats, Stream
+
+IDS = {name: idx for idx, name in enumerate(BLOCK_CODECS, start=1)} | {"bf16": 11, "fp16": 12}
+STOCHASTIC = ("int8", "uint8_minmax", "int4", "int2")
+SIZES = (0, 1, 2, 3, 7, 15, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 5000)
+
+
+@pytest.fixture(params=native.supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.isa()
+    native.load().select_isa(request.param)
+    yield request.param
+    native.load().select_isa(before)
+
+
+def special_values() -> Floats:
+    """Numbers at which something changes: limits of formats, ties, denormals, infinities and NaN with payloads."""
+    numbers = [0.0, 1.0, 1.5, 2.0, 6.0, 127.0, 127.5, 448.0, 464.0, 480.0, 57344.0, 61440.0, 65504.0, 65520.0, 1e8]
+    numbers += [2.0**-100, 2.0**-101, 2.0**-126, 2.0**-149, 2.0**127, 1.7e38, 3.4e38, 3.389e38, np.inf, 1e-7]
+    positive = np.array(numbers, F32)
+    odd = np.array([0x7FC00001, 0xFFC00000, 0x7F800001, 0x00400000, 0x0D7FFFFF, 0x7EFFFFFF], np.uint32).view(F32)
+    return np.concatenate([positive, -positive, odd])
+
+
+def inputs(rng: np.random.Generator, numel: int) -> list[tuple[str, Floats]]:
+    normal = rng.standard_normal(numel).astype(F32)
+    special = special_values()
+    wild = rng.integers(0, 2**32, numel, dtype=np.uint64).astype(np.uint32).view(F32)
+    spread = (normal.astype(np.float64) * 2.0 ** rng.integers(-149, 126, numel)).astype(F32)
+    sprinkled = normal.copy()
+    sprinkled[rng.random(numel) < 0.004] = np.nan
+    grid = (rng.integers(-300, 300, numel) / 4).astype(F32)
+    return [
+        ("normal", normal),
+        ("bits", wild),
+        ("spread", spread),
+        ("some NaN", sprinkled),
+        ("ties", grid),
+        ("constant", np.full(numel, 0.1, F32)),
+        ("zeros", np.where(rng.random(numel) < 0.5, F32(0), F32(-0.0))),
+        ("offset", (normal * F32(1e-3) + F32(1e8)).astype(F32)),
+        ("tiny", (normal * F32(2.0**-101)).astype(F32)),
+        ("denormal", (normal * F32(2.0**-130)).astype(F32)),
+        ("huge", (normal * F32(1e37)).astype(F32)),
+        ("special", rng.choice(special, numel) if numel else special[:0]),
+    ]
+
+
+def buffer(nbytes: int, fill: int = 0xA5) -> torch.Tensor:
+    return torch.full((nbytes,), fill, dtype=torch.uint8)
+
+
+def encode(name: str, x: Floats, **options: object) -> np.ndarray:
+    out = buffer(native_codecs.payload_bytes(IDS[name], len(x)))
+    native_codecs.encode(IDS[name], torch.from_numpy(x), out, **options)
+    return out.numpy()
+
+
+def decode(name: str, payload: np.ndarray, numel: int) -> Floats:
+    out = torch.full((numel,), 7.0)
+    native_codecs.decode(IDS[name], torch.from_numpy(payload), out)
+    return out.numpy()
+
+
+def same(first: Floats, second: Floats) -> None:
+    np.testing.assert_array_equal(first.view(np.uint32), second.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_bytes_and_values_are_those_of_the_reference(name: str, isa: str) -> None:
+    rng, codec = np.random.default_rng(1), BLOCK_CODECS[name]
+    for numel in SIZES:
+        for label, x in inputs(rng, numel):
+            expected = codec.encode(x)
+            np.testing.assert_array_equal(encode(name, x), expected, err_msg=f"{label}, {numel}")
+            same(decode(name, expected, numel), codec.decode(expected, numel))
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_any_bytes_decode_as_the_reference_says(name: str, isa: str) -> None:
+    rng, codec = np.random.default_rng(2), BLOCK_CODECS[name]
+    for numel in SIZES:
+        payload = rng.integers(0, 256, codec.sections(numel)[3], dtype=np.uint8)
+        same(decode(name, payload, numel), codec.decode(payload, numel))
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_rounding_draws_the_reference_s_numbers(name: str, isa: str) -> None:
+    rng = np.random.default_rng(3)
+    for numel in SIZES:
+        for offset in (0, 5, 2**35 + 3):
+            stream = Stream(seed=0x1234_5678_9ABC_DEF0, step=7, rank=3, stage=2, offset=offset)
+            source = Random(stream.seed, stream.step, stream.rank, stream.stage, [(0, offset)])
+            for label, x in inputs(rng, numel):
+                expected = BLOCK_CODECS[name].encode(x, stream)
+                np.testing.assert_array_equal(encode(name, x, random=source), expected, err_msg=f"{label}, {numel}")
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_error_feedback_is_the_reference_s(name: str, isa: str) -> None:
+    rng, codec = np.random.default_rng(4), BLOCK_CODECS[name]
+    for numel in (0, 1, 300, 1025):
+        for beta, gamma in ((1.0, 1.0), (0.9, 1.1)):
+            for label, x in inputs(rng, numel):
+                residual = rng.standard_normal(numel).astype(F32)
+                payload, expected = reference_ops.encode_with_feedback(codec, x, residual, beta, gamma)
+                own = torch.from_numpy(residual.copy())
+                got = encode(name, x, feedback=Feedback(own, beta, gamma))
+                np.testing.assert_array_equal(got, payload, err_msg=f"{label}, {numel}")
+                same(own.numpy(), expected)
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_sums_are_in_rank_order(name: str, isa: str) -> None:
+    rng, codec, numel = np.random.default_rng(5), BLOCK_CODECS[name], 700
+    for scale in (1.0, 1e36):
+        xs = [rng.standard_normal(numel).astype(F32) * F32(scale) for _ in range(5)]
+        payloads = np.stack([codec.encode(x) for x in xs])
+        expected = reference_ops.decode_sum([codec.decode(p, numel) for p in payloads], 5.0)
+        out = torch.empty(numel)
+        native_codecs.decode_sum(IDS[name], torch.from_numpy(payloads), out, divisor=5.0)
+        same(out.numpy(), expected)
+        again = buffer(payloads.shape[1])
+        native_codecs.encode_sum(IDS[name], torch.from_numpy(payloads), numel, again, divisor=5.0)
+        np.testing.assert_array_equal(again.numpy(), codec.encode(expected))
+        added = torch.from_numpy(xs[1].copy())
+        native_codecs.decode_add(IDS[name], torch.from_numpy(payloads[0]), added, weight=0.3)
+        same(added.numpy(), reference_ops.decode_add(xs[1], codec.decode(payloads[0], numel), 0.3))
+
+
+def test_casts_are_the_reference_s(isa: str) -> None:
+    rng = np.random.default_rng(6)
+    for numel in SIZES:
+        for _, x in inputs(rng, numel):
+            for name, to, back in (
+                ("bf16", reference_ops.cast_to_bf16, reference_ops.cast_from_bf16),
+                ("fp16", reference_ops.cast_to_fp16, reference_ops.cast_from_fp16),
+            ):
+                expected = to(x)
+                np.testing.assert_array_equal(encode(name, x), expected)
+                same(decode(name, expected, numel), back(expected, numel))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_cast_first_and_last(dtype: torch.dtype, isa: str) -> None:
+    x = torch.randn(1000, dtype=torch.float64).to(dtype)
+    plain = x.float().numpy()
+    for name in BLOCK_CODECS:
+        payload = buffer(native_codecs.payload_bytes(IDS[name], 1000))
+        native_codecs.encode(IDS[name], x, payload)
+        np.testing.assert_array_equal(payload.numpy(), BLOCK_CODECS[name].encode(plain))
+        out = torch.empty(1000, dtype=dtype)
+        native_codecs.decode(IDS[name], payload, out)
+        assert torch.equal(out, torch.from_numpy(BLOCK_CODECS[name].decode(payload.numpy(), 1000)).to(dtype))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(BLOCK_CODECS)), st.integers(0, 600), st.integers(0, 2**31), st.integers(-120, 110))
+def test_any_floats(name: str, numel: int, seed: int, exponent: int) -> None:
+    rng, codec = np.random.default_rng(seed), BLOCK_CODECS[name]
+    x = (rng.standard_normal(numel) * 2.0 ** (exponent + rng.integers(-8, 8, numel))).astype(F32)
+    np.testing.assert_array_equal(encode(name, x), codec.encode(x))
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_threads_and_chunks_change_nothing(name: str) -> None:
+    x, chunk = torch.randn(300_000), 65_000
+    whole = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        out = buffer(native_codecs.buffer_bytes(IDS[name], x.numel(), chunk))
+        native_codecs.encode(IDS[name], x, out, chunk=chunk)
+        back = torch.empty_like(x)
+        native_codecs.decode(IDS[name], out, back, chunk=chunk)
+        whole.append((out, back))
+    torch.set_num_threads(1)
+    assert torch.equal(whole[0][0], whole[1][0])
+    assert torch.equal(whole[0][1], whole[1][1])
+    last = x[4 * chunk :]
+    distance = native_codecs.payload_bytes(IDS[name], chunk)
+    np.testing.assert_array_equal(whole[0][0][4 * distance :].numpy(), encode(name, last.numpy()))
+
+
+def test_random_numbers_follow_the_segments() -> None:
+    x = np.linspace(-1, 1, 1000, dtype=F32)
+    whole = encode("int8", x, random=Random(9, segments=[(0, 100), (400, 500), (700, 800)]))
+    np.testing.assert_array_equal(whole, encode("int8", x, random=Random(9, segments=[(0, 100)])))
+    moved = encode("int8", x, random=Random(9, segments=[(0, 100), (401, 7)]))
+    assert not np.array_equal(whole, moved)
+
+
+def test_bad_arguments_are_named() -> None:
+    x, size = torch.randn(1000), native_codecs.payload_bytes(1, 1000)
+    good = buffer(size)
+    for message, call in {
+        "x: expected torch.float32": lambda: native_codecs.encode(1, x.int(), good),
+        "x: expected a contiguous tensor": lambda: native_codecs.encode(1, torch.randn(2000)[::2], good),
+        f"out: expected {size} bytes": lambda: native_codecs.encode(1, x, buffer(size - 1)),
+        "out: expected an address": lambda: native_codecs.encode(1, x, buffer(size + 16)[1 : size + 1]),
+        "out: expected a dense tensor": lambda: native_codecs.encode(1, x, good.to_sparse()),
+        "out: expected torch.uint8": lambda: native_codecs.encode(1, x, good.to(torch.int8)),
+        "out and x: expected separate": lambda: native_codecs.decode(1, x.view(torch.uint8)[:size], x),
+        "residual: expected 1000 elements": lambda: native_codecs.encode(1, x, good, feedback=Feedback(x[:9].clone())),
+        "residual and x": lambda: native_codecs.encode(1, x, good, feedback=Feedback(x)),
+        "divisor: expected": lambda: native_codecs.decode_sum(1, good.view(1, -1), x, divisor=0.0),
+        "payloads: expected the shape": lambda: native_codecs.decode_sum(1, good, x),
+        "chunk: expected": lambda: native_codecs.encode(1, x, good, chunk=0),
+        "x: expected a tensor": lambda: native_codecs.encode(1, x.numpy(), good),
+        "codec: expected": lambda: native_codecs.encode(99, x, good),
+        "on the CPU": lambda: native_codecs.encode(1, x.to("meta"), good),
+    }.items():
+        with pytest.raises(CodecError, match="out and payload" if "out and x" in message else message):
+            call()
+    with pytest.raises(CodecError, match="seed"):
+        Random(-1)
+    with pytest.raises(CodecError, match="segments"):
+        Random(0, segments=[(1, 0)])
+    assert torch.equal(good, buffer(size)), "nothing may be written"

@@ -1,0 +1,178 @@
+"""topk, randomk and threshold on every instruction set against the NumPy reference, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlib.errors import CodecError
+from commlib.kernels import native, native_sparse, reference_ops
+from commlib.kernels.native_codecs import Feedback, Random
+from commlib.kernels.reference import F32, Floats, Stream
+
+LARGE = 300_000  # enough for the sampled threshold
+
+
+@pytest.fixture(params=native.supported_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.isa()
+    native.load().select_isa(request.param)
+    yield request.param
+    native.load().select_isa(before)
+
+
+def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Floats]]:
+    normal = rng.standard_normal(numel).astype(F32)
+    rare = np.zeros(numel, F32)
+    rare[rng.integers(0, max(numel, 1), numel // 50)] = 1.0
+    hidden = normal * F32(1e-3)  # large values only where a regular sample does not look
+    hidden[7::29] += 5
+    wild = rng.integers(0, 2**32, numel, dtype=np.uint64).astype(np.uint32).view(F32)
+    return [
+        ("normal", normal),
+        ("ascending", np.sort(np.abs(normal))),
+        ("descending", np.sort(np.abs(normal))[::-1].copy()),
+        ("all equal", np.full(numel, -2.5, F32)),
+        ("zeros", np.zeros(numel, F32)),
+        ("few values", rng.integers(-2, 3, numel).astype(F32)),
+        ("rare", rare),
+        ("hidden", hidden),
+        ("bits", wild),
+    ]
+
+
+def sizes(numel: int) -> list[int]:
+    return sorted({0, min(1, numel), numel // 100, numel // 3, numel})
+
+
+def top_k(x: Floats, places: int, feedback: Feedback | None = None) -> np.ndarray:
+    out = torch.full((native_sparse.payload_bytes(places),), 0xA5, dtype=torch.uint8)
+    native_sparse.encode_top_k(torch.from_numpy(x), places, out, feedback)
+    return out.numpy()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])
+def test_top_k_is_exact_on_any_distribution(isa: str, numel: int) -> None:
+    rng = np.random.default_rng(numel)
+    for label, x in distributions(rng, numel):
+        for places in sizes(numel):
+            expected = reference_ops.sparse_payload(x, reference_ops.top_k(x, places), places)
+            np.testing.assert_array_equal(top_k(x, places), expected, err_msg=f"{label}, {places} of {numel}")
+
+
+@pytest.mark.parametrize("numel", [1, 1000, LARGE])
+@pytest.mark.parametrize(("beta", "gamma"), [(1.0, 1.0), (0.9, 1.5)])
+def test_top_k_with_error_feedback(isa: str, numel: int, beta: float, gamma: float) -> None:
+    rng = np.random.default_rng(numel)
+    for label, x in distributions(rng, numel):
+        for places in sizes(numel):
+            residual = (rng.standard_normal(numel) * 0.1).astype(F32)
+            v = reference_ops.compensated(x, residual, beta)
+            named = reference_ops.top_k(v, places)
+            payload, expected = reference_ops.sparse_with_feedback(v, residual, named, places, gamma)
+            own = torch.from_numpy(residual.copy())
+            got = top_k(x, places, Feedback(own, beta, gamma))
+            np.testing.assert_array_equal(got, payload, err_msg=f"{label}, {places} of {numel}")
+            np.testing.assert_array_equal(own.numpy().view(np.uint32), expected.view(np.uint32), err_msg=label)
+
+
+def test_threads_change_nothing() -> None:
+    for label, x in distributions(np.random.default_rng(1), LARGE):
+        torch.set_num_threads(3)
+        parallel = top_k(x, LARGE // 100)
+        torch.set_num_threads(1)
+        np.testing.assert_array_equal(parallel, top_k(x, LARGE // 100), err_msg=label)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 400), st.floats(0, 1), st.integers(0, 2**31), st.sampled_from([1, 3, 1000]))
+def test_top_k_of_anything(numel: int, part: float, seed: int, levels: int) -> None:
+    rng, places = np.random.default_rng(seed), int(part * numel)
+    x = (rng.integers(-levels, levels + 1, numel) / 7).astype(F32)
+    expected = reference_ops.sparse_payload(x, reference_ops.top_k(x, places), places)
+    np.testing.assert_array_equal(top_k(x, places), expected)
+
+
+def test_threshold(isa: str) -> None:
+    for numel in (0, 1, 1000, 70_000):
+        rng = np.random.default_rng(numel)
+        for label, x in distributions(rng, numel):
+            for places in sizes(numel):
+                for threshold in (1e-30, 1.0, 2.5):
+                    residual = (rng.standard_normal(numel) * 0.1).astype(F32)
+                    v = reference_ops.compensated(x, residual)
+                    named = reference_ops.above(v, places, threshold)
+                    payload, expected = reference_ops.sparse_with_feedback(v, residual, named, places)
+                    own = torch.from_numpy(residual.copy())
+                    out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+                    native_sparse.encode_above(torch.from_numpy(x), threshold, places, out, Feedback(own))
+                    np.testing.assert_array_equal(out.numpy(), payload, err_msg=f"{label}, {places} of {numel}")
+                    np.testing.assert_array_equal(own.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+def test_random_k(isa: str) -> None:
+    for numel in (0, 1, 1000, 70_000):
+        rng = np.random.default_rng(numel)
+        x = rng.standard_normal(numel).astype(F32)
+        for places in sizes(numel):
+            stream = Stream(seed=11, step=3, rank=1, stage=2)
+            named = reference_ops.random_k(numel, places, stream)
+            assert len(np.unique(named)) == places
+            residual = (rng.standard_normal(numel) * 0.1).astype(F32)
+            v = reference_ops.compensated(x, residual)
+            payload, expected = reference_ops.sparse_with_feedback(v, residual, named, places)
+            own = torch.from_numpy(residual.copy())
+            out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+            native_sparse.encode_random_k(torch.from_numpy(x), places, out, Random(11, 3, 1, 2), Feedback(own))
+            np.testing.assert_array_equal(out.numpy(), payload)
+            np.testing.assert_array_equal(own.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+def test_sums_and_additions(isa: str) -> None:
+    rng, numel, places = np.random.default_rng(3), 5000, 300
+    xs = [rng.standard_normal(numel).astype(F32) for _ in range(4)]
+    xs[1][10], xs[2][20] = np.nan, -0.0
+    payloads = np.stack([top_k(x, places) for x in xs])
+    decoded = [reference_ops.sparse_values(payload, places, numel) for payload in payloads]
+    out = torch.full((numel,), 3.0)
+    native_sparse.decode_sum(torch.from_numpy(payloads), places, out, 4.0)
+    expected = reference_ops.decode_sum(decoded, 4.0)
+    np.testing.assert_array_equal(out.numpy().view(np.uint32), expected.view(np.uint32))
+    added = torch.from_numpy(xs[0].copy())
+    native_sparse.decode_add(torch.from_numpy(payloads[1]), places, added, 0.3)
+    is_named = np.isin(np.arange(numel), reference_ops.top_k(xs[1], places))
+    expected = np.where(is_named, reference_ops.decode_add(xs[0], decoded[1], 0.3), xs[0])
+    np.testing.assert_array_equal(added.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+def test_damaged_indices_are_refused_and_nothing_is_written() -> None:
+    x, places = np.arange(1, 101, dtype=F32), 10
+    good = top_k(x, places)
+    for place, index in ((0, 100), (9, 2**31), (5, 3), (0, 0xFFFFFFFF)):
+        bad = good.copy()
+        bad[4 * place : 4 * place + 4] = np.array([index], np.uint32).view(np.uint8)
+        out = torch.full((100,), 5.0)
+        with pytest.raises(CodecError, match="payload 0: expected ascending indices below 100"):
+            native_sparse.decode_sum(torch.from_numpy(bad).view(1, -1), places, out)
+        assert torch.equal(out, torch.full((100,), 5.0))
+
+
+def test_bad_arguments_are_named() -> None:
+    x = torch.randn(100)
+    out = torch.empty(native_sparse.payload_bytes(10), dtype=torch.uint8)
+    with pytest.raises(CodecError, match=r"places: expected 0\.\.100"):
+        native_sparse.encode_top_k(x, 101, out)
+    with pytest.raises(CodecError, match="out: expected 96 bytes"):
+        native_sparse.encode_top_k(x, 10, out[:-16])
+    for threshold in (0.0, -1.0, float("nan"), float("inf"), 1e39):
+        with pytest.raises(CodecError, match="threshold: expected"):
+            native_sparse.encode_above(x, threshold, 10, out)
+    with pytest.raises(CodecError, match="residual: expected 100 elements"):
+        native_sparse.encode_top_k(x, 10, out, Feedback(torch.zeros(99)))
+    with pytest.raises(CodecError, match="divisor"):
+        native_sparse.decode_sum(out.view(1, -1), 10, x, 0.0)
