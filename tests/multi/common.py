@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 LossOf = Callable[[nn.Module, int], Tensor]
-SMALL_BUCKET_MB = 0.0005
+SMALL_BUCKET_MB = 0.0001
 
 
 class Mlp(nn.Module):
@@ -54,7 +54,7 @@ class Branches(nn.Module):
         self.branches = nn.ModuleList([nn.Linear(8, 4) for _ in range(num_branches)])
 
     def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
-        hidden = torch.tanh(self.stem(inputs))
+        hidden = torch.tanh(self.stem(inputs.to(self.stem.weight.dtype)))
         return sum((self.branches[i](hidden) for i in used), hidden.sum(dim=1, keepdim=True))
 
 

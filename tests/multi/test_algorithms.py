@@ -151,7 +151,7 @@ def test_many_buckets_of_two_collectives_with_random_delays() -> None:
     expected = train(wrap(seeded(Mlp)), mlp_loss, 12)
     model = wrap(seeded(Mlp), algorithm=GatherMean(), bucket_cap_mb=SMALL_BUCKET_MB)
     got = train(model, mlp_loss, 12)
-    assert commlib.stats(model).num_buckets >= 4
+    assert commlib.stats(model).num_buckets >= 3
     assert_same_trace(got, expected, exact=False)
     assert_replicas_identical(model)
 
