@@ -15,10 +15,12 @@ namespace commlib {
 
 #if defined(COMMLIB_X86)
 namespace avx512 {
-#include "codec_impl.h"
+// clang-format off: each uses the ones before
 #include "codec_math.h"
 #include "convert_impl.h"
+#include "codec_impl.h"
 #include "sparse_impl.h"
+// clang-format on
 }  // namespace avx512
 
 const Kernels* avx512_kernels() {

@@ -5,10 +5,12 @@ namespace commlib {
 
 #if defined(COMMLIB_ARM64)
 namespace neon {
-#include "codec_impl.h"
+// clang-format off: each uses the ones before
 #include "codec_math.h"
 #include "convert_impl.h"
+#include "codec_impl.h"
 #include "sparse_impl.h"
+// clang-format on
 }  // namespace neon
 
 const Kernels* neon_kernels() {

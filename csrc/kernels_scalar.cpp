@@ -3,10 +3,12 @@
 
 namespace commlib {
 namespace scalar {
-#include "codec_impl.h"
+// clang-format off: each uses the ones before
 #include "codec_math.h"
 #include "convert_impl.h"
+#include "codec_impl.h"
 #include "sparse_impl.h"
+// clang-format on
 }  // namespace scalar
 
 const Kernels* scalar_kernels() {
