@@ -106,6 +106,13 @@ void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads) {
                [&](std::size_t begin, std::size_t end) { encode(job, begin, end); });
 }
 
+void rotate_chunk(const RotateJob& job, int num_threads) {
+  const RotateFn rotate = active_kernels().codecs->rotate;
+  const std::size_t pieces = (job.numel + kRotationPiece - 1) / kRotationPiece;
+  parallel_for(pieces, kElementsPerPart / kRotationPiece, num_threads,
+               [&](std::size_t begin, std::size_t end) { rotate(job, begin, end); });
+}
+
 void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads) {
   const CodecShape& shape = kShapes[static_cast<int>(codec)];
   const DecodeFn decode = active_kernels().codecs->decode[static_cast<int>(codec)];

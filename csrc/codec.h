@@ -99,14 +99,27 @@ using DecodeFn = void (*)(const DecodeJob& job, std::size_t begin, std::size_t e
 // The smallest and the largest element of the blocks from `begin` to `end`, as integers in the order of the floats.
 using RangeFn = void (*)(const EncodeJob& job, std::size_t begin, std::size_t end, std::int32_t range[2]);
 
+// The random Hadamard rotation of a chunk, or its inverse, in pieces of this many elements.
+inline constexpr std::size_t kRotationPiece = 256;
+struct RotateJob {
+  const float* x;
+  float* out;  // `x` or apart from it
+  std::size_t numel;
+  const Random* random;
+  bool is_inverse;
+};
+using RotateFn = void (*)(const RotateJob& job, std::size_t begin, std::size_t end);
+
 struct CodecKernels {
   EncodeFn encode[kNumBlockCodecs];
   DecodeFn decode[kNumBlockCodecs];
   RangeFn range;
+  RotateFn rotate;
 };
 
 // Checked by their caller. `num_threads` is at least 1.
 void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads);
 void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads);
+void rotate_chunk(const RotateJob& job, int num_threads);
 
 }  // namespace commlib

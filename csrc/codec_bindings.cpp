@@ -149,6 +149,13 @@ void decode_sum(int codec, Address payloads, std::size_t count, float divisor, s
                num_threads);
 }
 
+void rotate(Address x, std::size_t numel, const RandomSource& source, bool is_inverse, Address out, int num_threads) {
+  const RotateJob job = {reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), numel, &source.random,
+                         is_inverse};
+  const py::gil_scoped_release released;
+  rotate_chunk(job, num_threads);
+}
+
 SparseSource sparse_source(Address x, int type, std::size_t numel, const Feedback& feedback) {
   auto* residual = reinterpret_cast<float*>(feedback.residual);
   return {reinterpret_cast<const void*>(x), type_of(type), residual, feedback.beta, feedback.gamma, numel};
@@ -198,6 +205,8 @@ void bind_codecs(py::module_& module) {
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
   py::class_<Feedback>(module, "Feedback")
       .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
+  module.def("rotate", &rotate, py::arg("x"), py::arg("numel"), py::arg("random"), py::arg("is_inverse"),
+             py::arg("out"), py::arg("num_threads"));
   module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));
   module.def("encode_top_k", &encode_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("feedback"), py::arg("out"), py::arg("num_threads"));

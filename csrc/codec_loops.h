@@ -28,8 +28,10 @@ static inline void fill_run(const Random& random, std::uint64_t offset, std::siz
   std::memcpy(u, all + skip, m * sizeof(float));
 }
 
-// u for the elements `start` to `start + m` of the tensor.
-static inline void fill_uniforms(const Random& random, std::uint64_t start, std::size_t m, float* u) {
+// Calls fill(global offset, count, done) for each stretch of the tensor's elements `start` to `start + m` whose global
+// offsets are consecutive; `done` of them came before.
+template <class Fill>
+static inline void for_segments(const Random& random, std::uint64_t start, std::size_t m, const Fill& fill) {
   std::size_t low = 0, high = random.num_segments;  // the last segment that begins at or before `start`
   while (high - low > 1) {
     const std::size_t middle = (low + high) / 2;
@@ -40,9 +42,16 @@ static inline void fill_uniforms(const Random& random, std::uint64_t start, std:
     const std::uint64_t end = low + 1 < random.num_segments ? random.segments[low + 1].start : ~std::uint64_t{0};
     const std::uint64_t at = start + done;
     const std::size_t count = end - at < m - done ? static_cast<std::size_t>(end - at) : m - done;
-    fill_run(random, segment.offset + (at - segment.start), count, u + done);
+    fill(segment.offset + (at - segment.start), count, done);
     done += count;
   }
+}
+
+// u for the elements `start` to `start + m` of the tensor.
+static inline void fill_uniforms(const Random& random, std::uint64_t start, std::size_t m, float* u) {
+  for_segments(random, start, m, [&](std::uint64_t offset, std::size_t count, std::size_t done) {
+    fill_run(random, offset, count, u + done);
+  });
 }
 
 // --- one block -------------------------------------------------------------------------------------------------------
@@ -208,6 +217,8 @@ static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t e
   }
 }
 
+#include "hadamard_impl.h"
+
 template <class Codec>
 static inline void add_codec(CodecKernels& kernels, CodecId id) {
   kernels.encode[static_cast<int>(id)] = &encode_blocks<Codec>;
@@ -229,5 +240,6 @@ static inline CodecKernels make_codec_kernels() {
   add_codec<Cast16<BFloat16>>(kernels, CodecId::kBFloat16);
   add_codec<Cast16<Float16>>(kernels, CodecId::kFloat16);
   kernels.range = &range_of_blocks<Bagua>;
+  kernels.rotate = &rotate_pieces;
   return kernels;
 }

@@ -218,6 +218,27 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     load().decode_sum(codec, payloads.data_ptr(), count, divisor, out.numel(), out.data_ptr(), code, threads)
 
 
+def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
+    """Apply the random Hadamard rotation of docs/wire_format.md to a chunk, or undo it.
+
+    Args:
+        x: [numel] fp32.
+        out: [numel] fp32; `x` itself, or apart from it.
+        random: Chooses the signs.
+        is_inverse: Undo the rotation that the same `random` made.
+
+    Raises:
+        CodecError: An argument is not as described. Nothing was written.
+    """
+    check_tensor("x", x, (torch.float32,))
+    check_tensor("out", out, (torch.float32,))
+    if x.numel() != out.numel():
+        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
+    if x.data_ptr() != out.data_ptr():
+        check_apart(("out", out), ("x", x))
+    load().rotate(x.data_ptr(), x.numel(), random.native(), is_inverse, out.data_ptr(), torch.get_num_threads())
+
+
 def _decode(
     codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, *, adds: bool, weight: float
 ) -> None:

@@ -159,7 +159,7 @@ def rotate(x: Floats, stream: Stream) -> Floats:
 def rotate_back(y: Floats, stream: Stream) -> Floats:
     """Return what `rotate` made `y` from, up to rounding."""
     x = _hadamard(y)
-    return np.where(stream.signs(len(x)), -x, x).astype(F32)
+    return canonical(np.where(stream.signs(len(x)), -x, x).astype(F32))
 
 
 def pieces(numel: int) -> list[int]:

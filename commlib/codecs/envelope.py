@@ -1,0 +1,89 @@
+"""The header of a payload that leaves its process group: files, logs, other programs (docs/wire_format.md, "Files")."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import SparseCodec
+from commlib.errors import CodecError
+from commlib.kernels import native_codecs, native_sparse
+
+_MAGIC = b"CMLB"
+_VERSION = 1
+_HEADER = struct.Struct("<4sHHHHIQQQ")
+_CRC_AT = 12
+_FIRST_SPARSE_ID = 13
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What a header says, and the payload behind it.
+
+    Attributes:
+        codec: The id of the codec.
+        numel: Elements of the chunk.
+        places: Places of a sparse payload, else 0.
+        payload: [bytes] uint8, a copy aligned for the decoders.
+    """
+
+    codec: int
+    numel: int
+    places: int
+    payload: torch.Tensor
+
+
+def seal(codec: BlockCodec | SparseCodec, payload: torch.Tensor, numel: int) -> bytes:
+    """Return header and payload of one chunk of `numel` elements.
+
+    Raises:
+        CodecError: The payload is not one of `numel` elements.
+    """
+    places = codec.places(numel) if isinstance(codec, SparseCodec) else 0
+    expected = codec.payload_bytes(numel)
+    if payload.dtype != torch.uint8 or payload.numel() != expected:
+        raise CodecError(f"payload: expected {expected} bytes of uint8, got {payload.numel()} of {payload.dtype}")
+    body = payload.cpu().contiguous().numpy().tobytes()
+    fields = (_MAGIC, _VERSION, codec.id, codec.version, 0)
+    crc = zlib.crc32(_HEADER.pack(*fields, 0, numel, places, len(body)) + body)
+    return _HEADER.pack(*fields, crc, numel, places, len(body)) + body
+
+
+def open_envelope(data: bytes, versions: dict[int, int]) -> Envelope:
+    """Check header and payload.
+
+    Args:
+        data: The bytes of `seal`.
+        versions: The version of each codec that is known, by id.
+
+    Raises:
+        CodecError: The bytes are truncated, too long or damaged, or of an unknown version or codec.
+    """
+    if len(data) < _HEADER.size:
+        raise CodecError(f"header: expected {_HEADER.size} bytes, got {len(data)}")
+    magic, version, codec, codec_version, reserved, crc, numel, places, nbytes = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise CodecError(f"header: expected the bytes {_MAGIC!r} first, got {magic!r}")
+    if version != _VERSION or reserved != 0:
+        raise CodecError(f"header: expected version {_VERSION}, got {version} (reserved field {reserved})")
+    if len(data) != _HEADER.size + nbytes:
+        raise CodecError(f"payload: expected {nbytes} bytes as the header says, got {len(data) - _HEADER.size}")
+    if crc != zlib.crc32(data[:_CRC_AT] + bytes(4) + data[_CRC_AT + 4 :]):
+        raise CodecError("CRC: header and payload are not the bytes that were sealed")
+    if codec not in versions:
+        raise CodecError(f"header: expected the id of a known codec ({sorted(versions)}), got {codec}")
+    if codec_version != versions[codec]:
+        raise CodecError(f"header: expected version {versions[codec]} of codec {codec}, got {codec_version}")
+    is_sparse = codec >= _FIRST_SPARSE_ID
+    if is_sparse and places > numel:
+        raise CodecError(f"header: expected at most {numel} places, got {places}")
+    expected = native_sparse.payload_bytes(places) if is_sparse else native_codecs.payload_bytes(codec, numel)
+    if nbytes != expected:
+        raise CodecError(f"payload: expected {expected} bytes for {numel} elements, got {nbytes}")
+    payload = torch.empty(nbytes, dtype=torch.uint8)
+    payload.numpy()[:] = memoryview(data)[_HEADER.size :]
+    return Envelope(codec, numel, places, payload)

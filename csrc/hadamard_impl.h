@@ -1,0 +1,91 @@
+// The random Hadamard rotation, once for each instruction set; included after codec_impl.h.
+
+// signs[i] becomes 0 or the sign bit, for the `m` elements from global offset `offset` on.
+static inline void fill_sign_run(const Random& random, std::uint64_t offset, std::size_t m, Bits32* signs) {
+  Words words = {};
+  std::uint64_t made = ~std::uint64_t{0};
+  for (std::size_t i = 0; i < m; ++i) {
+    const std::uint64_t at = offset + i, counter = at / 128;
+    if (counter != made) {
+      words = philox(static_cast<Bits32>(counter), static_cast<Bits32>(counter >> 32), random.step,
+                     random.stage_and_rank, random.key[0], random.key[1]);
+      made = counter;
+    }
+    signs[i] = words.word[at % 128 / 32] >> (at % 32) << 31;
+  }
+}
+
+template <std::size_t kHalf>
+static inline void butterflies(float* t, std::size_t length) {
+  for (std::size_t i = 0; i < length; i += 2 * kHalf) {
+    for (std::size_t j = i; j < i + kHalf; ++j) {
+      const float a = t[j], b = t[j + kHalf];
+      t[j] = a + b;
+      t[j + kHalf] = a - b;
+    }
+  }
+}
+
+template <std::size_t kLength>
+static inline void transform(float* t) {
+  if constexpr (kLength >= 2) butterflies<1>(t, kLength);
+  if constexpr (kLength >= 4) butterflies<2>(t, kLength);
+  if constexpr (kLength >= 8) butterflies<4>(t, kLength);
+  if constexpr (kLength >= 16) butterflies<8>(t, kLength);
+  if constexpr (kLength >= 32) butterflies<16>(t, kLength);
+  if constexpr (kLength >= 64) butterflies<32>(t, kLength);
+  if constexpr (kLength >= 128) butterflies<64>(t, kLength);
+  if constexpr (kLength >= 256) butterflies<128>(t, kLength);
+  constexpr float kScales[] = {1.0f,           0x1.6a09e6p-1f, 0x1p-1f,        0x1.6a09e6p-2f, 0x1p-2f,
+                               0x1.6a09e6p-3f, 0x1p-3f,        0x1.6a09e6p-4f, 0x1p-4f};
+  constexpr std::size_t kPower = kLength == 1     ? 0
+                                 : kLength == 2   ? 1
+                                 : kLength == 4   ? 2
+                                 : kLength == 8   ? 3
+                                 : kLength == 16  ? 4
+                                 : kLength == 32  ? 5
+                                 : kLength == 64  ? 6
+                                 : kLength == 128 ? 7
+                                                  : 8;
+  for (std::size_t i = 0; i < kLength; ++i) t[i] *= kScales[kPower];
+}
+
+// The rest of a chunk, in pieces of its length's powers of two, the largest first.
+static inline void transform_rest(float* t, std::size_t m) {
+  if (m & 128) transform<128>(t), t += 128;
+  if (m & 64) transform<64>(t), t += 64;
+  if (m & 32) transform<32>(t), t += 32;
+  if (m & 16) transform<16>(t), t += 16;
+  if (m & 8) transform<8>(t), t += 8;
+  if (m & 4) transform<4>(t), t += 4;
+  if (m & 2) transform<2>(t), t += 2;
+  if (m & 1) transform<1>(t);
+}
+
+static void rotate_pieces(const RotateJob& job, std::size_t begin, std::size_t end) {
+  float t[kRotationPiece];
+  Bits32 signs[kRotationPiece];
+  for (std::size_t piece = begin; piece < end; ++piece) {
+    const std::size_t at = piece * kRotationPiece, m = elements_of(piece, kRotationPiece, job.numel);
+    for_segments(*job.random, at, m, [&](std::uint64_t offset, std::size_t count, std::size_t done) {
+      fill_sign_run(*job.random, offset, count, signs + done);
+    });
+    const float* x = job.x + at;
+    if (job.is_inverse) {
+      std::memcpy(t, x, m * sizeof(float));
+    } else {
+      for (std::size_t i = 0; i < m; ++i) t[i] = from_bits(to_bits(x[i]) ^ signs[i]);
+    }
+    if (m == kRotationPiece) {
+      transform<kRotationPiece>(t);
+    } else {
+      transform_rest(t, m);
+    }
+    float* out = job.out + at;
+    if (job.is_inverse) {
+      for (std::size_t i = 0; i < m; ++i) out[i] = canonical(from_bits(to_bits(t[i]) ^ signs[i]));
+    } else {
+      for (std::size_t i = 0; i < m; ++i) out[i] = canonical(t[i]);
+    }
+  }
+}
