@@ -169,10 +169,10 @@ void encode_top_k_at(Address x, int type, std::size_t numel, std::size_t places,
 }
 
 void encode_above_at(Address x, int type, std::size_t numel, std::size_t places, std::uint32_t threshold_bits,
-                     const Feedback& feedback, Address out, int num_threads) {
+                     const Feedback& feedback, Address out) {
   const SparseSource source = sparse_source(x, type, numel, feedback);
   const py::gil_scoped_release released;
-  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out));
 }
 
 void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t places, const RandomSource& random,
@@ -211,7 +211,7 @@ void bind_codecs(py::module_& module) {
   module.def("encode_top_k", &encode_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("encode_above", &encode_above_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
-             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"));
   module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),

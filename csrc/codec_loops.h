@@ -141,22 +141,28 @@ static inline void store_values(void* dst, DType type, std::size_t at, std::size
   }
 }
 
-// The values to encode: where they are, if they can be read in place, else in `buffer`.
+// v = x + beta * residual (x alone where there is none): where it is, if it can be read in place, else in `buffer`.
+static inline const float* compensate(const void* x, DType type, const float* residual, float beta, std::size_t at,
+                                      std::size_t m, float* buffer) {
+  const float* v = static_cast<const float*>(x) + at;
+  if (type != DType::kFloat32) {
+    load_values(x, type, at, m, buffer);
+    v = buffer;
+  }
+  if (residual == nullptr) return v;
+  for (std::size_t i = 0; i < m; ++i) buffer[i] = v[i] + beta * residual[at + i];
+  return buffer;
+}
+
+// The values to encode.
 template <class Codec>
 static inline const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
-  if (job.x == nullptr) {
-    sum_block<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, buffer);
-  } else if (job.type == DType::kFloat32) {
-    if (job.residual == nullptr) return static_cast<const float*>(job.x) + at;
-    std::memcpy(buffer, static_cast<const float*>(job.x) + at, m * sizeof(float));
-  } else {
-    load_values(job.x, job.type, at, m, buffer);
-  }
+  if (job.x != nullptr) return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
+  sum_block<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, buffer);
   if (job.residual != nullptr) {
     const float* residual = job.residual + at;
-    const float beta = job.beta;
-    for (std::size_t i = 0; i < m; ++i) buffer[i] += beta * residual[i];
+    for (std::size_t i = 0; i < m; ++i) buffer[i] += job.beta * residual[i];
   }
   return buffer;
 }

@@ -190,10 +190,9 @@ void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* 
   clear_sent(source, keys);
 }
 
-void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
-                  int num_threads) {
+// In order and in one thread, as the first `places` of them are wanted.
+void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload) {
   const ExactFloatScope exact;
-  (void)num_threads;  // the first `places` of them are wanted, so the scan is in order
   std::vector<Key> keys(std::min(places + kTile, source.numel + kTile));
   Scan scan = {threshold_bits, 0x80000000u, source.residual != nullptr, keys.data(), keys.size(), 0};
   std::size_t at = kernels().scan(source, 0, source.numel, scan);
@@ -220,7 +219,7 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
     const float v = kernels().value(source, index);
     std::uint32_t bits;
     std::memcpy(&bits, &v, sizeof bits);
-    keys[j] = static_cast<Key>(bits & 0x7FFFFFFFu) << 33 | static_cast<Key>(~index) << 1 | bits >> 31;
+    keys[j] = make_key(bits, index);
   }
   if (source.residual != nullptr) {
     parallel_for(source.numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {

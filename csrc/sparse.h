@@ -21,6 +21,11 @@ struct SparseSource {
 // magnitude, and among equals the lowest index.
 using Key = std::uint64_t;
 
+inline Key make_key(std::uint32_t bits, std::size_t index) {
+  return static_cast<Key>(bits & 0x7FFFFFFFu) << 33 | static_cast<Key>(~static_cast<std::uint32_t>(index)) << 1 |
+         bits >> 31;
+}
+
 // Makes v of the elements from `begin` to `end`, appends to `keys` those with low <= bits of |v| < high, in order, and,
 // if `writes`, replaces finite residuals by v * gamma. Works in tiles of kTile elements; stops before one for which the
 // `capacity` might not suffice. Returns where it stopped.
@@ -45,8 +50,7 @@ std::size_t sparse_payload_bytes(std::size_t places);
 
 // All write a whole payload of `places` places. `places` is at most `numel`, which is below 2^32 - 1.
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads);
-void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
-                  int num_threads);
+void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload);
 void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
                      std::uint32_t stage_and_rank, std::size_t places, std::uint8_t* payload, int num_threads);
 

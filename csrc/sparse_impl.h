@@ -1,9 +1,5 @@
 // The scan of the sparse codecs, once for each instruction set; included after codec_impl.h.
 
-static inline Key make_key(Bits32 bits, std::size_t index) {
-  return static_cast<Key>(bits & kMagnitude) << 33 | static_cast<Key>(~static_cast<Bits32>(index)) << 1 | bits >> 31;
-}
-
 // Which of 16 elements have a magnitude of at least `low` and below `low + width`.
 static inline unsigned hits_of_16(const float* v, Bits32 low, Bits32 width) {
 #if defined(COMMLIB_WITH_AVX512)
@@ -43,30 +39,12 @@ static inline void append_hits(const float* v, std::size_t first, std::size_t m,
   }
 }
 
-static inline const float* compensate(const SparseSource& source, std::size_t at, std::size_t m, float* buffer) {
-  if (source.type == DType::kFloat32) {
-    if (source.residual == nullptr) return static_cast<const float*>(source.x) + at;
-    const float* x = static_cast<const float*>(source.x) + at;
-    const float* residual = source.residual + at;
-    const float beta = source.beta;
-    for (std::size_t i = 0; i < m; ++i) buffer[i] = x[i] + beta * residual[i];
-    return buffer;
-  }
-  load_values(source.x, source.type, at, m, buffer);
-  if (source.residual != nullptr) {
-    const float* residual = source.residual + at;
-    const float beta = source.beta;
-    for (std::size_t i = 0; i < m; ++i) buffer[i] += beta * residual[i];
-  }
-  return buffer;
-}
-
 static std::size_t scan_elements(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan) {
   float buffer[kTile];
   for (std::size_t at = begin; at < end; at += kTile) {
     if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
     const std::size_t m = end - at < kTile ? end - at : kTile;
-    const float* v = compensate(source, at, m, buffer);
+    const float* v = compensate(source.x, source.type, source.residual, source.beta, at, m, buffer);
     if (scan.high > scan.low) append_hits(v, at, m, scan);
     if (scan.writes) {
       float* residual = source.residual + at;
@@ -83,7 +61,7 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
 
 static float value_of_element(const SparseSource& source, std::size_t index) {
   float buffer[1];
-  return *compensate(source, index, 1, buffer);
+  return *compensate(source.x, source.type, source.residual, source.beta, index, 1, buffer);
 }
 
 static inline SparseKernels make_sparse_kernels() {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.registry import by_id
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import CodecError
 from commlib.kernels import native_codecs, native_sparse
@@ -17,7 +18,6 @@ _MAGIC = b"CMLB"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHHHHIQQQ")
 _CRC_AT = 12
-_FIRST_SPARSE_ID = 13
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,11 @@ def seal(codec: BlockCodec | SparseCodec, payload: torch.Tensor, numel: int) -> 
     return _HEADER.pack(*fields, crc, numel, places, len(body)) + body
 
 
-def open_envelope(data: bytes, versions: dict[int, int]) -> Envelope:
+def open_envelope(data: bytes) -> Envelope:
     """Check header and payload.
 
     Args:
         data: The bytes of `seal`.
-        versions: The version of each codec that is known, by id.
 
     Raises:
         CodecError: The bytes are truncated, too long or damaged, or of an unknown version or codec.
@@ -74,11 +73,12 @@ def open_envelope(data: bytes, versions: dict[int, int]) -> Envelope:
         raise CodecError(f"payload: expected {nbytes} bytes as the header says, got {len(data) - _HEADER.size}")
     if crc != zlib.crc32(data[:_CRC_AT] + bytes(4) + data[_CRC_AT + 4 :]):
         raise CodecError("CRC: header and payload are not the bytes that were sealed")
-    if codec not in versions:
-        raise CodecError(f"header: expected the id of a known codec ({sorted(versions)}), got {codec}")
-    if codec_version != versions[codec]:
-        raise CodecError(f"header: expected version {versions[codec]} of codec {codec}, got {codec_version}")
-    is_sparse = codec >= _FIRST_SPARSE_ID
+    if codec not in by_id:
+        raise CodecError(f"header: expected the id of a known codec ({sorted(by_id)}), got {codec}")
+    kind = by_id[codec]
+    if codec_version != kind.version:
+        raise CodecError(f"header: expected version {kind.version} of codec {codec}, got {codec_version}")
+    is_sparse = issubclass(kind, SparseCodec)
     if is_sparse and places > numel:
         raise CodecError(f"header: expected at most {numel} places, got {places}")
     expected = native_sparse.payload_bytes(places) if is_sparse else native_codecs.payload_bytes(codec, numel)

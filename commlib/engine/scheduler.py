@@ -133,6 +133,7 @@ class Driver(ABC):
             round_.error = error
             round_.transport.abort()
             round_.done.set()
+            self._leave(round_)
 
     @abstractmethod
     def close(self) -> None:
@@ -150,12 +151,14 @@ class Driver(ABC):
             lane = self._lanes.get(id(transport))
             return lane[0] if lane else None
 
-    def _leave(self, head: Round) -> None:
+    def _leave(self, round_: Round) -> None:
+        """Take an ended round out of its lane, if it is there still: nothing may keep its buckets alive."""
         with self._lanes_lock:
-            lane = self._lanes[id(head.transport)]
-            lane.popleft()
-            if not lane:
-                del self._lanes[id(head.transport)]
+            lane = self._lanes.get(id(round_.transport), deque())
+            if round_ in lane:
+                lane.remove(round_)
+                if not lane:
+                    del self._lanes[id(round_.transport)]
 
     def _drain(self, round_: Round) -> bool:
         """Work through the backlog of the round at the head of its lane; return whether the round has ended."""

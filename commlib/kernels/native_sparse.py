@@ -62,7 +62,7 @@ def encode_above(
     (bits,) = struct.unpack("<I", struct.pack("<f", threshold))
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
     native = checks.native_feedback(feedback)
-    load().encode_above(address, code, numel, places, bits, native, out.data_ptr(), torch.get_num_threads())
+    load().encode_above(address, code, numel, places, bits, native, out.data_ptr())
 
 
 def encode_random_k(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,21 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import native, native_codecs, reference_ops
+from commlib.kernels import native_codecs, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS, F32, Floats, Stream
 
 IDS = {name: idx for idx, name in enumerate(BLOCK_CODECS, start=1)} | {"bf16": 11, "fp16": 12}
 STOCHASTIC = ("int8", "uint8_minmax", "int4", "int2")
 SIZES = (0, 1, 2, 3, 7, 15, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 5000)
-
-
-@pytest.fixture(params=native.supported_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.isa()
-    native.load().select_isa(request.param)
-    yield request.param
-    native.load().select_isa(before)
 
 
 def special_values() -> Floats:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 
 from commlib.errors import CodecError
-from commlib.kernels import native, native_codecs, reference_ops
+from commlib.kernels import native_codecs, reference_ops
 from commlib.kernels.native_codecs import Random
 from commlib.kernels.reference import F32, Stream
 
 SIZES = (0, 1, 2, 3, 63, 127, 255, 256, 257, 511, 1000, 70_001)
-
-
-@pytest.fixture(params=native.supported_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.isa()
-    native.load().select_isa(request.param)
-    yield request.param
-    native.load().select_isa(before)
 
 
 @pytest.mark.parametrize("offset", [0, 77])

@@ -110,3 +110,34 @@ def test_an_algorithms_own_error_is_raised_as_it_is(driver: Driver) -> None:
 
 def test_an_empty_round_is_over(driver: Driver) -> None:
     run(driver, Recorder(), [], [])
+
+
+def test_a_prompt_task_is_issued_by_the_thread_that_makes_it_ready_in_the_static_order() -> None:
+    made, threads = ThreadDriver(), []
+
+    class Named(Recorder):
+        def issue(self, request: Request) -> Done:
+            threads.append(threading.current_thread())
+            return super().issue(request)
+
+    transport: Any = Named()
+    tasks = [Task(each.describe, each.begin, is_prompt=True) for each in (task("a", 1.0), task("b", 2.0))]
+    round_ = Round(transport, tasks, 2)
+    made.open(round_)
+    made.ready(round_, 1)
+    assert transport.issued == [], "b waits for its turn"
+    made.ready(round_, 0)
+    assert transport.issued == [1.0, 2.0], "no other thread was needed"
+    assert threads == [threading.current_thread()] * 2
+    made.wait(round_)
+    made.close()
+
+
+def test_a_cancelled_round_is_not_kept_and_does_not_hold_up_the_next_one(driver: Driver) -> None:
+    transport: Any = Recorder()
+    first = Round(transport, [task("a", 1.0)], 2)
+    driver.open(first)
+    driver.cancel(first, RuntimeError("given up"))
+    assert not driver._lanes
+    run(driver, transport, [task("b", 2.0)], [0])
+    assert transport.issued == [2.0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,19 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import native, native_sparse, reference_ops
+from commlib.kernels import native_sparse, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import F32, Floats, Stream
 
 LARGE = 300_000  # enough for the sampled threshold
-
-
-@pytest.fixture(params=native.supported_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.isa()
-    native.load().select_isa(request.param)
-    yield request.param
-    native.load().select_isa(before)
 
 
 def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Floats]]:
