@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "codec_bindings.h"
-#include "float_env.h"
 #include "pack.h"
 #include "tensor_view.h"
 
@@ -19,37 +18,29 @@ void* to_pointer(std::uintptr_t address) {
   return reinterpret_cast<void*>(address);
 }
 
-PackPlan make_plan(const std::vector<std::size_t>& offsets, const std::vector<std::size_t>& counts, int src, int dst) {
+PackPlan make_plan(const std::vector<std::size_t>& offsets, const std::vector<std::size_t>& counts, int type) {
   std::vector<Slot> slots;
   slots.reserve(counts.size());
   for (std::size_t i = 0; i < counts.size(); ++i) slots.push_back({offsets.at(i), counts[i]});
-  return PackPlan(std::move(slots), static_cast<DType>(src), static_cast<DType>(dst));
+  return PackPlan(std::move(slots), static_cast<DType>(type));
 }
 
 // Returns -1, or the index of the first source that is not what the plan needs: nothing was written then. `None` stands
 // for zeros.
-std::int64_t pack(const PackPlan& plan, std::uintptr_t dst, const py::list& srcs, double divisor) {
+std::int64_t pack(const PackPlan& plan, std::uintptr_t dst, const py::list& srcs, double factor) {
   if (srcs.size() != plan.size()) throw std::invalid_argument("the number of sources is not the plan's");
   std::vector<const void*> pointers(plan.size(), nullptr);
   for (std::size_t i = 0; i < plan.size(); ++i) {
     PyObject* src = PyList_GET_ITEM(srcs.ptr(), static_cast<Py_ssize_t>(i));
-    if (src != Py_None && !read_tensor(src, plan.src_type(), plan.count(i), &pointers[i])) {
+    if (src != Py_None && !read_tensor(src, plan.type(), plan.count(i), &pointers[i])) {
       return static_cast<std::int64_t>(i);
     }
   }
   const py::gil_scoped_release released;
   const std::size_t overlap = plan.find_overlap(to_pointer(dst), pointers.data());
   if (overlap != plan.size()) return static_cast<std::int64_t>(overlap);
-  plan.pack(to_pointer(dst), pointers.data(), divisor);
+  plan.pack(to_pointer(dst), pointers.data(), factor);
   return -1;
-}
-
-void convert(std::uintptr_t dst, int dst_type, std::uintptr_t src, int src_type, std::size_t count, double divisor) {
-  const auto from = static_cast<DType>(src_type), to = static_cast<DType>(dst_type);
-  const py::gil_scoped_release released;
-  check_pair(from, to);
-  const ExactFloatScope exact;
-  Divisor(divisor, from).convert(to_pointer(dst), to, to_pointer(src), from, count);
 }
 
 }  // namespace
@@ -67,12 +58,9 @@ PYBIND11_MODULE(_native, module) {
         commlib::bind_tensor_type(tensor_type.ptr(), exchange_capsule.ptr(), is_neg.ptr());
       },
       py::arg("tensor_type"), py::arg("exchange_capsule"), py::arg("is_neg"));
-  module.def("convert", &commlib::convert, py::arg("dst"), py::arg("dst_type"), py::arg("src"), py::arg("src_type"),
-             py::arg("count"), py::arg("divisor"));
   commlib::bind_codecs(module);
   py::class_<commlib::PackPlan>(module, "PackPlan")
-      .def(py::init(&commlib::make_plan), py::arg("offsets"), py::arg("counts"), py::arg("src_type"),
-           py::arg("dst_type"))
+      .def(py::init(&commlib::make_plan), py::arg("offsets"), py::arg("counts"), py::arg("type"))
       .def_property_readonly("extent", &commlib::PackPlan::extent)
-      .def("pack", &commlib::pack, py::arg("dst"), py::arg("srcs"), py::arg("divisor"));
+      .def("pack", &commlib::pack, py::arg("dst"), py::arg("srcs"), py::arg("factor"));
 }

@@ -1,11 +1,11 @@
-// The logic of the cast kernels, written once. Each kernels_<isa>.cpp includes this file inside its own namespace,
-// after it has named its instruction set, so the compiler makes one version of it per instruction set. Hence no include
-// guard, and no #include here: nothing of the standard library may be compiled for an instruction set that is not
-// checked for.
+// The types that kernels read and write, and the gathering kernel, written once. Each kernels_<isa>.cpp includes this
+// file inside its own namespace, after it has named its instruction set, so the compiler makes one version of it per
+// instruction set. Hence no include guard, and no #include here: nothing of the standard library may be compiled for an
+// instruction set that is not checked for.
 //
 // [Note: casts]
 // The arithmetic is in float32 (float64 for float64), then one rounding to nearest, ties to even. Denormals are kept. A
-// cast to another type writes a NaN as the positive quiet NaN without payload (0x7FC00000, 0x7FC0, 0x7E00): hardware
+// narrow type writes a NaN as the positive quiet NaN without payload (0x7FC00000, 0x7FC0, 0x7E00): hardware
 // disagrees about sign and payload, bytes on the wire must not.
 
 struct Float32 {
@@ -60,46 +60,19 @@ struct Float16 {
   }
 };
 
-template <class In, class Out>
-static inline typename Out::Storage cast(typename In::Compute x) {
-  if constexpr (std::is_same_v<Out, Float32> && !std::is_same_v<In, Float32>)
-    return x == x ? x : from_bits(0x7FC00000u);
-  return Out::store(x);
-}
-
-template <class In, class Out>
-static void divide(void* dst, const void* src, std::size_t count, double operand) {
-  const auto* in = static_cast<const typename In::Storage*>(src);
-  auto* out = static_cast<typename Out::Storage*>(dst);
-  const auto divisor = static_cast<typename In::Compute>(operand);
+template <class Type>
+static void scale(void* dst, const void* src, std::size_t count, double by) {
+  const auto* in = static_cast<const typename Type::Storage*>(src);
+  auto* out = static_cast<typename Type::Storage*>(dst);
+  const auto factor = static_cast<typename Type::Compute>(by);
   COMMLIB_INDEPENDENT_ITERATIONS
-  for (std::size_t i = 0; i < count; ++i) out[i] = cast<In, Out>(In::load(in[i]) / divisor);
-}
-
-template <class In, class Out>
-static void multiply(void* dst, const void* src, std::size_t count, double operand) {
-  const auto* in = static_cast<const typename In::Storage*>(src);
-  auto* out = static_cast<typename Out::Storage*>(dst);
-  const auto factor = static_cast<typename In::Compute>(operand);
-  COMMLIB_INDEPENDENT_ITERATIONS
-  for (std::size_t i = 0; i < count; ++i) out[i] = cast<In, Out>(In::load(in[i]) * factor);
+  for (std::size_t i = 0; i < count; ++i) out[i] = Type::store(Type::load(in[i]) * factor);
 }
 
 static Kernels make_kernels(const char* name, const CodecKernels* codecs, const SparseKernels* sparse) {
   return Kernels{
       name,
-      {
-          {divide<Float32, Float32>, divide<Float32, BFloat16>, divide<Float32, Float16>, nullptr},
-          {divide<BFloat16, Float32>, divide<BFloat16, BFloat16>, divide<BFloat16, Float16>, nullptr},
-          {divide<Float16, Float32>, divide<Float16, BFloat16>, divide<Float16, Float16>, nullptr},
-          {nullptr, nullptr, nullptr, divide<Float64, Float64>},
-      },
-      {
-          {multiply<Float32, Float32>, multiply<Float32, BFloat16>, multiply<Float32, Float16>, nullptr},
-          {multiply<BFloat16, Float32>, multiply<BFloat16, BFloat16>, multiply<BFloat16, Float16>, nullptr},
-          {multiply<Float16, Float32>, multiply<Float16, BFloat16>, multiply<Float16, Float16>, nullptr},
-          {nullptr, nullptr, nullptr, multiply<Float64, Float64>},
-      },
+      {scale<Float32>, scale<BFloat16>, scale<Float16>, scale<Float64>},
       codecs,
       sparse,
   };

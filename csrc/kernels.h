@@ -15,17 +15,16 @@ inline constexpr std::size_t element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Writes `count` elements to `dst`: each element of `src`, divided (or multiplied) by `operand` and cast. `dst` and
-// `src` are the same address or do not overlap.
-using ConvertFn = void (*)(void* dst, const void* src, std::size_t count, double operand);
+// Writes `count` elements to `dst`: each element of `src` times `factor`. `dst` and `src` are the same address or do
+// not overlap.
+using ScaleFn = void (*)(void* dst, const void* src, std::size_t count, double factor);
 
 struct CodecKernels;   // codec.h
 struct SparseKernels;  // sparse.h
 
 struct Kernels {
   const char* name;
-  ConvertFn divide[kNumDTypes][kNumDTypes];  // [source][destination]; null where the pair is not supported
-  ConvertFn multiply[kNumDTypes][kNumDTypes];
+  ScaleFn scale[kNumDTypes];
   const CodecKernels* codecs;
   const SparseKernels* sparse;
 };

@@ -14,11 +14,28 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
 
+from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.qsgd import QSGD
 from commlib.errors import ConfigError
 
-__all__ = ["Algorithm", "AllReduce", "BucketView", "Context", "Traits", "create", "get", "list"]
+__all__ = [
+    "QSGD",
+    "Algorithm",
+    "AllReduce",
+    "BucketView",
+    "ByteGrad",
+    "CompressionPolicy",
+    "Context",
+    "EFQuantized",
+    "Traits",
+    "create",
+    "get",
+    "list",
+]
 
 ENTRY_POINT_GROUP = "commlib.algorithms"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from commlib.errors import ConfigError
+from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
 
 
@@ -17,14 +18,22 @@ class BucketView(Protocol):
 
     Attributes:
         index: The bucket's place in the plan; the same on all ranks.
+        group: What `Algorithm.group` returned for the parameters in it.
+        parts: The parameters, in the order in which they lie in `flat`; computed when asked for.
         flat: [numel] The bucket's values, one after the other; of the parameters' dtype (complex ones as pairs).
         payload: [numel + num_flags] `flat` and, in the plan's last bucket, the engine's flags behind it; what an
             algorithm sums that reduces in full precision (`Traits.reduces_flags`).
     """
 
     index: int
+    group: Hashable
     flat: torch.Tensor
     payload: torch.Tensor
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """See above."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,12 @@ class Algorithm:
     #: Set by the registry: the file's name.
     name: str = ""
 
+    def group(self, name: str, parameter: torch.Tensor) -> Hashable:
+        """Return the group of a parameter; a bucket holds parameters of one group. The same on all ranks."""
+        return None
+
     def setup(self, context: Context) -> None:
-        """Make per-bucket state for `context.buckets`. Called again after the buckets change."""
+        """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
 
     def divisor(self, comm: Communicator) -> float:
         """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from commlib.algorithms.base import Part
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 
@@ -23,6 +24,7 @@ class Slot:
         name: The parameter's name in the model.
         param: The parameter.
         idx: Its place among the engine's parameters.
+        offset: Its first element among all of theirs.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
         run: The run that it is gathered with.
         expected: How often the gradient hook fires in one backward; recorded in the first one.
@@ -31,11 +33,12 @@ class Slot:
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
     """
 
-    __slots__ = ("expected", "graph_gradient", "had_gradient", "idx", "left", "name", "param", "run", "view")
+    __slots__ = ("expected", "graph_gradient", "had_gradient", "idx", "left", "name", "offset", "param", "run", "view")
 
-    def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0) -> None:
+    def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0, offset: int = 0) -> None:
         self.name = name
         self.idx = idx
+        self.offset = offset
         self.param = param
         self.view = _NO_VIEW
         self.run: Run | None = None
@@ -47,6 +50,9 @@ class Slot:
 
 class Run:
     """Neighbouring parameters of a bucket that are gathered together, as soon as all of them have their gradient.
+
+    Dividing is multiplying by the reciprocal, as DDP does: where the divisor is no power of two, a true division rounds
+    differently, and loss curves then part from DDP's by more than two bucket sizes of DDP do.
 
     Gathering in runs keeps few gradients alive beside the flat buffer, and copies them while they are in the cache.
 
@@ -117,13 +123,13 @@ class FlatRun(Run):
 
     def divide(self, divisor: float) -> None:
         """Divide the placed gradients."""
-        self._part.div_(divisor)
+        self._part.mul_(1.0 / divisor)
 
     def _pack_natively(self, gradients: list[torch.Tensor | None], divisor: float) -> bool:
         if self._plan is None:
             return False
         try:
-            self._plan.pack(self._part, gradients, divisor)
+            self._plan.pack(self._part, gradients, 1.0 / divisor)
         except ConfigError:  # an unusual layout, which torch's copy takes
             return False
         return True
@@ -141,7 +147,7 @@ class FlatRun(Run):
         if views:
             torch._foreach_copy_(views, sources)
         if divisor != 1.0:
-            self._part.div_(divisor)
+            self._part.mul_(1.0 / divisor)
 
 
 class Bucket:
@@ -149,6 +155,7 @@ class Bucket:
 
     Attributes:
         index: Its place in the plan.
+        group: What the algorithm calls the group of its parameters.
         slots: The parameters, in plan order.
         runs: The same, in the portions in which gradients are gathered.
         flat: [numel] The values. Complex parameters take two real elements each.
@@ -158,8 +165,9 @@ class Bucket:
         pending: How many runs are not complete in this backward.
     """
 
-    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0) -> None:
+    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0, group: Hashable = None) -> None:
         self.index = index
+        self.group = group
         self.slots = list(slots)
         first = self.slots[0].param
         dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
@@ -188,6 +196,16 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes of the flat buffer."""
         return self.flat.nbytes
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parameters' places, for algorithms."""
+        starts, _ = _offsets([slot.param for slot in self.slots])
+        numels = [slot.param.numel() * (2 if slot.param.dtype.is_complex else 1) for slot in self.slots]
+        return [
+            Part(slot.name, tuple(slot.param.shape), start, numel, slot.offset)
+            for slot, start, numel in zip(self.slots, starts, numels, strict=True)
+        ]
 
     @property
     def is_plain(self) -> bool:

@@ -9,12 +9,13 @@ round. Several models in one backward all flush before any of them waits.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class Engine:
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
+        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
         self._warm_up = AllReduce()
         self._graph_task: int | None = None
         self._sync = False
@@ -100,8 +102,9 @@ class Engine:
         """Communicate these parameters from now on, with a plan that starts anew."""
         for hook in self._hooks:
             hook.remove()
-        self.parameters = list(parameters)
-        self._slots = [Slot(p.name, p.param, idx) for idx, p in enumerate(self.parameters)]
+        group = self.algorithm.group
+        self.parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
+        self._slots = plans.make_slots(self.parameters)
         self._has_counts = self.found_frozen = False
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
@@ -144,7 +147,9 @@ class Engine:
         else:
             with torch.no_grad():
                 max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
-                cost = measure_cost(self.algorithm, self.transport, self.comm, self.driver, self.device, max_bytes)
+                cost = measure_cost(
+                    self._blank, self.transport, self.comm, self.driver, self.device, max_bytes, self._main_group()
+                )
             found = plans.candidates(self.parameters, ready_s, backward_s, cost)
         found, num_steps = self.transport.gather_objects((found, steps_per_visit(backward_s)))[0]
         if len(found) == 1:
@@ -153,6 +158,13 @@ class Engine:
         else:
             self._trials = Trials(found, num_steps)
             self.next_plan = self._trials.current
+
+    def _main_group(self) -> Hashable:
+        """Return the group of parameters with the most bytes."""
+        nbytes: dict[Hashable, int] = {}
+        for bucket in self.dense:
+            nbytes[bucket.group] = nbytes.get(bucket.group, 0) + bucket.nbytes
+        return max(nbytes, key=nbytes.__getitem__, default=None)
 
     def _continue_trials(self) -> None:
         """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
@@ -248,8 +260,9 @@ class Engine:
             if run.bucket.pending == 0 and not self._is_profiling:
                 self._round.launch(run.bucket)  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _open_round(self) -> None:
+    def _open_round(self, contributes: bool = True) -> None:
         algorithm = self._current_algorithm()
+        self.comm.step, self.comm.contributes = self.num_rounds, contributes
         self._round = GradientRound(self.buckets, algorithm, self.comm, self.transport, self.driver)
 
     def _current_algorithm(self) -> Algorithm:
@@ -337,7 +350,7 @@ class Engine:
         if self._is_profiling:
             self._readiness.start()
             self._readiness.end()
-        self._open_round()
+        self._open_round(contributes=False)
         round_, self._round = self._round, None
         assert round_ is not None
         round_.contribute_nothing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,21 @@ from commlib.engine import planner
 from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter that the engine communicates."""
+    """A parameter that the engine communicates.
+
+    Attributes:
+        name: Its name in the model.
+        param: The parameter.
+        sparse: Whether its gradients are sparse.
+        group: What `Algorithm.group` says of it; a bucket holds parameters of one group.
+    """
 
     name: str
     param: torch.nn.Parameter
     sparse: bool
+    group: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,17 @@ def candidates(
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
     cuts = [*(_by_time(cost, backward_s, stretch) for stretch in _STRETCHES), *map(_by_size, _TRIAL_CAPS)]
     unique = dict.fromkeys(_cut(parameters, order, ready_s, cut) for cut in cuts)
-    return [Plan(buckets, "trial", tuple(ready_s), cost) for buckets in unique]
+    shared = tuple(ready_s)
+    return [Plan(buckets, "trial", shared, cost) for buckets in unique]
+
+
+def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
+    """Return a slot for each parameter."""
+    found, offset = [], 0
+    for idx, parameter in enumerate(parameters):
+        found.append(Slot(parameter.name, parameter.param, idx, offset))
+        offset += parameter.param.numel() * (2 if parameter.param.dtype.is_complex else 1)
+    return found
 
 
 def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
@@ -81,7 +99,8 @@ def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) ->
         if parameters[members[0]].sparse:
             buckets.append(SparseBucket(idx, own[0]))
         else:
-            buckets.append(Bucket(idx, own, num_flags if idx == dense[-1] else 0))
+            group = parameters[members[0]].group
+            buckets.append(Bucket(idx, own, num_flags if idx == dense[-1] else 0, group))
     return buckets
 
 
@@ -103,7 +122,7 @@ def _cut(
     groups: dict[object, list[int]] = {}
     for idx in order:
         parameter = parameters[idx]
-        key = idx if parameter.sparse else layout_key(parameter.param)
+        key = idx if parameter.sparse else (layout_key(parameter.param), parameter.group)
         groups.setdefault(key, []).append(idx)
     buckets = []
     for members in groups.values():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm, Context, Part
 from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost
 from commlib.engine.scheduler import Driver, Round, Task
@@ -29,9 +29,18 @@ _SLOW_S = 0.1
 class Scratch:
     """A bucket of zeros, to measure with (a `BucketView`)."""
 
-    def __init__(self, index: int, nbytes: int, device: torch.device) -> None:
+    def __init__(self, index: int, nbytes: int, device: torch.device, group: Hashable = None) -> None:
         self.index = index
+        self.group = group
         self.flat = self.payload = torch.zeros(nbytes // 4, device=device)
+
+    @property
+    def parts(self) -> list[Part]:
+        """One parameter of two dimensions, as square as it may be."""
+        numel = self.flat.numel()
+        rows = 1 << max(0, numel.bit_length() // 2 - 1)
+        shape = (rows, numel // rows) if numel % rows == 0 else (1, numel)
+        return [Part("a scratch parameter", shape, 0, numel, self.index * numel)]
 
 
 class Readiness:
@@ -94,24 +103,31 @@ class Readiness:
 
 
 def measure_cost(
-    algorithm: Algorithm, transport: Transport, comm: Communicator, driver: Driver, device: torch.device, max_bytes: int
+    algorithm: Algorithm,
+    transport: Transport,
+    comm: Communicator,
+    driver: Driver,
+    device: torch.device,
+    max_bytes: int,
+    group: Hashable = None,
 ) -> Cost:
     """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
 
     Collective: every rank must call it. Several buckets are in flight at once, as they are in backward.
 
     Args:
-        algorithm: Copied, not changed.
+        algorithm: As it was before its first `setup`; copied, not changed.
         transport: Carries the rounds.
         comm: The group.
         driver: Drives them.
         device: Where the buckets are.
         max_bytes: Scratch buckets are not much larger together, so that the peak of memory stays in backward.
+        group: The group of the scratch buckets' parameters.
     """
     wall: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(_PROBES):
         nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
-        buckets = [Scratch(idx, nbytes, device) for idx in range(count)]
+        buckets = [Scratch(idx, nbytes, device, group) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm.rank, comm.world_size, buckets, device))
         probe = _Probe(trial, buckets, transport, comm, driver, device)

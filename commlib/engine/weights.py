@@ -8,7 +8,7 @@ import torch
 
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
-from commlib.engine.bucket import Bucket, Slot, tensors_of
+from commlib.engine.bucket import Bucket, tensors_of
 from commlib.engine.plan import Parameter
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
@@ -49,9 +49,8 @@ class WeightRounds:
         self._driver = driver
         self._optimizer = optimizer
         self._comm = Communicator(transport.rank, transport.world_size)
-        slots = [Slot(parameter.name, parameter.param) for parameter in parameters]
-        dense = [Parameter(p.name, p.param, sparse=False) for p in parameters]
-        built = plans.build(plans.initial(dense, cap_bytes), dense, slots)
+        dense = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
+        built = plans.build(plans.initial(dense, cap_bytes), dense, plans.make_slots(dense))
         self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if algorithm.traits.delay else []
         self._round: Round | None = None

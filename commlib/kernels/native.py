@@ -3,16 +3,14 @@
 Everything that takes an address does so here, after the tensor was found to be what the kernel needs: on the CPU, of
 the right type, contiguous, large enough, and not overlapping what is written. The kernels run without the GIL.
 
-Numbers: arithmetic is in float32 (float64 for float64) with a true division, then one rounding to nearest even.
-Denormals are kept, whatever `torch.set_flush_denormal` says. A cast to another type turns any NaN into the positive
-quiet NaN. All instruction sets give the same bits.
+Numbers: arithmetic is in float32 (float64 for float64), then one rounding to nearest even. Denormals are kept, whatever
+`torch.set_flush_denormal` says. All instruction sets give the same bits.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -82,8 +80,7 @@ class PackPlan:
 
     Args:
         numels: Number of elements of each tensor.
-        src_dtype: Type of the tensors: float32, bfloat16, float16 or float64.
-        dst_dtype: Type of the flat buffer, `src_dtype` by default. Float64 goes with float64 only.
+        dtype: Type of the tensors and of the flat buffer: float32, bfloat16, float16 or float64.
         offsets: First element of each tensor in the flat buffer, one after the other by default. Places must not
             overlap.
 
@@ -94,19 +91,17 @@ class PackPlan:
     def __init__(
         self,
         numels: Sequence[int],
-        src_dtype: torch.dtype,
-        dst_dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         *,
         offsets: Sequence[int] | None = None,
     ) -> None:
         self._numels = [int(numel) for numel in numels]
-        self._src_dtype = src_dtype
-        self._dst_dtype = dst_dtype or src_dtype
+        self._dtype = dtype
         starts = list(itertools.accumulate(self._numels, initial=0))[:-1] if offsets is None else list(offsets)
         _check_places(self._numels, starts)
-        codes = _dtype_code(self._src_dtype), _dtype_code(self._dst_dtype)
+        code = _dtype_code(dtype)
         try:
-            self._native = load().PackPlan(starts, self._numels, *codes)
+            self._native = load().PackPlan(starts, self._numels, code)
         except ValueError as error:
             raise ConfigError(f"This pack plan cannot be made: {error}.") from None
 
@@ -115,75 +110,38 @@ class PackPlan:
         """The number of elements that the flat buffer must have."""
         return self._native.extent
 
-    def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], divisor: float = 1.0) -> None:
-        """Write every source, divided by `divisor` and cast, to its place in `dst`.
+    def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], factor: float = 1.0) -> None:
+        """Write every source, times `factor`, to its place in `dst`.
 
         Elements of `dst` that belong to no source stay as they are. A source may already be the place that it goes to
-        (a view of `dst`): it is then divided in place.
+        (a view of `dst`): it is then multiplied in place.
 
         Args:
-            dst: `[>= extent] dst_dtype`, contiguous, on the CPU; changed in place.
-            srcs: One contiguous CPU tensor of `src_dtype` for each size of the plan, of any shape; `None` writes zeros.
-            divisor: Finite and not zero; used as a float32 (float64 for float64).
+            dst: `[>= extent] dtype`, contiguous, on the CPU; changed in place.
+            srcs: One contiguous CPU tensor of `dtype` for each size of the plan, of any shape; `None` writes zeros.
+            factor: Finite; used as a float32 (float64 for float64).
 
         Raises:
-            ConfigError: A tensor or the divisor is not as described; the message says which. Nothing was written.
+            ConfigError: A tensor or the factor is not as described; the message says which. Nothing was written.
         """
-        _check_flat(dst, self._dst_dtype, self.extent, "dst")
-        _check_divisor(divisor, self._src_dtype)
+        _check_flat(dst, self._dtype, self.extent, "dst")
+        _check_factor(factor, self._dtype)
         if len(srcs) != len(self._numels):
             raise ConfigError(f"The plan packs {len(self._numels)} tensors, got {len(srcs)}.")
-        refused = self._native.pack(dst.data_ptr(), srcs if isinstance(srcs, list) else list(srcs), divisor)
+        refused = self._native.pack(dst.data_ptr(), srcs if isinstance(srcs, list) else list(srcs), factor)
         if refused >= 0:
             self._explain(srcs[refused], refused)
 
     def _explain(self, src: torch.Tensor | None, index: int) -> NoReturn:
         """Raise with the reason why the extension did not take a source."""
         if src is not None:
-            _check_tensor(src, self._src_dtype, f"source {index}")
+            _check_tensor(src, self._dtype, f"source {index}")
             if src.numel() != self._numels[index]:
                 raise ConfigError(f"source {index} must have {self._numels[index]} elements, got {src.numel()}.")
         raise ConfigError(
             f"source {index} overlaps the flat buffer elsewhere than in its own place, or has no memory. "
             "Pass a copy of it (clone())."
         )
-
-
-def pack(dst: torch.Tensor, srcs: Sequence[torch.Tensor], divisor: float = 1.0) -> None:
-    """Write the sources one after the other into `dst`, divided and cast: a `PackPlan` used once.
-
-    Args:
-        dst: `[>= sum of sizes]`, contiguous, on the CPU; changed in place.
-        srcs: Contiguous CPU tensors of one type.
-        divisor: Finite and not zero.
-
-    Raises:
-        ConfigError: As `PackPlan` and `PackPlan.pack`.
-    """
-    src_dtype = srcs[0].dtype if srcs else dst.dtype
-    PackPlan([src.numel() for src in srcs], src_dtype, dst.dtype).pack(dst, srcs, divisor)
-
-
-def unpack_cast(dst: torch.Tensor, src: torch.Tensor, divisor: float = 1.0) -> None:
-    """Write `src / divisor`, cast to the type of `dst`, to the front of `dst`.
-
-    Args:
-        dst: `[>= src.numel()]`, contiguous, on the CPU; changed in place. The tail stays as it is.
-        src: `[numel]`, contiguous, on the CPU; may be `dst` itself, and must not overlap it otherwise.
-        divisor: Finite and not zero; used as a float32 (float64 for float64).
-
-    Raises:
-        ConfigError: A tensor, the pair of types or the divisor is not as described. Nothing was written.
-    """
-    _check_tensor(src, src.dtype, "src")
-    _check_flat(dst, dst.dtype, src.numel(), "dst")
-    _check_divisor(divisor, src.dtype)
-    _check_apart(dst, src)
-    codes = _dtype_code(dst.dtype), _dtype_code(src.dtype)
-    try:
-        load().convert(dst.data_ptr(), codes[0], src.data_ptr(), codes[1], src.numel(), divisor)
-    except ValueError as error:
-        raise ConfigError(f"This cast cannot be made: {error}.") from None
 
 
 def _bind_tensors(native: ModuleType) -> None:
@@ -239,16 +197,7 @@ def _check_flat(tensor: torch.Tensor, dtype: torch.dtype, numel: int, name: str)
         raise ConfigError(f"{name} must have at least {numel} elements, got {tensor.numel()}.")
 
 
-def _check_divisor(divisor: float, dtype: torch.dtype) -> None:
+def _check_factor(factor: float, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype if dtype == torch.float64 else torch.float32).max
-    smallest = 2.0**-1074 if dtype == torch.float64 else 2.0**-149
-    if not math.isfinite(divisor) or not smallest <= abs(divisor) <= largest:
-        raise ConfigError(f"The divisor must be finite and not zero as a {dtype} computation sees it, got {divisor}.")
-
-
-def _check_apart(dst: torch.Tensor, src: torch.Tensor) -> None:
-    first, second = dst.data_ptr(), src.data_ptr()
-    if first == second and dst.dtype == src.dtype:
-        return
-    if first < second + src.nbytes and second < first + dst.nbytes:
-        raise ConfigError("src and dst overlap. Pass a copy of src (clone()).")
+    if not abs(factor) <= largest:
+        raise ConfigError(f"The factor must be finite as a {dtype} computation sees it, got {factor}.")

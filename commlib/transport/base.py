@@ -123,12 +123,16 @@ class Communicator:
         world_size: The number of ranks in the group.
         num_active: The number of ranks that contribute data; below `world_size` only where ranks have joined early and
             `divide_by_initial_world_size=False` was asked for. Means divide by it.
+        contributes: Whether this rank has data in this round; one that has joined early sends zeros.
+        step: Rounds so far, the same on all ranks and after a resume; what random numbers are drawn for.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.num_active = world_size
+        self.contributes = True
+        self.step = 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> AllReduce:
         """Describe an in-place all-reduce of a contiguous `tensor` of any shape; `op` is "sum" or "max"."""

@@ -1,0 +1,82 @@
+"""Which parameters an algorithm compresses, and in which units it keeps what it lost."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class CompressionPolicy:
+    """Says which parameters are compressed; the others are averaged in full precision, in buckets of their own.
+
+    Attributes:
+        min_numel: Parameters of fewer elements are not compressed.
+        min_dims: Parameters of fewer dimensions (biases and norms have one) are not compressed.
+        skip: Patterns of names (as `fnmatch` has them) that are not compressed, for example `("*embed*", "head.*")`.
+    """
+
+    min_numel: int = 0
+    min_dims: int = 0
+    skip: tuple[str, ...] = ()
+
+    def __call__(self, name: str, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter is compressed. Complex ones and those of integer types never are."""
+        return (
+            parameter.is_floating_point()
+            and parameter.numel() >= self.min_numel
+            and parameter.dim() >= self.min_dims
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.skip)
+        )
+
+
+#: The default of algorithms whose codec serves small tensors as well as large ones.
+EVERYTHING = CompressionPolicy()
+
+#: For codecs so coarse that norms and biases suffer, which are a small part of the bytes.
+MATRICES = CompressionPolicy(min_numel=1024, min_dims=2)
+
+
+class Units:
+    """The units of residuals: those of the gradient without its loss scale, times the learning rate of its step.
+
+    A residual was lost from a step of another learning rate: what is owed is `lr_then * e`, so it is added as
+    `(lr_then / lr_now) * e` (Karimireddy et al., 2019, algorithm 1, keeps `lr * e`). Without an optimizer the learning
+    rate is not known and counts as constant; with several parameter groups the first one's counts.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scaler: Any = None
+        self._step = -1
+        self._lr: float | None = None
+        self._decay = 1.0
+
+    def follow(self, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
+        """Take the learning rate and the loss scale from these."""
+        self._optimizer, self._scaler = optimizer, scaler
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the gradients now."""
+        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+
+    def decay(self, step: int) -> float:
+        """Return lr_then / lr_now for the round of number `step`; the same however often it is asked."""
+        if step != self._step and self._optimizer is not None:
+            now = float(self._optimizer.param_groups[0]["lr"])
+            self._decay = self._lr / now if self._lr and now else 1.0
+            self._lr = now or self._lr
+            self._step = step
+        return self._decay
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the learning rate of the last round."""
+        return {"lr": self._lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._lr = state["lr"]

@@ -1,0 +1,41 @@
+"""Gradient averaging with 8 bits per element on the wire: BAGUA's ByteGrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commlib.algorithms._policy import EVERYTHING
+from commlib.algorithms._quantized import Quantized
+from commlib.codecs.base import BlockCodec
+from commlib.codecs.integer import Int8
+
+
+class ByteGrad(Quantized):
+    """8-bit averaging of gradients: quantized before they are exchanged, and again after they were summed.
+
+    With C the codec and g_r the gradients of rank r, cut into a chunk per rank:
+
+        g = C(1/N sum_r C(g_r))
+
+    Args:
+        codec: Any block codec; `Int8` by default.
+        op: "mean" or "sum".
+        feedback: Whether each stage's error is added to the next round's input (8 bits rarely need it).
+        compress: Which parameters are compressed; all by default.
+
+    Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), C_LP_S without
+    error compensation.
+    Deviations: blocks of 256 elements have a scale each, where BAGUA has one for 1/N of a bucket; absmax instead of
+    min-max (`codec=UInt8Bagua()` is BAGUA's own). The mean is divided in fp32 after the sum.
+    """
+
+    def __init__(
+        self,
+        codec: BlockCodec | None = None,
+        op: str = "mean",
+        feedback: bool = False,
+        compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+    ) -> None:
+        super().__init__(codec or Int8(), op=op, feedback=feedback, seed=None, compress=compress)

@@ -1,0 +1,48 @@
+"""Gradient averaging with stochastic rounding: QSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commlib.algorithms._policy import EVERYTHING
+from commlib.algorithms._quantized import Quantized
+from commlib.codecs.integer import Int2, Int4, Int8
+from commlib.errors import ConfigError
+
+_CODECS = {2: Int2, 4: Int4, 8: Int8}
+
+
+class QSGD(Quantized):
+    """Unbiased quantization to 2, 4 or 8 bits: E[g] is the mean of the gradients, and nothing is remembered.
+
+    With Q_b rounding x / s up or down at random so that its expectation is x / s, s the block's scale:
+
+        g = Q_b(1/N sum_r Q_b(g_r))
+
+    Random numbers depend on the seed, the round, the rank and the element's place in the model, not on the buckets.
+
+    Args:
+        bits: 2, 4 or 8.
+        seed: Of the random numbers; the same on all ranks.
+        op: "mean" or "sum".
+        compress: Which parameters are compressed; all by default.
+
+    Paper: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (NeurIPS 2017),
+    equation 3.1; with 2 bits it is Wen et al., "TernGrad" (NeurIPS 2017), by blocks.
+    Deviations: the scale of a block is its largest magnitude (the paper's experiments do so, section 5), rounded up to
+    bf16; fixed-width codes instead of Elias coding; the sum is quantized again, with random numbers of its own.
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        seed: int = 0,
+        op: str = "mean",
+        compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+    ) -> None:
+        if bits not in _CODECS:
+            raise ConfigError(f"QSGD.bits: expected 2, 4 or 8, got {bits!r}")
+        super().__init__(_CODECS[bits](), op=op, feedback=False, seed=seed, compress=compress)
+        self.bits = bits

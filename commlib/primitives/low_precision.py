@@ -1,0 +1,171 @@
+"""Centralized communication of compressed values: encode, exchange chunks, sum, encode, gather, decode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from commlib.codecs.base import BlockCodec, Feedback, Random
+from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.transport.base import Communication, Communicator
+
+#: Chunks begin at multiples of this many elements (64 bytes of fp32), which keeps the codecs' loads aligned.
+_CHUNK_STEP = 16
+
+#: The random numbers of a stage (0: the worker's encoding, 1: the chunk owner's), or None for rounding to nearest.
+RandomOf = Callable[[int], Random | None]
+
+
+def to_nearest(stage: int) -> None:
+    """Round to nearest in every stage (a `RandomOf`)."""
+
+
+class LowPrecisionExchange:
+    """What one bucket keeps from round to round: payload buffers and, with error feedback, both residuals.
+
+    The bucket is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
+    encodings lost, its owner residual [elements of chunk r] what the encodings of the sum lost; both fp32, in the
+    units of the unscaled mean's terms.
+
+    Args:
+        numel: Elements of the bucket.
+        device: Where it is.
+        codec: The codec of both stages.
+        rank: This rank.
+        world_size: The number of ranks.
+        feedback: Whether errors are fed back.
+        averaging: How much of an old residual stays in the new one (LoCo); 0 is plain error feedback.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        codec: BlockCodec,
+        rank: int,
+        world_size: int,
+        *,
+        feedback: bool,
+        averaging: float = 0.0,
+    ) -> None:
+        self.codec = codec
+        self.numel = numel
+        self.chunk = -(-numel // (world_size * _CHUNK_STEP)) * _CHUNK_STEP or 1
+        self.first = min(rank * self.chunk, numel)
+        self.count = min(self.chunk, numel - self.first)
+        nbytes = codec.payload_bytes(self.chunk)
+        # Three buffers: what is sent (and later gathered), what is received, and the own chunk's payload.
+        self.sent = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=device)
+        self.received = torch.zeros_like(self.sent)
+        self.own = self.sent.new_zeros(nbytes)
+        self._short = self.sent.new_zeros(world_size, codec.payload_bytes(self.count))
+        self.worker = torch.zeros(numel if feedback else 0, device=device)
+        self.owner = torch.zeros(self.count if feedback else 0, device=device)
+        self._old = torch.empty_like(self.worker) if averaging else None
+        self._averaging = averaging
+        self.has_feedback = feedback
+
+    @property
+    def coded(self) -> torch.Tensor:
+        """The part of `sent` that holds the payloads of the whole bucket."""
+        return self.sent[: self.codec.buffer_bytes(self.numel, self.chunk)]
+
+    def payloads(self) -> torch.Tensor:
+        """Return the received payloads of the own chunk, [world_size, bytes]."""
+        rows = self.received.view(len(self._short), -1)
+        if self.count == self.chunk:
+            return rows
+        return self._short.copy_(rows[:, : self._short.shape[1]])  # the bucket's last chunk is shorter
+
+    def forget(self) -> None:
+        """Set the residuals to zero."""
+        self.worker.zero_()
+        self.owner.zero_()
+
+    @contextlib.contextmanager
+    def feeding_back(self, residual: torch.Tensor, scale: float, decay: float) -> Iterator[Feedback | None]:
+        """Give the feedback of one encoding; afterwards the residual is averaged with what it was, if so asked."""
+        if not self.has_feedback:
+            yield None
+            return
+        old = None if self._old is None else self._old[: residual.numel()].copy_(residual)
+        yield Feedback(residual, scale * decay, 1.0 / scale)
+        if old is not None:
+            residual.lerp_(old, self._averaging)
+
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
+        """Return copies of the residuals by parameter."""
+        if not self.has_feedback:
+            return {"worker": {}, "owner": {}}
+        return {"worker": cut(self.worker, 0, parts), "owner": cut(self.owner, self.first, parts)}
+
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> None:
+        """Take residuals over, also from another plan.
+
+        What an owner lost of elements that another rank owns now becomes an error of this rank as a worker, times
+        `num_terms` (what the sum is divided by): it enters the mean in the same size, once.
+        """
+        if not self.has_feedback:
+            return
+        self.worker.zero_()
+        paste(saved["worker"], self.worker, parts)
+        owned = torch.zeros_like(self.worker)
+        paste(saved["owner"], owned, parts)
+        own = owned[self.first : self.first + self.count]
+        self.owner.copy_(own)
+        own.zero_()
+        self.worker += owned.mul_(num_terms)
+
+
+def centralized_low_precision(
+    tensor: torch.Tensor,
+    exchange: LowPrecisionExchange,
+    comm: Communicator,
+    *,
+    divisor: float = 1.0,
+    scale: float = 1.0,
+    decay: float = 1.0,
+    random_of: RandomOf = to_nearest,
+) -> Communication:
+    """Replace `tensor` by the sum over all ranks, divided by `divisor`, with every value compressed on the wire.
+
+    BAGUA's C_LP_S (Gan et al., VLDB 2021, section 3.2), with C the codec, x_r the tensor of rank r:
+
+        d_r = C(x_r + decay e_r),  e_r = x_r + decay e_r - d_r           on every rank
+        y   = C(1/divisor sum_r d_r + decay f),  f = ... - y              on the owner of each chunk
+        x_r = y
+
+    The sum runs in rank order, so all ranks hold the same bits. Without feedback e and f are zero. Payloads go by
+    all-to-all, then all-gather.
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's buffers and residuals.
+        comm: The group.
+        divisor: A true division of the sum.
+        scale: By which the tensor is scaled (a loss scale); residuals are kept unscaled.
+        decay: By which residuals are multiplied before they are added, for changes of the learning rate.
+        random_of: Random numbers, for stochastic rounding.
+    """
+    codec, chunk = exchange.codec, exchange.chunk
+
+    if comm.contributes:
+        with exchange.feeding_back(exchange.worker, scale, decay) as feedback:
+            codec.encode(tensor, exchange.coded, chunk=chunk, feedback=feedback, random=random_of(0))
+    else:
+        codec.encode(tensor, exchange.coded, chunk=chunk)
+    yield comm.all_to_all(exchange.received, exchange.sent)
+    with exchange.feeding_back(exchange.owner, scale, decay) as feedback:
+        codec.encode_sum(
+            exchange.payloads(),
+            exchange.count,
+            exchange.own[: codec.payload_bytes(exchange.count)],
+            divisor=divisor,
+            feedback=feedback,
+            random=random_of(1),
+            first=exchange.first,
+        )
+    yield comm.all_gather(exchange.sent, exchange.own)
+    codec.decode(exchange.coded, tensor, chunk=chunk)

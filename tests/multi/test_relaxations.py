@@ -1,0 +1,178 @@
+"""Relaxed gradient averaging against NumPy references of its equations, over many steps, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commlib
+from commlib.algorithms import QSGD, Algorithm, ByteGrad, CompressionPolicy, EFQuantized
+from commlib.codecs import OneBit, UInt8MinMax
+from commlib.kernels.reference import BLOCK_CODECS
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Mlp,
+    assert_replicas_identical,
+    assert_same_trace,
+    data,
+    mlp_loss,
+    seeded,
+    sgd,
+    snapshot,
+    train,
+    wrap,
+)
+from tests.multi.pool import on_ranks
+from tests.multi.relaxation_references import ByName, QuantizedReference, flat_gradients
+
+EVERYTHING = CompressionPolicy()
+STEPS = 50
+
+
+def gradients_of_all_ranks(model: nn.Module, step: int) -> list[ByName]:
+    found = []
+    for rank in range(dist.get_world_size()):
+        bare = snapshot(model, Mlp)
+        bare(data(step, 5, 8, rank=rank)).square().mean().backward()
+        found.append(flat_gradients(bare))
+    return found
+
+
+def check(
+    algorithm: Algorithm, reference: QuantizedReference, *, bucket_cap_mb: float | None, steps: int = STEPS
+) -> Any:
+    """Train, and compare every gradient of every step with the reference: equal bits."""
+    model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=bucket_cap_mb)
+    optimizer = sgd(model)
+    for step in range(steps):
+        by_rank = gradients_of_all_ranks(model, step)
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        buckets = [bucket.parameters for bucket in commlib.stats(model).buckets]
+        if dist.get_world_size() > 1:
+            expected = reference.step(step, by_rank, buckets)
+        else:
+            expected = by_rank[0]
+        for name, gradient in flat_gradients(model).items():
+            same = np.array_equal(gradient.view(np.uint32), expected[name].view(np.uint32))
+            assert same, f"step {step}: {name} differs by {np.abs(gradient - expected[name]).max()}"
+        optimizer.step()
+    assert_replicas_identical(model)
+    return model
+
+
+def numels() -> dict[str, int]:
+    return {name: p.numel() for name, p in Mlp().named_parameters()}
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bytegrad": (lambda: ByteGrad(), {"codec": "int8"}),
+    "bytegrad with feedback": (lambda: ByteGrad(feedback=True), {"codec": "int8", "feedback": True}),
+    "bytegrad, min-max": (lambda: ByteGrad(codec=UInt8MinMax()), {"codec": "uint8_minmax"}),
+    "bytegrad, sum": (lambda: ByteGrad(op="sum"), {"codec": "int8", "divisor": 1.0}),
+    "qsgd of 8 bits": (lambda: QSGD(8, seed=5), {"codec": "int8", "seed": 5}),
+    "qsgd of 4 bits": (lambda: QSGD(4, seed=1 << 40), {"codec": "int4", "seed": 1 << 40}),
+    "qsgd of 2 bits": (lambda: QSGD(2), {"codec": "int2", "seed": 0}),
+    "ef_quantized": (lambda: EFQuantized(compress=EVERYTHING), {"codec": "int4", "feedback": True}),
+    "ef_quantized, averaged": (
+        lambda: EFQuantized(compress=EVERYTHING, averaging=0.5),
+        {"codec": "int4", "feedback": True, "averaging": 0.5},
+    ),
+    "1 bit with feedback": (
+        lambda: EFQuantized(codec=OneBit(), compress=EVERYTHING),
+        {"codec": "onebit", "feedback": True},
+    ),
+}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_quantized_averaging_follows_its_equations(case: str) -> None:
+    make, options = CASES[case]
+    options = dict(options)
+    reference = QuantizedReference(BLOCK_CODECS[options.pop("codec")], dist.get_world_size(), numels(), **options)
+    check(make(), reference, bucket_cap_mb=SMALL_BUCKET_MB)
+
+
+@on_ranks(3)
+def test_residuals_go_with_their_parameters_when_the_plan_changes() -> None:
+    """Planning tries several plans: what an owner lost of a chunk that is another's now is owed by it as a worker."""
+    reference = QuantizedReference(BLOCK_CODECS["int4"], dist.get_world_size(), numels(), feedback=True)
+    model = check(EFQuantized(compress=EVERYTHING), reference, bucket_cap_mb=None, steps=120)
+    assert commlib.stats(model).plan == "planned"
+
+
+@on_ranks(2, 3)
+def test_only_what_the_policy_names_is_compressed() -> None:
+    policy = CompressionPolicy(min_dims=2, skip=("third.*",))
+    exact = wrap(seeded(Mlp))
+    model = wrap(seeded(Mlp), algorithm=ByteGrad(compress=policy), bucket_cap_mb=SMALL_BUCKET_MB)
+    for step in range(3):
+        for other in (exact, model):
+            other.zero_grad()
+            mlp_loss(other, step).backward()
+        for (name, p), q in zip(model.named_parameters(), exact.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            is_compressed = policy(name, p)
+            assert is_compressed == (name in ("first.weight", "second.weight"))
+            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-9) != is_compressed, name
+    assert_replicas_identical(model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized"])
+def test_a_resumed_run_is_bit_identical(name: str) -> None:
+    make = {"bytegrad": lambda: ByteGrad(feedback=True), "qsgd": QSGD, "ef_quantized": make_ef}[name]
+    whole = seeded(Mlp)
+    optimizer = sgd(whole)
+    wrap(whole, algorithm=make(), bucket_cap_mb=SMALL_BUCKET_MB)
+    train(whole, mlp_loss, 7, optimizer)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), commlib.state_dict(whole)))
+    rest = train(whole, lambda m, s: mlp_loss(m, s + 7), 5, optimizer)
+
+    resumed = seeded(Mlp, seed=99)
+    own = sgd(resumed)
+    resumed.load_state_dict(saved[0])
+    own.load_state_dict(saved[1])
+    wrap(resumed, algorithm=make(), bucket_cap_mb=SMALL_BUCKET_MB)
+    commlib.load_state_dict(resumed, saved[2])
+    got = train(resumed, lambda m, s: mlp_loss(m, s + 7), 5, own)
+    assert_same_trace(got, rest, exact=True)
+
+
+def make_ef() -> EFQuantized:
+    return EFQuantized(compress=EVERYTHING)
+
+
+@on_ranks(2)
+def test_qsgd_is_unbiased() -> None:
+    """The mean over many rounds of one gradient is within five standard errors of the true mean, element by element."""
+    rounds = 400
+    model = wrap(seeded(Mlp), algorithm=QSGD(2, seed=3), bucket_cap_mb=SMALL_BUCKET_MB)
+    true = {}
+    for name in numels():
+        true[name] = np.mean([own[name] for own in gradients_of_all_ranks(model, 0)], axis=0, dtype=np.float64)
+    total = {name: np.zeros(n) for name, n in numels().items()}
+    squares = {name: np.zeros(n) for name, n in numels().items()}
+    for _ in range(rounds):
+        model.zero_grad()
+        mlp_loss(model, 0).backward()
+        for name, gradient in flat_gradients(model).items():
+            total[name] += gradient
+            squares[name] += gradient.astype(np.float64) ** 2
+    deviations = []
+    for name in numels():
+        mean = total[name] / rounds
+        error = np.sqrt(np.maximum(squares[name] / rounds - mean**2, 0) / rounds)
+        deviations.append((mean - true[name])[error > 0] / error[error > 0])
+    z = np.concatenate(deviations)
+    assert len(z) > 400, "stochastic rounding rounded hardly anything"
+    assert np.abs(z).max() < 5
+    assert abs(z.mean()) < 5 / np.sqrt(len(z))
