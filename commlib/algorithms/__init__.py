@@ -18,11 +18,17 @@ from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.dgc import DGC
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qsgd import QSGD
+from commlib.algorithms.randomk import RandomK
+from commlib.algorithms.signsgd import SignSGD
+from commlib.algorithms.topk import TopK
 from commlib.errors import ConfigError
 
 __all__ = [
+    "DGC",
     "QSGD",
     "Algorithm",
     "AllReduce",
@@ -31,6 +37,10 @@ __all__ = [
     "CompressionPolicy",
     "Context",
     "EFQuantized",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TopK",
     "Traits",
     "create",
     "get",

@@ -47,6 +47,17 @@ class SparseCodec(ABC):
         """Return the bytes of the payload of a chunk of `numel` elements."""
         return native_sparse.payload_bytes(self.places(numel))
 
+    def values(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the values in a payload of a chunk of `numel` elements: a view, [places(numel)] fp32."""
+        return payload[payload.numel() // 2 :].view(torch.float32)[: self.places(numel)]
+
+    def indices(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the indices in a payload of a chunk of `numel` elements: a view, [places(numel)] int32.
+
+        Unused places are -1; indices of 2**31 and more are negative too.
+        """
+        return payload[: payload.numel() // 2].view(torch.int32)[: self.places(numel)]
+
     @abstractmethod
     def encode(
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None

@@ -130,4 +130,100 @@ class QuantizedReference:
         by_name.update({name: v.copy() for name, v in zip(names, np.split(values, ends[:-1]), strict=True)})
 
 
-Reference = Callable[[int, Sequence[ByName], Sequence[Sequence[str]]], ByName]
+class SparseReference:
+    """Error feedback with a few elements of each bucket; DGC's momentum where `momentum` is given.
+
+    Args:
+        choose: Maps (values [numel], step, bucket) to the indices that are sent, ascending.
+        world_size: The number of ranks.
+        numels: Elements of each parameter.
+        momentum: m of DGC; None is plain error feedback.
+        clip: DGC's local clipping: the norm for the whole model.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[Floats, int, int], npt.NDArray[np.int64]],
+        world_size: int,
+        numels: dict[str, int],
+        *,
+        momentum: float | None = None,
+        clip: float | None = None,
+    ) -> None:
+        self.choose, self.world_size, self.momentum, self.clip = choose, world_size, momentum, clip
+        self.numels = numels
+        self.residual = [{name: np.zeros(n, np.float32) for name, n in numels.items()} for _ in range(world_size)]
+        self.velocity = [{name: np.zeros(n, np.float32) for name, n in numels.items()} for _ in range(world_size)]
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the averaged gradients of one step, for buckets that hold these parameters."""
+        result: ByName = {}
+        for index, names in enumerate(buckets):
+            ends = np.cumsum([self.numels[name] for name in names])
+            sums = []
+            for rank in range(self.world_size):
+                values = [np.concatenate([d[name] for name in names]) for d in self._state(by_rank, rank)]
+                sent, *states = self._send(step, index, *values)
+                sums.append(sent)
+                for state, new in zip((self.residual[rank], self.velocity[rank]), states, strict=True):
+                    state.update(zip(names, np.split(new, ends[:-1]), strict=True))
+            mean = reference_ops.decode_sum(sums, self.world_size)
+            result |= dict(zip(names, np.split(mean, ends[:-1]), strict=True))
+        return result
+
+    def _state(self, by_rank: Sequence[ByName], rank: int) -> tuple[ByName, ByName, ByName]:
+        return by_rank[rank], self.residual[rank], self.velocity[rank]
+
+    def _send(self, step: int, index: int, g: Floats, e: Floats, u: Floats) -> tuple[Floats, Floats, Floats]:
+        if self.momentum is not None:
+            if self.clip is not None:
+                limit = self.clip * np.sqrt(len(g) / sum(self.numels.values()) / self.world_size)
+                norm = np.linalg.norm(g.astype(np.float64))
+                g = (g * np.float32(min(1.0, limit / (norm + 1e-12)))).astype(np.float32)
+            u = (u * np.float32(self.momentum) + g).astype(np.float32)
+        v = (u if self.momentum is not None else g) + e
+        chosen = self.choose(v, step, index)
+        sent = np.zeros_like(v)
+        sent[chosen] = v[chosen]
+        if self.momentum is not None:
+            u = u.copy()
+            u[chosen] = 0
+        return sent, v - sent, u
+
+
+class PowerSGDReference:
+    """PowerSGD in float64, one matrix after the other; parameters whose name is not in `first_q` are averaged.
+
+    Args:
+        world_size: The number of ranks.
+        shapes: Rows and columns by name.
+        first_q: The first Q by name, [columns, rank].
+    """
+
+    def __init__(self, world_size: int, shapes: dict[str, tuple[int, int]], first_q: dict[str, npt.NDArray]) -> None:
+        self.world_size, self.shapes = world_size, shapes
+        self.q = {name: q.astype(np.float64) for name, q in first_q.items()}
+        self.errors = [{name: np.zeros(shapes[name]) for name in first_q} for _ in range(world_size)]
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the averaged gradients of one step."""
+        result: ByName = {}
+        for name in by_rank[0]:
+            gradients = [own[name].astype(np.float64) for own in by_rank]
+            if name not in self.q:
+                result[name] = np.mean(gradients, axis=0).astype(np.float32)
+                continue
+            matrices = [g.reshape(self.shapes[name]) + e[name] for g, e in zip(gradients, self.errors, strict=True)]
+            p = np.linalg.qr(np.sum([m @ self.q[name] for m in matrices], axis=0))[0]
+            self.q[name] = np.mean([m.T @ p for m in matrices], axis=0)
+            approximation = p @ self.q[name].T
+            for rank, matrix in enumerate(matrices):
+                self.errors[rank][name] = matrix - approximation
+            result[name] = approximation.reshape(-1).astype(np.float32)
+        return result
+
+
+def majority(by_rank: Sequence[ByName]) -> ByName:
+    """Return the sign of the sum of signs; a tie, and zero, count as plus."""
+    votes = {name: sum(np.where(np.signbit(own[name]), -1, 1) for own in by_rank) for name in by_rank[0]}
+    return {name: np.where(total < 0, -1, 1).astype(np.float32) for name, total in votes.items()}

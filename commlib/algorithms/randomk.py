@@ -1,0 +1,61 @@
+"""Gradient averaging of random elements, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._policy import MATRICES
+from commlib.algorithms._sparse import Sparse
+from commlib.algorithms.base import BucketView
+from commlib.codecs import sparse as codecs
+from commlib.codecs.base import Random
+from commlib.errors import ConfigError
+from commlib.primitives.sparse import SparseExchange, centralized_aligned_sparse
+from commlib.transport.base import Communication, Communicator
+
+
+class RandomK(Sparse):
+    """All ranks send the same random elements of each bucket, by all-reduce, and remember the others.
+
+        v_r = g_r + e_r,   g = 1/N sum_r R_t(v_r),   e_r <- v_r - R_t(v_r)
+
+    R_t keeps one random element of each of k neighbourhoods. 4 bytes per element sent and no indices, whatever N.
+
+    Args:
+        ratio: The part of a bucket's elements that is sent, above 0 and at most 1.
+        seed: Of the choice; the same on all ranks.
+        op: "mean" or "sum".
+        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
+
+    Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1, with rand_k.
+    Deviations: stratified choice, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        ratio: float = 0.01,
+        seed: int = 0,
+        op: str = "mean",
+        compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+    ) -> None:
+        super().__init__(codecs.RandomK(ratio), op=op, compress=compress)
+        if not 0 <= seed < 1 << 64:
+            raise ConfigError(f"RandomK.seed: expected 0..2**64 - 1, got {seed}")
+        self.ratio = ratio
+        self.seed = seed
+
+    @override
+    def _exchange(self, bucket: BucketView, exchange: SparseExchange, comm: Communicator) -> Communication:
+        yield from centralized_aligned_sparse(
+            bucket.flat,
+            exchange,
+            self.codec,
+            comm,
+            Random(self.seed, comm.step, stage=bucket.index % 256),
+            divisor=self.divisor(comm),
+            scale=self._units.scale,
+            decay=self._units.decay(comm.step),
+        )

@@ -1,0 +1,56 @@
+"""Gradient averaging with one bit per element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._policy import MATRICES
+from commlib.algorithms._quantized import Quantized
+from commlib.algorithms.base import BucketView
+from commlib.codecs.floats import OneBit
+from commlib.transport.base import Communication, Communicator
+
+
+class SignSGD(Quantized):
+    """Signs with error feedback, or the majority vote of signs.
+
+    With feedback (the default), C(v) = mean|v| sign(v) by blocks of 512, compensated on both sides:
+
+        v_r = g_r + e_r,  e_r <- v_r - C(v_r);   w = 1/N sum_r C(v_r) + f,  f <- w - C(w),   g = C(w)
+
+    Without, each rank votes and g is plus or minus 1 (the sum of the signs; a tie counts as plus):
+
+        g = sign(sum_r sign(g_r))
+
+    so the learning rate is that of signSGD, far smaller than SGD's.
+
+    Args:
+        feedback: See above.
+        compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The others are
+            averaged in full precision.
+
+    Paper: with feedback Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 1, both stages as in
+    Zheng et al. (NeurIPS 2019), algorithm 2; the vote is Bernstein et al., "signSGD with Majority Vote" (ICLR 2019).
+    Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own.
+    """
+
+    def __init__(self, feedback: bool = True, compress: Callable[[str, torch.Tensor], bool] = MATRICES) -> None:
+        super().__init__(OneBit(), op="mean", feedback=feedback, seed=None, compress=compress)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        votes = not self.feedback and bucket.index in self._exchanges
+        if votes:
+            to_signs(bucket.flat)
+        yield from super().communicate(bucket, comm)
+        if votes:
+            to_signs(bucket.flat)
+
+
+def to_signs(x: torch.Tensor) -> None:
+    """Replace finite values by 1 or -1 (the sign bit decides), others by NaN."""
+    signs = torch.copysign(torch.ones((), dtype=x.dtype, device=x.device), x)
+    x.mul_(0).add_(signs)

@@ -1,0 +1,140 @@
+"""Centralized communication of matrices as products of two thin ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from commlib.primitives.parts import Part, Pieces
+from commlib.transport.base import Communication, Communicator
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a parameter seen as a matrix: the first dimension against the others."""
+    return shape[0], math.prod(shape[1:])
+
+
+class _Batch:
+    """Matrices of one shape: errors [count, rows, columns] and factors P [count, rows, r], Q [count, columns, r]."""
+
+    def __init__(self, parts: Sequence[Part], p: torch.Tensor, q: torch.Tensor, error: torch.Tensor) -> None:
+        self.parts = parts
+        self.p, self.q, self.error = p, q, error
+
+
+class LowRankExchange:
+    """What one bucket of matrices keeps from round to round: factors, and the errors of the approximation (fp32).
+
+    The factors of all matrices lie in two flat buffers, so a bucket takes two all-reduces. Matrices of one shape are
+    multiplied and orthogonalised together.
+
+    Args:
+        parts: The bucket's matrices.
+        device: Where the bucket is.
+        rank: The largest rank; less where a matrix has fewer rows or columns.
+        seed: Of the first Q; the same on all ranks.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, rank: int, seed: int) -> None:
+        by_shape: dict[tuple[int, int], list[Part]] = {}
+        for part in parts:
+            by_shape.setdefault(matrix_shape(part.shape), []).append(part)
+        ranks = {shape: min(rank, *shape) for shape in by_shape}
+        self.p = torch.zeros(sum(len(own) * s[0] * ranks[s] for s, own in by_shape.items()), device=device)
+        self.q = torch.zeros(sum(len(own) * s[1] * ranks[s] for s, own in by_shape.items()), device=device)
+        self.batches: list[_Batch] = []
+        p_at = q_at = 0
+        for (rows, columns), own in by_shape.items():
+            r = ranks[rows, columns]
+            p_end, q_end = p_at + len(own) * rows * r, q_at + len(own) * columns * r
+            p = self.p[p_at:p_end].view(len(own), rows, r)
+            q = self.q[q_at:q_end].view(len(own), columns, r)
+            self.batches.append(_Batch(own, p, q, torch.zeros(len(own), rows, columns, device=device)))
+            p_at, q_at = p_end, q_end
+        for batch in self.batches:  # each Q has a seed of its own: the same on all ranks, whatever the plan
+            for part, q in zip(batch.parts, batch.q, strict=True):
+                generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + part.offset) % 2**63)
+                q.copy_(torch.randn(q.shape, generator=generator))
+        self._first_q = self.q.clone()
+
+    def renew_unless_finite(self) -> None:
+        """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
+        is_finite = torch.isfinite(torch.linalg.vector_norm(self.q, float("inf")))
+        torch.where(is_finite, self.q, self._first_q, out=self.q)
+
+    def save(self) -> dict[str, Pieces]:
+        """Return copies of errors and of Q by parameter."""
+        errors: Pieces = {}
+        factors: Pieces = {}
+        for batch in self.batches:
+            for idx, part in enumerate(batch.parts):
+                errors[part.name] = (0, batch.error[idx].clone())
+                factors[part.name] = (0, batch.q[idx].clone())
+        return {"errors": errors, "factors": factors}
+
+    def load(self, saved: dict[str, Pieces]) -> None:
+        """Take errors and factors over, also from another plan."""
+        for batch in self.batches:
+            for idx, part in enumerate(batch.parts):
+                if part.name in saved["errors"]:
+                    batch.error[idx].copy_(saved["errors"][part.name][1])
+                if part.name in saved["factors"] and saved["factors"][part.name][1].shape == batch.q[idx].shape:
+                    batch.q[idx].copy_(saved["factors"][part.name][1])
+
+
+def centralized_low_rank(
+    tensor: torch.Tensor,
+    exchange: LowRankExchange,
+    comm: Communicator,
+    *,
+    divisor: float = 1.0,
+    scale: float = 1.0,
+    decay: float = 1.0,
+) -> Communication:
+    """Replace the matrices in `tensor` by a low-rank approximation of their sum over all ranks, divided by `divisor`.
+
+    PowerSGD (Vogels et al., NeurIPS 2019, algorithms 1 and 2), M_r the matrix of rank r, Q kept from the last round:
+
+        M_r <- M_r + decay E_r,   P = orth(sum_r M_r Q),   Q = 1/divisor sum_r M_r' P,   M = P Q'
+        E_r = M_r - M
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's factors and errors.
+        comm: The group.
+        divisor: Of the sum.
+        scale: By which the tensor is scaled (a loss scale); errors are kept unscaled.
+        decay: By which errors are multiplied before they are added.
+    """
+    for batch in exchange.batches:
+        if not comm.contributes:
+            continue
+        for idx, part in enumerate(batch.parts):
+            batch.error[idx].mul_(decay).add_(_matrix(tensor, part), alpha=1.0 / scale)
+        torch.bmm(batch.error, batch.q, out=batch.p)
+    if not comm.contributes:
+        exchange.p.zero_()
+    yield comm.all_reduce(exchange.p)
+    for batch in exchange.batches:
+        batch.p.copy_(torch.linalg.qr(batch.p)[0])
+        if comm.contributes:
+            torch.bmm(batch.error.transpose(1, 2), batch.p, out=batch.q)
+    if not comm.contributes:
+        exchange.q.zero_()
+    yield comm.all_reduce(exchange.q)
+    exchange.q.div_(divisor)
+    for batch in exchange.batches:
+        approximation = torch.bmm(batch.p, batch.q.transpose(1, 2))
+        if comm.contributes:
+            batch.error.sub_(approximation)
+            torch.nan_to_num(batch.error, nan=0.0, posinf=0.0, neginf=0.0, out=batch.error)
+        for idx, part in enumerate(batch.parts):
+            torch.mul(approximation[idx], scale, out=approximation[idx])
+            _matrix(tensor, part).copy_(approximation[idx])
+    exchange.renew_unless_finite()
+
+
+def _matrix(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor[part.start : part.start + part.numel].view(matrix_shape(part.shape))

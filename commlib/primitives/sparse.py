@@ -1,0 +1,133 @@
+"""Centralized communication of a few elements of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commlib.codecs.base import Feedback, Random
+from commlib.codecs.sparse import SparseCodec
+from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.transport.base import Communication, Communicator
+
+
+class SparseExchange:
+    """What one bucket keeps from round to round: payload buffers and the residual [numel] fp32, unscaled.
+
+    Args:
+        numel: Elements of the bucket.
+        device: Where it is.
+        codec: Chooses the elements; the one with the most places that will be used.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, numel: int, device: torch.device, codec: SparseCodec, world_size: int) -> None:
+        self._world_size = world_size
+        self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
+        self.numel = numel
+        self.residual = torch.zeros(numel, device=device)
+        self._sum = torch.zeros(0, device=device)
+
+    def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes]."""
+        nbytes = codec.payload_bytes(self.numel)
+        everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
+        return self._buffer[:nbytes], everyone
+
+    def sum_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return where to decode a sum to: `tensor` itself where it is fp32."""
+        if tensor.dtype == torch.float32:
+            return tensor
+        if not self._sum.numel():
+            self._sum = self.residual.new_empty(self.numel)
+        return self._sum
+
+    def save(self, parts: Sequence[Part]) -> Pieces:
+        """Return a copy of the residual by parameter."""
+        return cut(self.residual, 0, parts)
+
+    def load(self, pieces: Pieces, parts: Sequence[Part]) -> None:
+        """Take a residual over, also from another plan."""
+        self.residual.zero_()
+        paste(pieces, self.residual, parts)
+
+
+def centralized_sparse(
+    tensor: torch.Tensor,
+    exchange: SparseExchange,
+    codec: SparseCodec,
+    comm: Communicator,
+    *,
+    divisor: float = 1.0,
+    scale: float = 1.0,
+    decay: float = 1.0,
+) -> Communication:
+    """Replace `tensor` by the sum of what each rank names of its own, divided by `divisor`; the rest is remembered.
+
+        v_r = x_r + decay e_r,  s_r = the codec's elements of v_r,  e_r = v_r - s_r,  x = 1/divisor sum_r s_r
+
+    Every rank gathers all payloads, so (N - 1) payloads arrive at each; sums run in rank order, alike on all ranks.
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's buffers and residual.
+        codec: `TopK` or `Threshold`.
+        comm: The group.
+        divisor: A true division of the sum.
+        scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
+        decay: By which the residual is multiplied before it is added.
+    """
+    own, everyone = exchange.payloads(codec)
+    feedback = Feedback(exchange.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+    codec.encode(tensor, own, feedback=feedback)
+    yield comm.all_gather(everyone.view(-1), own)
+    total = exchange.sum_like(tensor)
+    codec.decode_sum(everyone, total, divisor=divisor)
+    if total is not tensor:
+        tensor.copy_(total)
+
+
+def centralized_aligned_sparse(
+    tensor: torch.Tensor,
+    exchange: SparseExchange,
+    codec: SparseCodec,
+    comm: Communicator,
+    random: Random,
+    *,
+    divisor: float = 1.0,
+    scale: float = 1.0,
+    decay: float = 1.0,
+) -> Communication:
+    """The same where all ranks name the same elements: only values travel, by all-reduce.
+
+    Whatever a rank names, a value that is not finite anywhere in its tensor makes the first named element NaN, so that
+    all ranks see it.
+
+    Args:
+        tensor: As in `centralized_sparse`.
+        exchange: As there.
+        codec: `RandomK`.
+        comm: The group.
+        random: The same on all ranks, but for the step.
+        divisor: As there.
+        scale: As there.
+        decay: As there.
+    """
+    own, _ = exchange.payloads(codec)
+    feedback = Feedback(exchange.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+    codec.encode(tensor, own, feedback=feedback, random=random)
+    values = codec.values(own, exchange.numel)
+    mark_not_finite(values, tensor)
+    yield comm.all_reduce(values)
+    total = exchange.sum_like(tensor)
+    codec.decode_sum(own.view(1, -1), total, divisor=divisor)
+    if total is not tensor:
+        tensor.copy_(total)
+
+
+def mark_not_finite(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Make the first value NaN where `tensor` holds anything that is not finite; without a wait for the device."""
+    if values.numel():
+        largest = torch.linalg.vector_norm(tensor, float("inf"))
+        values[0] = torch.where(torch.isfinite(largest), values[0], torch.nan)
