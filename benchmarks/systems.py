@@ -5,6 +5,7 @@ ddp                                 DistributedDataParallel, at the best of its 
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
 commlib:allreduce                   commlib.wrap with planned buckets
+bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
 """
 
@@ -31,7 +32,7 @@ class System:
 
     Attributes:
         name: As given on the command line.
-        kind: "none", "ddp" or "commlib".
+        kind: "none", "ddp", "commlib" or "bound".
         variant: DDP's hook or commlib's algorithm; empty for neither.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
@@ -49,6 +50,11 @@ class System:
         return None if self.cap in ("", "default") else float(self.cap)
 
     @property
+    def is_wrapped(self) -> bool:
+        """Whether it runs in commlib's engine."""
+        return self.kind in ("commlib", "bound")
+
+    @property
     def is_open(self) -> bool:
         """Whether it is DDP with its configuration left to be found."""
         return self == System(self.name, "ddp")
@@ -61,12 +67,13 @@ def parse(name: str) -> System:
         ValueError: Not a name of the form above.
     """
     match = _NAME.fullmatch(name.strip())
-    if not match or match["kind"] not in ("none", "ddp", "commlib"):
-        raise ValueError(f"system {name!r}: expected none, ddp[:hook], or commlib:algorithm, [(key=value,...)][@MiB]")
+    if not match or match["kind"] not in ("none", "ddp", "commlib", "bound"):
+        forms = "none, ddp[:hook], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
+        raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
     if kind == "ddp" and variant and variant not in _HOOKS:
         raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
-    if (kind == "commlib") != bool(variant) and kind != "ddp":
+    if kind != "ddp" and (kind != "none") != bool(variant):
         raise ValueError(
             f"system {name!r}: {'an algorithm is missing' if kind == 'commlib' else 'none has no variant'}"
         )
@@ -109,6 +116,10 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module
     import commlib  # lazily: the other systems are measured without it
 
     algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))
+    if system.kind == "bound":
+        from bounds import Bound
+
+        algorithm = Bound(algorithm)
     return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb)
 
 

@@ -60,7 +60,7 @@ class Racer:
 
     def is_planned(self) -> bool:
         """Return whether the buckets are final: commlib tries several plans in the first steps."""
-        return self.system.kind != "commlib" or self._stats().get("plan") not in ("initial", "trial")
+        return not self.system.is_wrapped or self._stats().get("plan") not in ("initial", "trial")
 
     def describe(self) -> dict[str, Any]:
         """Return what was measured, ready for JSON."""
@@ -68,7 +68,7 @@ class Racer:
         return {"configuration": self.system.name, **measured, **self._stats()}
 
     def _stats(self) -> dict[str, Any]:
-        if self.system.kind != "commlib":
+        if not self.system.is_wrapped:
             return {}
         import commlib
 
@@ -188,7 +188,7 @@ def measure_times(bench: Bench) -> dict[str, Any]:
 
 
 def _note_exposed(racer: Racer) -> None:
-    if racer.system.kind == "commlib":
+    if racer.system.is_wrapped:
         import commlib
 
         racer.exposed_s.append(float(commlib.stats(racer.model).exposed_s))
@@ -222,7 +222,7 @@ def measure_memory(bench: Bench) -> dict[str, Any]:
     so resident means live.
     """
     (system,) = map(parse, bench.spec["systems"])
-    if system.kind == "commlib":
+    if system.is_wrapped:
         import commlib  # noqa: F401  (its code is not what is measured)
     warm = bench.racer(parse("none"))
     for batch in bench.batches[:2]:

@@ -3,7 +3,7 @@
 model = commlib.wrap(model, algorithm="allreduce")
 """
 
-from commlib import algorithms
+from commlib import algorithms, codecs, optim
 from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.wrap import load_state_dict, state_dict, stats, synchronize, unwrap, wrap
 
@@ -18,7 +18,9 @@ __all__ = [
     "TransportError",
     "__version__",
     "algorithms",
+    "codecs",
     "load_state_dict",
+    "optim",
     "state_dict",
     "stats",
     "synchronize",

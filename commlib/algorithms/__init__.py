@@ -20,7 +20,9 @@ from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.powersgd import PowerSGD
+from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
@@ -37,7 +39,9 @@ __all__ = [
     "CompressionPolicy",
     "Context",
     "EFQuantized",
+    "OneBitAdam",
     "PowerSGD",
+    "QAdam",
     "RandomK",
     "SignSGD",
     "TopK",

@@ -19,7 +19,8 @@ class BucketView(Protocol):
     Attributes:
         index: The bucket's place in the plan; the same on all ranks.
         group: What `Algorithm.group` returned for the parameters in it.
-        parts: The parameters, in the order in which they lie in `flat`; computed when asked for.
+        parts: The parameters' places, in the order in which they lie in `flat`; computed when asked for.
+        parameters: The parameters themselves, in that order; none for the scratch buckets of measurements.
         flat: [numel] The bucket's values, one after the other; of the parameters' dtype (complex ones as pairs).
         payload: [numel + num_flags] `flat` and, in the plan's last bucket, the engine's flags behind it; what an
             algorithm sums that reduces in full precision (`Traits.reduces_flags`).
@@ -32,6 +33,11 @@ class BucketView(Protocol):
 
     @property
     def parts(self) -> Sequence[Part]:
+        """See above."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
         """See above."""
         ...
 

@@ -208,6 +208,11 @@ class Bucket:
         ]
 
     @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, for algorithms."""
+        return [slot.param for slot in self.slots]
+
+    @property
     def is_plain(self) -> bool:
         """Whether every gradient of this round is a view of the buffer already."""
         return all(run.is_plain for run in self.runs)

@@ -42,6 +42,11 @@ class Scratch:
         shape = (rows, numel // rows) if numel % rows == 0 else (1, numel)
         return [Part("a scratch parameter", shape, 0, numel, self.index * numel)]
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """None."""
+        return []
+
 
 class Readiness:
     """When each gradient became ready, over a few backwards; the earliest of each counts, as delays are noise.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -227,3 +228,47 @@ def majority(by_rank: Sequence[ByName]) -> ByName:
     """Return the sign of the sum of signs; a tie, and zero, count as plus."""
     votes = {name: sum(np.where(np.signbit(own[name]), -1, 1) for own in by_rank) for name in by_rank[0]}
     return {name: np.where(total < 0, -1, 1).astype(np.float32) for name, total in votes.items()}
+
+
+class FrozenVarianceAdamReference:
+    """AdamW with averaged gradients, then with a frozen variance and an averaged, quantized momentum, in NumPy.
+
+    Args:
+        average: Averages the momentum of all ranks.
+        values: The first values of the parameters, by name.
+        settings: By name: lr, betas, eps, weight_decay.
+        warmup_steps: Steps before the freeze.
+    """
+
+    def __init__(
+        self, average: QuantizedReference, values: ByName, settings: dict[str, dict[str, Any]], warmup_steps: int
+    ) -> None:
+        self.average, self.settings, self.warmup_steps = average, settings, warmup_steps
+        self.values = {name: value.astype(np.float64) for name, value in values.items()}
+        self.m = {name: np.zeros(len(value), np.float32) for name, value in values.items()}
+        self.v = {name: np.zeros(len(value)) for name, value in values.items()}
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> None:
+        """Make optimizer step number `step`, counted from 0."""
+        beta = {name: s["betas"] for name, s in self.settings.items()}
+        if step < self.warmup_steps:
+            for name in self.values:
+                g = np.mean([own[name] for own in by_rank], axis=0, dtype=np.float64)
+                b1, b2 = beta[name]
+                self.m[name] = (b1 * self.m[name] + (1 - b1) * g).astype(np.float32)
+                self.v[name] = b2 * self.v[name] + (1 - b2) * g**2
+        else:
+            own = [
+                {
+                    name: g[name] * np.float32(1 - beta[name][0]) + np.float32(beta[name][0]) * self.m[name]
+                    for name in self.values
+                }
+                for g in by_rank
+            ]
+            self.m = self.average.step(step, own, buckets)
+        for name, s in self.settings.items():
+            b1, b2 = s["betas"]
+            m = self.m[name].astype(np.float64) / (1 - b1 ** (step + 1))
+            v = self.v[name] / (1 - b2 ** min(step + 1, self.warmup_steps))
+            x = self.values[name] * (1 - s["lr"] * s["weight_decay"])
+            self.values[name] = x - s["lr"] * m / (np.sqrt(v) + s["eps"])

@@ -173,8 +173,9 @@ def test_powersgd_follows_its_equations() -> None:
     assert matrices == ["first.weight", "second.weight", "third.weight"][: len(matrices)]
     first_q = {name: powersgd_first_q(shapes[name], offsets[name], rank=2, seed=4) for name in matrices}
     reference = PowerSGDReference(dist.get_world_size(), shapes, first_q)
+    # In fp32 the weaker of two directions is known to a few parts in 10^5 of the stronger one only.
     for cap in (SMALL_BUCKET_MB, 1.0):
-        check(copy.deepcopy(algorithm), copy.deepcopy(reference), bucket_cap_mb=cap, tolerance=1e-5)
+        check(copy.deepcopy(algorithm), copy.deepcopy(reference), bucket_cap_mb=cap, tolerance=1e-4)
 
 
 def powersgd_first_q(shape: tuple[int, int], offset: int, rank: int, seed: int) -> np.ndarray:

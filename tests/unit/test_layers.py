@@ -18,11 +18,11 @@ BELOW = {
     "codecs": {"errors", "kernels"},
     "transport": {"errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
-    "algorithms": {"errors", "kernels", "codecs", "transport", "primitives"},
+    "algorithms": {"errors", "kernels", "codecs", "transport", "primitives", "optim"},
     "engine": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms"},
     "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine"},
     "network": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "wrap"},
-    "optim": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine"},
+    "optim": {"errors"},
     "doctor": {"errors", "kernels", "network"},
     "cli": {"errors", "kernels", "algorithms", "network", "doctor", "wrap"},
 }

@@ -1,0 +1,83 @@
+"""What the algorithms that average a compressed momentum share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._quantized import Quantized
+from commlib.algorithms.base import BucketView, Context
+from commlib.codecs.base import BlockCodec
+from commlib.errors import ConfigError
+from commlib.optim import FrozenVarianceAdam
+from commlib.primitives.centralized import centralized_full_precision
+from commlib.primitives.low_precision import centralized_low_precision
+from commlib.transport.base import Communication, Communicator
+
+
+class QuantizedMomentum(Quantized):
+    """Plain averaging of gradients first; then the variance of Adam is frozen and its momentum averaged, quantized.
+
+    Args:
+        codec: What the momentum is encoded with.
+        warmup_steps: Steps before the freeze, at least 1.
+        feedback: Whether errors are fed back, on both sides.
+        compress: Which parameters are compressed; the momentum of the others is averaged in full precision.
+    """
+
+    def __init__(
+        self,
+        codec: BlockCodec,
+        *,
+        warmup_steps: int,
+        feedback: bool,
+        compress: Callable[[str, torch.Tensor], bool],
+    ) -> None:
+        if warmup_steps < 1:
+            raise ConfigError(f"{type(self).__name__}.warmup_steps: expected at least 1, got {warmup_steps}")
+        super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress)
+        self.traits = dataclasses.replace(
+            self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False
+        )
+        self._optimizer: FrozenVarianceAdam | None = None
+        self._betas: dict[torch.Tensor, float] = {}
+
+    @override
+    def setup(self, context: Context) -> None:
+        optimizer = context.optimizer
+        if optimizer is not None:
+            if not isinstance(optimizer, FrozenVarianceAdam):
+                raise ConfigError(
+                    f"{type(self).__name__}: expected optimizer=commlib.optim.FrozenVarianceAdam(...), got "
+                    f"{type(optimizer).__name__}, which cannot freeze its variance"
+                )
+            self._optimizer = optimizer
+            self._betas = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
+        super().setup(context)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        scale = self._units.scale
+        self._to_momentum(bucket, scale)
+        exchange = self._exchanges.get(bucket.index)
+        if exchange is None:
+            yield from centralized_full_precision(bucket.flat, comm)
+            bucket.flat.div_(self.divisor(comm))
+        else:
+            yield from centralized_low_precision(bucket.flat, exchange, comm, divisor=self.divisor(comm))
+        bucket.flat.mul_(scale)  # the scaler will unscale it
+        if self._optimizer is not None:
+            self._optimizer.freeze()
+
+    def _to_momentum(self, bucket: BucketView, scale: float) -> None:
+        """Replace this rank's gradients g by b1 m + (1 - b1) g, m the common momentum."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        for part, parameter in zip(bucket.parts, bucket.parameters, strict=False):  # a scratch bucket has none
+            beta = self._betas[parameter]
+            own = bucket.flat[part.start : part.start + part.numel]
+            own.mul_((1 - beta) / scale).add_(optimizer.momentum(parameter).reshape(-1), alpha=beta)

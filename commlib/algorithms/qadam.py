@@ -1,0 +1,42 @@
+"""Adam with a quantized momentum: BAGUA's QAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commlib.algorithms._momentum import QuantizedMomentum
+from commlib.algorithms._policy import EVERYTHING
+from commlib.codecs.base import BlockCodec
+from commlib.codecs.integer import Int8
+
+
+class QAdam(QuantizedMomentum):
+    """Adam whose variance is frozen after a warm-up; then the momentum is averaged in 8 bits.
+
+    After the warm-up, with C the codec and m the common momentum:
+
+        m <- C(1/N sum_r C(b1 m + (1 - b1) g_r))
+
+    and the optimizer steps along m / sqrt(v). It requires `optimizer=commlib.optim.FrozenVarianceAdam(...)`.
+
+    Args:
+        codec: Any block codec; `Int8` by default.
+        warmup_steps: Steps of Adam with full-precision averaging.
+        feedback: Whether errors are fed back, on both sides.
+        compress: Which parameters are compressed; all by default.
+
+    Paper: Gan et al., "BAGUA" (VLDB 2021), as released: 1-bit Adam's scheme with 8 bits and without error feedback.
+    Deviations from BAGUA's code, which are defects there: the gradient at the switch counts; weight decay (decoupled
+    here) and every group's betas stay in force after it; the variance's bias correction stops with the variance.
+    """
+
+    def __init__(
+        self,
+        codec: BlockCodec | None = None,
+        warmup_steps: int = 100,
+        feedback: bool = False,
+        compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+    ) -> None:
+        super().__init__(codec or Int8(), warmup_steps=warmup_steps, feedback=feedback, compress=compress)

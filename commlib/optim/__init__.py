@@ -1,0 +1,5 @@
+"""Optimizers that some algorithms are one half of."""
+
+from commlib.optim.frozen_variance_adam import FrozenVarianceAdam
+
+__all__ = ["FrozenVarianceAdam"]

@@ -1,0 +1,93 @@
+"""Algorithms that average a quantized momentum, with their optimizer, against a NumPy reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib.algorithms import CompressionPolicy, OneBitAdam, QAdam
+from commlib.errors import ConfigError
+from commlib.kernels.reference import BLOCK_CODECS
+from commlib.optim import FrozenVarianceAdam
+from tests.multi.common import SMALL_BUCKET_MB, Mlp, mlp_loss, raises_on_every_rank, seeded, wrap
+from tests.multi.pool import on_ranks
+from tests.multi.relaxation_references import FrozenVarianceAdamReference, QuantizedReference
+from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels
+
+EVERYTHING = CompressionPolicy()
+WARM_UP, STEPS = 6, 56
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """Two groups with settings of their own."""
+    named = dict(model.named_parameters())
+    first = [p for name, p in named.items() if name.startswith("first")]
+    rest = [p for name, p in named.items() if not name.startswith("first")]
+    return [
+        {"params": first, "betas": (0.8, 0.99), "weight_decay": 0.1},
+        {"params": rest, "lr": 0.005},
+    ]
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("name", ["onebit_adam", "qadam"])
+def test_the_momentum_is_averaged_and_the_variance_frozen(name: str) -> None:
+    model = seeded(Mlp)
+    optimizer = FrozenVarianceAdam(groups_of(model), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    settings = {}
+    for group in optimizer.param_groups:
+        own = {id(p) for p in group["params"]}
+        settings |= {
+            n: {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+            for n, p in model.named_parameters()
+            if id(p) in own
+        }
+    settings = {n: settings[n] for n in numels()}
+    first = {n: p.detach().numpy().reshape(-1).copy() for n, p in model.named_parameters()}
+    codec, feedback = {"onebit_adam": ("onebit", True), "qadam": ("int8", False)}[name]
+    average = QuantizedReference(BLOCK_CODECS[codec], dist.get_world_size(), numels(), feedback=feedback)
+    reference = FrozenVarianceAdamReference(average, first, settings, WARM_UP)
+    algorithm = {"onebit_adam": OneBitAdam, "qadam": QAdam}[name](warmup_steps=WARM_UP, compress=EVERYTHING)
+    wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    for step in range(STEPS):
+        by_rank = gradients_of_all_ranks(model, step)
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        # Follow the model: a value that rounds to the other code because of a last bit would hide all that follows.
+        reference.values = {n: p.detach().numpy().reshape(-1).astype(np.float64) for n, p in model.named_parameters()}
+        reference.m = {n: optimizer.momentum(p).numpy().reshape(-1).copy() for n, p in model.named_parameters()}
+        optimizer.step()
+        reference.step(step, by_rank, [bucket.parameters for bucket in commlib.stats(model).buckets])
+        for n, p in model.named_parameters():
+            difference = np.abs(p.detach().numpy().reshape(-1) - reference.values[n]).max()
+            assert difference < 1e-6, (step, n, difference)
+    assert_replicas_identical(model)
+    assert all(group["frozen"] for group in optimizer.param_groups)
+
+
+@on_ranks(2)
+def test_another_optimizer_is_refused() -> None:
+    model = seeded(Mlp)
+    with raises_on_every_rank(ConfigError, "FrozenVarianceAdam", "freeze"):
+        wrap(model, algorithm=QAdam(), optimizer=torch.optim.Adam(model.parameters()))
+    with raises_on_every_rank(ConfigError, "optimizer="):
+        wrap(seeded(Mlp), algorithm="onebit_adam")
+
+
+@on_ranks(1)
+def test_before_the_freeze_the_optimizer_is_adamw() -> None:
+    model, other = seeded(Mlp), seeded(Mlp)
+    own = FrozenVarianceAdam(model.parameters(), lr=0.01, weight_decay=0.1)
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(30):
+        for each, optimizer in ((model, own), (other, theirs)):
+            optimizer.zero_grad()
+            mlp_loss(each, step).backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
