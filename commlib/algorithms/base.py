@@ -59,6 +59,7 @@ class Traits:
         prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
             bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
+        hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """
@@ -71,6 +72,7 @@ class Traits:
     reduces_flags: bool = False
     prompt: bool = False
     idle_alone: bool = False
+    hierarchical: bool = False
     window: int = 2
 
     def __post_init__(self) -> None:
@@ -99,20 +101,28 @@ class Context:
     """What an algorithm is told when its buckets exist.
 
     Attributes:
-        rank: This process's rank in the group.
-        world_size: The number of ranks.
+        comm: The group, as `communicate` will see it.
         buckets: The buckets, in plan order.
         device: The device of the buckets.
         optimizer: The user's optimizer, or None.
         scaler: The user's GradScaler, or None.
     """
 
-    rank: int
-    world_size: int
+    comm: Communicator
     buckets: Sequence[BucketView]
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None
     scaler: Any = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.comm.world_size
 
 
 class Algorithm:

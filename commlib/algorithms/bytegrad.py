@@ -23,6 +23,7 @@ class ByteGrad(Quantized):
         codec: Any block codec; `Int8` by default.
         op: "mean" or "sum".
         feedback: Whether each stage's error is added to the next round's input (8 bits rarely need it).
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; all by default.
 
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), C_LP_S without
@@ -36,6 +37,9 @@ class ByteGrad(Quantized):
         codec: BlockCodec | None = None,
         op: str = "mean",
         feedback: bool = False,
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:
-        super().__init__(codec or Int8(), op=op, feedback=feedback, seed=None, compress=compress)
+        super().__init__(
+            codec or Int8(), op=op, feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
+        )

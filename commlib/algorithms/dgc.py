@@ -87,9 +87,16 @@ class DGC(Sparse):
         return _FIRST_RATIO * (self.ratio / _FIRST_RATIO) ** (quarter / 4)
 
     @override
-    def _exchange(self, bucket: BucketView, exchange: SparseExchange, comm: Communicator) -> Communication:
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        exchange: SparseExchange,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.step))
-        gradient, velocity, scale = bucket.flat, self._velocities[bucket.index], self._units.scale
+        gradient, velocity, scale = tensor, self._velocities[bucket.index], self._units.scale
         own, everyone = exchange.payloads(codec)
         if comm.contributes:
             velocity.mul_(self.momentum).add_(self._clipped(bucket, comm, scale))

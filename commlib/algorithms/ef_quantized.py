@@ -25,6 +25,7 @@ class EFQuantized(Quantized):
         op: "mean" or "sum".
         averaging: 0 is plain error feedback, which loses nothing in the long run. LoCo averages.
         reset_every: Rounds after which residuals are forgotten (LoCo: 1024); None never does.
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default.
 
     Paper: Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (2024), equations 4 to 6;
@@ -38,6 +39,7 @@ class EFQuantized(Quantized):
         op: str = "mean",
         averaging: float = 0.0,
         reset_every: int | None = None,
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
     ) -> None:
         super().__init__(
@@ -46,6 +48,7 @@ class EFQuantized(Quantized):
             feedback=True,
             seed=None,
             compress=compress,
+            hierarchical=hierarchical,
             averaging=averaging,
             reset_every=reset_every,
         )

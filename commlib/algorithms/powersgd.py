@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import EVERYTHING, Units
-from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.algorithms._compressed import Compressed
+from commlib.algorithms._policy import EVERYTHING
+from commlib.algorithms.base import BucketView, Traits
 from commlib.errors import ConfigError
-from commlib.primitives.centralized import centralized_full_precision
 from commlib.primitives.low_rank import LowRankExchange, centralized_low_rank, matrix_shape
 from commlib.transport.base import Communication, Communicator
 
 
-class PowerSGD(Algorithm):
+class PowerSGD(Compressed[LowRankExchange]):
     """One step of power iteration per round gives each gradient matrix as P Q', with error feedback.
 
         M_r = G_r + E_r,   P = orth(sum_r M_r Q),   Q = 1/N sum_r M_r' P,   G = P Q',   E_r = M_r - G
@@ -39,6 +38,7 @@ class PowerSGD(Algorithm):
     """
 
     traits = Traits(idle_alone=True, window=4)
+    kinds = ("errors", "factors")
 
     def __init__(
         self,
@@ -50,60 +50,41 @@ class PowerSGD(Algorithm):
     ) -> None:
         if rank < 1 or min_compression < 1:
             raise ConfigError(f"PowerSGD: expected rank >= 1 and min_compression >= 1, got {rank=}, {min_compression=}")
+        super().__init__(op="mean", compress=compress, hierarchical=False)
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed
-        self.compress = compress
         self.traits = dataclasses.replace(self.traits, warmup_steps=warmup_steps)
-        self._exchanges: dict[int, LowRankExchange] = {}
-        self._units = Units()
 
     @override
     def group(self, name: str, parameter: torch.Tensor) -> str:
         is_matrix = parameter.dim() >= 2 and parameter.numel() > 0 and self.compress(name, parameter)
-        return "low rank" if is_matrix and self._becomes_smaller(parameter) else "full precision"
+        return "compressed" if is_matrix and self._becomes_smaller(parameter) else "full precision"
 
     def _becomes_smaller(self, parameter: torch.Tensor) -> bool:
         rows, columns = matrix_shape(parameter.shape)
         return (rows + columns) * min(self.rank, rows, columns) * self.min_compression <= rows * columns
 
     @override
-    def setup(self, context: Context) -> None:
-        saved = self.state_dict()
-        self._units.follow(context.optimizer, context.scaler)
-        self._exchanges = {
-            bucket.index: LowRankExchange(bucket.parts, context.device, self.rank, self.seed)
-            for bucket in context.buckets
-            if bucket.group == "low rank"
-        }
-        self.load_state_dict(saved)
+    def _make_exchange(
+        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
+    ) -> LowRankExchange:
+        return LowRankExchange(bucket.parts, device, self.rank, self.seed)
 
     @override
-    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        exchange = self._exchanges.get(bucket.index)
-        if exchange is None:
-            yield from centralized_full_precision(bucket.flat, comm)
-            bucket.flat.div_(self.divisor(comm))
-            return
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        exchange: LowRankExchange,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
         yield from centralized_low_rank(
-            bucket.flat,
+            tensor,
             exchange,
             comm,
             divisor=self.divisor(comm),
             scale=self._units.scale,
             decay=self._units.decay(comm.step),
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {"units": self._units.state_dict(), "errors": {}, "factors": {}}
-        for exchange in self._exchanges.values():
-            for key, pieces in exchange.save().items():
-                saved[key].update(pieces)
-        return saved
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._units.load_state_dict(state["units"])
-        for exchange in self._exchanges.values():
-            exchange.load(state)

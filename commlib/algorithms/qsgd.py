@@ -27,6 +27,7 @@ class QSGD(Quantized):
         bits: 2, 4 or 8.
         seed: Of the random numbers; the same on all ranks.
         op: "mean" or "sum".
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; all by default.
 
     Paper: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (NeurIPS 2017),
@@ -40,9 +41,12 @@ class QSGD(Quantized):
         bits: int = 8,
         seed: int = 0,
         op: str = "mean",
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:
         if bits not in _CODECS:
             raise ConfigError(f"QSGD.bits: expected 2, 4 or 8, got {bits!r}")
-        super().__init__(_CODECS[bits](), op=op, feedback=False, seed=seed, compress=compress)
+        super().__init__(
+            _CODECS[bits](), op=op, feedback=False, seed=seed, compress=compress, hierarchical=hierarchical
+        )
         self.bits = bits

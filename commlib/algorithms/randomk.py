@@ -28,6 +28,7 @@ class RandomK(Sparse):
         ratio: The part of a bucket's elements that is sent, above 0 and at most 1.
         seed: Of the choice; the same on all ranks.
         op: "mean" or "sum".
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1, with rand_k.
@@ -39,21 +40,29 @@ class RandomK(Sparse):
         ratio: float = 0.01,
         seed: int = 0,
         op: str = "mean",
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
     ) -> None:
-        super().__init__(codecs.RandomK(ratio), op=op, compress=compress)
+        super().__init__(codecs.RandomK(ratio), op=op, compress=compress, hierarchical=hierarchical)
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"RandomK.seed: expected 0..2**64 - 1, got {seed}")
         self.ratio = ratio
         self.seed = seed
 
     @override
-    def _exchange(self, bucket: BucketView, exchange: SparseExchange, comm: Communicator) -> Communication:
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        exchange: SparseExchange,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
         yield from centralized_aligned_sparse(
-            bucket.flat,
+            tensor,
             exchange,
             self.codec,
-            comm,
+            peers,
             Random(self.seed, comm.step, stage=bucket.index % 256),
             divisor=self.divisor(comm),
             scale=self._units.scale,

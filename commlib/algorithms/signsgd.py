@@ -11,6 +11,7 @@ from commlib.algorithms._policy import MATRICES
 from commlib.algorithms._quantized import Quantized
 from commlib.algorithms.base import BucketView
 from commlib.codecs.floats import OneBit
+from commlib.primitives.low_precision import LowPrecisionExchange
 from commlib.transport.base import Communication, Communicator
 
 
@@ -29,6 +30,7 @@ class SignSGD(Quantized):
 
     Args:
         feedback: See above.
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The others are
             averaged in full precision.
 
@@ -37,17 +39,30 @@ class SignSGD(Quantized):
     Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own.
     """
 
-    def __init__(self, feedback: bool = True, compress: Callable[[str, torch.Tensor], bool] = MATRICES) -> None:
-        super().__init__(OneBit(), op="mean", feedback=feedback, seed=None, compress=compress)
+    def __init__(
+        self,
+        feedback: bool = True,
+        hierarchical: bool = False,
+        compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+    ) -> None:
+        super().__init__(
+            OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
+        )
 
     @override
-    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        votes = not self.feedback and bucket.index in self._exchanges
-        if votes:
-            to_signs(bucket.flat)
-        yield from super().communicate(bucket, comm)
-        if votes:
-            to_signs(bucket.flat)
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        exchange: LowPrecisionExchange,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
+        if not self.feedback:
+            to_signs(tensor)
+        yield from super()._exchange(tensor, exchange, bucket, comm, peers)
+        if not self.feedback:
+            to_signs(tensor)
 
 
 def to_signs(x: torch.Tensor) -> None:

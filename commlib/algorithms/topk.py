@@ -26,6 +26,7 @@ class TopK(Sparse):
     Args:
         ratio: The part of a bucket's elements that is sent, above 0 and at most 1.
         op: "mean" or "sum".
+        hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1; Aji and Heafield (EMNLP
@@ -35,18 +36,29 @@ class TopK(Sparse):
     """
 
     def __init__(
-        self, ratio: float = 0.01, op: str = "mean", compress: Callable[[str, torch.Tensor], bool] = MATRICES
+        self,
+        ratio: float = 0.01,
+        op: str = "mean",
+        hierarchical: bool = False,
+        compress: Callable[[str, torch.Tensor], bool] = MATRICES,
     ) -> None:
-        super().__init__(codecs.TopK(ratio), op=op, compress=compress)
+        super().__init__(codecs.TopK(ratio), op=op, compress=compress, hierarchical=hierarchical)
         self.ratio = ratio
 
     @override
-    def _exchange(self, bucket: BucketView, exchange: SparseExchange, comm: Communicator) -> Communication:
+    def _exchange(
+        self,
+        tensor: torch.Tensor,
+        exchange: SparseExchange,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
         yield from centralized_sparse(
-            bucket.flat,
+            tensor,
             exchange,
             self.codec,
-            comm,
+            peers,
             divisor=self.divisor(comm),
             scale=self._units.scale,
             decay=self._units.decay(comm.step),

@@ -69,6 +69,8 @@ class Engine:
         self.scaler = scaler
         self.device = parameters[0].param.device
         self.comm = Communicator(transport.rank, transport.world_size)
+        if algorithm.traits.hierarchical and (groups := transport.split_by_node()) is not None:
+            self.comm.local, self.comm.across = groups
         self.schedule = Schedule(algorithm.traits)
         is_alone = transport.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients
@@ -127,7 +129,7 @@ class Engine:
         self.dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
         for bucket in self.dense:
             bucket.adopt_existing()
-        context = Context(self.comm.rank, self.comm.world_size, self.dense, self.device, self.optimizer, self.scaler)
+        context = Context(self.comm, self.dense, self.device, self.optimizer, self.scaler)
         self._warm_up.setup(context)
         if self.algorithm.traits.on_gradients:
             self.algorithm.setup(context)

@@ -134,7 +134,7 @@ def measure_cost(
         nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
         buckets = [Scratch(idx, nbytes, device, group) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
-        trial.setup(Context(comm.rank, comm.world_size, buckets, device))
+        trial.setup(Context(comm, buckets, device))
         probe = _Probe(trial, buckets, transport, comm, driver, device)
         first_s = max(transport.gather_objects(probe.seconds()))
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2

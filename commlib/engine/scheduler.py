@@ -179,7 +179,7 @@ class Driver(ABC):
                 task = round_.tasks[action.task]
                 if action.do is Do.ISSUE:
                     assert task.request is not None
-                    task.sent_bytes += task.request.wire_bytes(round_.transport.world_size)
+                    task.sent_bytes += task.request.wire_bytes()
                     self._issue(round_, action.task, task, events)
                 else:
                     events.append((self._resume(task, action.task), action.task))

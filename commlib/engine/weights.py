@@ -55,9 +55,7 @@ class WeightRounds:
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if algorithm.traits.delay else []
         self._round: Round | None = None
         self.num_rounds = 0
-        algorithm.setup(
-            Context(self._comm.rank, self._comm.world_size, self.buckets, self.buckets[0].flat.device, optimizer)
-        )
+        algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, optimizer))
 
     @property
     def bytes_sent(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commlib.codecs.base import BlockCodec, Feedback, Random
-from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.transport.base import Communication, Communicator
 
 #: Chunks begin at multiples of this many elements (64 bytes of fp32), which keeps the codecs' loads aligned.
@@ -25,16 +25,16 @@ def to_nearest(stage: int) -> None:
 class LowPrecisionExchange:
     """What one bucket keeps from round to round: payload buffers and, with error feedback, both residuals.
 
-    The bucket is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
-    encodings lost, its owner residual [elements of chunk r] what the encodings of the sum lost; both fp32, in the
-    units of the unscaled mean's terms.
+    The tensor is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
+    encodings lost, its owner residual [elements of chunk r] what the encodings of the sum lost; both fp32, without
+    the loss scale.
 
     Args:
-        numel: Elements of the bucket.
+        numel: Elements of the tensor: a bucket, or a stretch of one.
         device: Where it is.
         codec: The codec of both stages.
-        rank: This rank.
-        world_size: The number of ranks.
+        comm: The ranks that exchange.
+        begin: Where the stretch begins in its bucket.
         feedback: Whether errors are fed back.
         averaging: How much of an old residual stays in the new one (LoCo); 0 is plain error feedback.
     """
@@ -44,13 +44,15 @@ class LowPrecisionExchange:
         numel: int,
         device: torch.device,
         codec: BlockCodec,
-        rank: int,
-        world_size: int,
+        comm: Communicator,
         *,
+        begin: int = 0,
         feedback: bool,
         averaging: float = 0.0,
     ) -> None:
+        rank, world_size = comm.rank, comm.world_size
         self.codec = codec
+        self.begin = begin
         self.numel = numel
         self.chunk = -(-numel // (world_size * _CHUNK_STEP)) * _CHUNK_STEP or 1
         self.first = min(rank * self.chunk, numel)
@@ -99,24 +101,27 @@ class LowPrecisionExchange:
         """Return copies of the residuals by parameter."""
         if not self.has_feedback:
             return {"worker": {}, "owner": {}}
-        return {"worker": cut(self.worker, 0, parts), "owner": cut(self.owner, self.first, parts)}
+        owner_begin = self.begin + self.first
+        return {"worker": cut(self.worker, self.begin, parts), "owner": cut(self.owner, owner_begin, parts)}
 
-    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> None:
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
         """Take residuals over, also from another plan.
 
         What an owner lost of elements that another rank owns now becomes an error of this rank as a worker, times
         `num_terms` (what the sum is divided by): it enters the mean in the same size, once.
+
+        Returns:
+            [numel of the bucket] What is owed outside of the stretch, to be added to this rank's next values; None
+            where the stretch is the bucket.
         """
         if not self.has_feedback:
-            return
-        self.worker.zero_()
-        paste(saved["worker"], self.worker, parts)
-        owned = torch.zeros_like(self.worker)
-        paste(saved["owner"], owned, parts)
-        own = owned[self.first : self.first + self.count]
-        self.owner.copy_(own)
-        own.zero_()
-        self.worker += owned.mul_(num_terms)
+            return None
+        whole = self.worker.new_zeros(max(part.start + part.numel for part in parts))
+        paste(saved["owner"], whole, parts)
+        whole = split_at(whole, self.begin + self.first, self.owner).mul_(num_terms)
+        paste(saved["worker"], whole, parts)
+        rest = split_at(whole, self.begin, self.worker)
+        return None if self.numel == rest.numel() else rest
 
 
 def centralized_low_precision(

@@ -64,7 +64,7 @@ class LowRankExchange:
         is_finite = torch.isfinite(torch.linalg.vector_norm(self.q, float("inf")))
         torch.where(is_finite, self.q, self._first_q, out=self.q)
 
-    def save(self) -> dict[str, Pieces]:
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of errors and of Q by parameter."""
         errors: Pieces = {}
         factors: Pieces = {}
@@ -74,7 +74,7 @@ class LowRankExchange:
                 factors[part.name] = (0, batch.q[idx].clone())
         return {"errors": errors, "factors": factors}
 
-    def load(self, saved: dict[str, Pieces]) -> None:
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> None:
         """Take errors and factors over, also from another plan."""
         for batch in self.batches:
             for idx, part in enumerate(batch.parts):

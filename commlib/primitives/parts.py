@@ -46,6 +46,14 @@ def cut(values: torch.Tensor, first: int, parts: Sequence[Part]) -> Pieces:
     return pieces
 
 
+def split_at(whole: torch.Tensor, first: int, values: torch.Tensor) -> torch.Tensor:
+    """Copy the stretch of a bucket that begins at `first` into `values`, and return the rest, zeros in its place."""
+    own = whole[first : first + values.numel()]
+    values.copy_(own)
+    own.zero_()
+    return whole
+
+
 def paste(pieces: Mapping[str, tuple[int, torch.Tensor]], values: torch.Tensor, parts: Sequence[Part]) -> None:
     """Add the pieces that belong to a bucket to its values.
 

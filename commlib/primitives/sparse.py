@@ -8,7 +8,7 @@ import torch
 
 from commlib.codecs.base import Feedback, Random
 from commlib.codecs.sparse import SparseCodec
-from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.transport.base import Communication, Communicator
 
 
@@ -16,14 +16,18 @@ class SparseExchange:
     """What one bucket keeps from round to round: payload buffers and the residual [numel] fp32, unscaled.
 
     Args:
-        numel: Elements of the bucket.
+        numel: Elements of the tensor: a bucket, or a stretch of one.
         device: Where it is.
         codec: Chooses the elements; the one with the most places that will be used.
-        world_size: The number of ranks.
+        comm: The ranks that exchange.
+        begin: Where the stretch begins in its bucket.
     """
 
-    def __init__(self, numel: int, device: torch.device, codec: SparseCodec, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(
+        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int = 0
+    ) -> None:
+        self._world_size = world_size = comm.world_size
+        self.begin = begin
         self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         self.numel = numel
         self.residual = torch.zeros(numel, device=device)
@@ -43,14 +47,16 @@ class SparseExchange:
             self._sum = self.residual.new_empty(self.numel)
         return self._sum
 
-    def save(self, parts: Sequence[Part]) -> Pieces:
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return a copy of the residual by parameter."""
-        return cut(self.residual, 0, parts)
+        return {"worker": cut(self.residual, self.begin, parts)}
 
-    def load(self, pieces: Pieces, parts: Sequence[Part]) -> None:
-        """Take a residual over, also from another plan."""
-        self.residual.zero_()
-        paste(pieces, self.residual, parts)
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
+        """Take a residual over, also from another plan; returns what `LowPrecisionExchange.load` does."""
+        whole = self.residual.new_zeros(max(part.start + part.numel for part in parts))
+        paste(saved["worker"], whole, parts)
+        rest = split_at(whole, self.begin, self.residual)
+        return None if self.numel == rest.numel() else rest
 
 
 def centralized_sparse(

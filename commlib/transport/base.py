@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,11 +18,19 @@ from typing_extensions import override
 
 @dataclass(slots=True)
 class Request:
-    """One collective, described. Subclasses name the verb and its tensors."""
+    """One collective, described. Subclasses name the verb and its tensors; a `Communicator` makes them.
+
+    Attributes:
+        size: The number of ranks that take part.
+        group: Which ranks: "all" of the communicator, those of the same node ("local"), or those with the same place in
+            every node ("across").
+    """
 
     verb: ClassVar[str] = "request"
+    size: int = field(kw_only=True)
+    group: str = field(default="all", kw_only=True)
 
-    def wire_bytes(self, world_size: int) -> float:
+    def wire_bytes(self) -> float:
         """Return the bytes that one rank sends in a bandwidth-optimal implementation."""
         raise NotImplementedError
 
@@ -44,8 +52,8 @@ class AllReduce(Request):
     op: str = "sum"
 
     @override
-    def wire_bytes(self, world_size: int) -> float:
-        return 2 * (world_size - 1) / world_size * self.tensor.nbytes
+    def wire_bytes(self) -> float:
+        return 2 * (self.size - 1) / self.size * self.tensor.nbytes
 
     @override
     def is_empty(self) -> bool:
@@ -61,8 +69,8 @@ class AllGather(Request):
     input: torch.Tensor
 
     @override
-    def wire_bytes(self, world_size: int) -> float:
-        return (world_size - 1) * self.input.nbytes
+    def wire_bytes(self) -> float:
+        return (self.size - 1) * self.input.nbytes
 
     @override
     def is_empty(self) -> bool:
@@ -78,8 +86,8 @@ class AllToAll(Request):
     input: torch.Tensor
 
     @override
-    def wire_bytes(self, world_size: int) -> float:
-        return (world_size - 1) / world_size * self.input.nbytes
+    def wire_bytes(self) -> float:
+        return (self.size - 1) / self.size * self.input.nbytes
 
     @override
     def is_empty(self) -> bool:
@@ -95,8 +103,8 @@ class Broadcast(Request):
     source: int = 0
 
     @override
-    def wire_bytes(self, world_size: int) -> float:
-        return (world_size - 1) / world_size * self.tensor.nbytes
+    def wire_bytes(self) -> float:
+        return (self.size - 1) / self.size * self.tensor.nbytes
 
     @override
     def is_empty(self) -> bool:
@@ -121,34 +129,40 @@ class Communicator:
     Attributes:
         rank: This process's rank within the group.
         world_size: The number of ranks in the group.
+        local: The ranks of this node, where the algorithm asked for nodes (`Traits.hierarchical`) and there are several
+            with several ranks each; None otherwise.
+        across: The ranks with this one's place in every node; None as `local`.
         num_active: The number of ranks that contribute data; below `world_size` only where ranks have joined early and
             `divide_by_initial_world_size=False` was asked for. Means divide by it.
         contributes: Whether this rank has data in this round; one that has joined early sends zeros.
         step: Rounds so far, the same on all ranks and after a resume; what random numbers are drawn for.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, group: str = "all") -> None:
         self.rank = rank
         self.world_size = world_size
+        self.local: Communicator | None = None
+        self.across: Communicator | None = None
         self.num_active = world_size
         self.contributes = True
         self.step = 0
+        self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> AllReduce:
         """Describe an in-place all-reduce of a contiguous `tensor` of any shape; `op` is "sum" or "max"."""
-        return AllReduce(tensor, op)
+        return AllReduce(tensor, op, size=self.world_size, group=self._group)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> AllGather:
         """Describe an all-gather of `input` [n] into `output` [world_size * n]."""
-        return AllGather(output, input)
+        return AllGather(output, input, size=self.world_size, group=self._group)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> AllToAll:
         """Describe an all-to-all of equal chunks; `input` and `output` are [world_size * n] and do not overlap."""
-        return AllToAll(output, input)
+        return AllToAll(output, input, size=self.world_size, group=self._group)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Broadcast:
         """Describe an in-place broadcast of `tensor` from group rank `source`."""
-        return Broadcast(tensor, source)
+        return Broadcast(tensor, source, size=self.world_size, group=self._group)
 
 
 class Transport(ABC):
@@ -158,6 +172,16 @@ class Transport(ABC):
     world_size: int
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
+
+    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+        """Return the ranks of this node, and those with this one's place in every node. Collective.
+
+        None where there is one node only, or one rank in each.
+
+        Raises:
+            ConfigError: The nodes have different numbers of ranks.
+        """
+        return None
 
     @abstractmethod
     def issue(self, request: Request) -> Work:

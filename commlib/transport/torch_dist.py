@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import socket
 import threading
 import time
 import weakref
@@ -17,7 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
-from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Request, Transport, Work
+from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Communicator, Request, Transport, Work
+
+NODE_VARIABLE = "COMMLIB_NODE"
+"""The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -153,38 +158,65 @@ class TorchTransport(Transport):
         self.timeout_s = timeout.total_seconds()
         self.bytes_sent = 0.0
         self._device = device
-        self._connection = _Connection()
-        self._finalizer = weakref.finalize(self, self._connection.end)
+        self._connections = {"all": _Connection()}
+        self._finalizer = weakref.finalize(self, _end_all, self._connections)
+        self._parent = group
         self._store = _fresh_store(group)
+        self._timeout = timeout
+        self._connect("all", self._store, self.rank, self.world_size)
+
+    def _connect(self, name: str, store: dist.Store, rank: int, size: int) -> None:
+        """Make the backend of a group of ranks; nothing for one rank alone."""
+        connection = self._connections.setdefault(name, _Connection())
         try:
-            if self.world_size > 1:
-                self._connection.backend = _make_backend(group, device, self._store, timeout)
+            if size > 1:
+                connection.backend = _make_backend(self._parent, self._device, store, self._timeout, rank, size)
         except RuntimeError as error:
             raise self.diagnose(error, "making the communicator in commlib.wrap") from error
 
     @override
+    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+        nodes: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.gather_objects(_name_of_node())):
+            nodes.setdefault(node, []).append(rank)
+        sizes = {len(ranks) for ranks in nodes.values()}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"hierarchical: expected as many ranks on every node, got {sorted(map(len, nodes.values()))}. "
+                f"Nodes are told apart by {NODE_VARIABLE} if it is set, else by host name and GROUP_RANK"
+            )
+        if len(nodes) == 1 or sizes == {1}:
+            return None
+        node = next(idx for idx, ranks in enumerate(nodes.values()) if self.rank in ranks)
+        place = list(nodes.values())[node].index(self.rank)
+        local, across = Communicator(place, max(sizes), "local"), Communicator(node, len(nodes), "across")
+        self._connect("local", dist.PrefixStore(f"local/{node}", self._store), local.rank, local.world_size)
+        self._connect("across", dist.PrefixStore(f"across/{place}", self._store), across.rank, across.world_size)
+        return local, across
+
+    @override
     def issue(self, request: Request) -> Work:
-        if self.world_size == 1:
+        if request.size == 1:
             return self._issue_alone(request)
         if request.is_empty():
             return DONE
-        if self._connection.backend is None:
+        connection = self._connections[request.group]
+        if connection.backend is None:
             raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
-        self.bytes_sent += request.wire_bytes(self.world_size)
-        work = self._issue(request)
-        self._connection.pending[id(work)] = work
-        return _TorchWork(work, self._connection)
+        self.bytes_sent += request.wire_bytes()
+        work = self._issue(connection.backend, request)
+        connection.pending[id(work)] = work
+        return _TorchWork(work, connection)
 
-    def _issue(self, request: Request) -> Any:
-        backend = self._connection.backend
+    def _issue(self, backend: Any, request: Request) -> Any:
         match request:
-            case AllReduce(tensor, op):
+            case AllReduce(tensor=tensor, op=op):
                 return backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
-            case AllGather(output, input):
+            case AllGather(output=output, input=input):
                 return backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
-            case AllToAll(output, input):
+            case AllToAll(output=output, input=input):
                 return backend.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions))
-            case Broadcast(tensor, source):
+            case Broadcast(tensor=tensor, source=source):
                 return backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
         raise TypeError(f"{type(request).__name__} is not a request that torch.distributed can run")
 
@@ -196,14 +228,15 @@ class TorchTransport(Transport):
     @override
     def gather_objects(self, value: Any) -> list[Any]:
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        comm = Communicator(self.rank, self.world_size)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
         try:
-            self.issue(AllGather(sizes, torch.tensor([own.numel()], device=self._device))).wait()
+            self.issue(comm.all_gather(sizes, torch.tensor([own.numel()], device=self._device))).wait()
             numels = sizes.tolist()
             padded = own.new_zeros(max(numels))
             padded[: own.numel()] = own
             everyone = own.new_empty(self.world_size * padded.numel())
-            self.issue(AllGather(everyone, padded)).wait()
+            self.issue(comm.all_gather(everyone, padded)).wait()
         except RuntimeError as error:
             raise self.diagnose(error, "the exchange of set-up information") from error
         rows = everyone.view(self.world_size, -1).cpu().numpy()
@@ -247,11 +280,23 @@ class TorchTransport(Transport):
 
     @override
     def abort(self) -> None:
-        self._connection.abort()
+        for connection in self._connections.values():
+            connection.abort()
 
     @override
     def close(self) -> None:
         self._finalizer()
+
+
+def _end_all(connections: dict[str, _Connection]) -> None:
+    for connection in connections.values():
+        connection.end()
+
+
+def _name_of_node() -> str:
+    """Return what this rank's node is called: alike for its ranks, different from other nodes."""
+    launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
+    return os.environ.get(NODE_VARIABLE) or launcher
 
 
 def _fresh_store(group: dist.ProcessGroup) -> dist.Store:
@@ -264,14 +309,16 @@ def _fresh_store(group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore(f"commlib/{count}", store)
 
 
-def _make_backend(group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta) -> Any:
+def _make_backend(
+    group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta, rank: int, size: int
+) -> Any:
     kind = _parent_backend(group, device).name().lower()
     if kind == "gloo":
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     raise ConfigError(f"the process group's backend for {device.type} tensors is {kind!r}; expected Gloo or NCCL")
 
 

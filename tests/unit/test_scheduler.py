@@ -52,7 +52,7 @@ class Recorder:
 def task(name: str, *collectives: float, error: Exception | None = None) -> Task:
     def communicate() -> Communication:
         for value in collectives:
-            yield AllReduce(torch.tensor(value))
+            yield AllReduce(torch.tensor(value), size=2)
         if error is not None:
             raise error
 

@@ -1,0 +1,141 @@
+"""What all algorithms that average compressed gradients share: groups, nodes, state."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._policy import Units
+from commlib.algorithms.base import Algorithm, BucketView, Context, Part, Traits
+from commlib.errors import ConfigError
+from commlib.primitives.centralized import centralized_full_precision
+from commlib.primitives.hierarchical import NodeStage, hierarchical
+from commlib.primitives.parts import Pieces, cut, paste
+from commlib.transport.base import Communication, Communicator
+
+
+class Exchange(Protocol):
+    """What a primitive keeps of one bucket, or of the stretch of it that this rank carries across nodes."""
+
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
+        """Return copies of its state by kind and parameter."""
+        ...
+
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
+        """Take state over, also from another plan; return what is owed outside of the stretch."""
+        ...
+
+
+E = TypeVar("E", bound=Exchange)
+
+
+class Compressed(Algorithm, Generic[E]):
+    """Averages the gradients of some parameters compressed, those of the others in full precision.
+
+    Args:
+        op: "mean" or "sum".
+        compress: Which parameters are compressed.
+        hierarchical: Whether gradients are first summed inside each node, in full precision, and compressed only across
+            nodes; every local rank carries a part.
+    """
+
+    traits = Traits(idle_alone=True)
+
+    #: The kinds of state that the exchanges keep.
+    kinds: tuple[str, ...] = ("worker",)
+
+    def __init__(self, *, op: str, compress: Callable[[str, torch.Tensor], bool], hierarchical: bool) -> None:
+        if op not in ("mean", "sum"):
+            raise ConfigError(f"{type(self).__name__}.op: expected 'mean' or 'sum', got {op!r}")
+        self.op = op
+        self.compress = compress
+        self.traits = dataclasses.replace(self.traits, hierarchical=hierarchical)
+        self._exchanges: dict[int, E] = {}
+        self._stages: dict[int, NodeStage] = {}
+        self._parts: dict[int, Sequence[Part]] = {}
+        self._units = Units()
+        self._num_terms = 1.0
+
+    @abstractmethod
+    def _make_exchange(self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device) -> E:
+        """Make what is kept of `numel` elements from `begin` on, exchanged by the ranks of `comm`."""
+
+    @abstractmethod
+    def _exchange(
+        self, tensor: torch.Tensor, exchange: E, bucket: BucketView, comm: Communicator, peers: Communicator
+    ) -> Communication:
+        """Communicate `tensor` [numel] among `peers`; `comm` is everyone, by whose number a mean divides."""
+
+    @override
+    def group(self, name: str, parameter: torch.Tensor) -> str:
+        return "compressed" if self.compress(name, parameter) else "full precision"
+
+    @override
+    def divisor(self, comm: Communicator) -> float:
+        return 1.0 if self.op == "sum" else comm.num_active
+
+    @override
+    def setup(self, context: Context) -> None:
+        saved = self.state_dict()
+        self._units.follow(context.optimizer, context.scaler)
+        self._num_terms = context.world_size if self.op == "mean" else 1.0
+        local, across = context.comm.local, context.comm.across
+        self._stages.clear()
+        self._exchanges.clear()
+        compressed = [bucket for bucket in context.buckets if bucket.group == "compressed"]
+        self._parts = {bucket.index: bucket.parts for bucket in compressed}
+        for bucket in compressed:
+            begin, numel, peers = 0, bucket.flat.numel(), context.comm
+            if local is not None and across is not None:
+                stage = NodeStage(numel, bucket.flat.dtype, context.device, local)
+                begin, numel, peers = stage.begin, stage.count, across
+                self._stages[bucket.index] = stage
+            self._exchanges[bucket.index] = self._make_exchange(bucket, numel, begin, peers, context.device)
+        self.load_state_dict(saved)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        exchange = self._exchanges.get(bucket.index)
+        stage = self._stages.get(bucket.index)
+        if exchange is None:
+            yield from centralized_full_precision(bucket.flat, comm)
+            bucket.flat.div_(self.divisor(comm))
+        elif stage is None:
+            yield from self._exchange(bucket.flat, exchange, bucket, comm, comm)
+        else:
+            local, peers = comm.local, comm.across
+            assert local is not None
+            assert peers is not None
+            yield from hierarchical(
+                bucket.flat,
+                stage,
+                local,
+                lambda own: self._exchange(own, exchange, bucket, comm, peers),
+                scale=self._units.scale,
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {"units": self._units.state_dict(), "owed": {}, **{kind: {} for kind in self.kinds}}
+        for index, exchange in self._exchanges.items():
+            for kind, pieces in exchange.save(self._parts[index]).items():
+                saved[kind].update(pieces)
+        for index, stage in self._stages.items():
+            if stage.owed is not None:
+                saved["owed"].update(cut(stage.owed, 0, self._parts[index]))
+        return saved
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._units.load_state_dict(state["units"])
+        for index, exchange in self._exchanges.items():
+            rest = exchange.load(state, self._parts[index], self._num_terms)
+            if index in self._stages:
+                self._stages[index].owed = rest
+                if rest is not None:
+                    paste(state["owed"], rest, self._parts[index])
