@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from commlib.algorithms.base import Algorithm
+from commlib.codecs import BlockCodec, SparseCodec
 from commlib.engine.bucket import name_some
 from commlib.engine.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
@@ -96,8 +98,10 @@ def describe(
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the algorithm's name and its plain attributes."""
-    plain = {k: v for k, v in vars(algorithm).items() if isinstance(v, str | int | float | bool | None)}
+    """Return the algorithm's name and its options: public attributes that are plain, codecs or dataclasses."""
+    public = {k: v for k, v in vars(algorithm).items() if not k.startswith("_")}
+    shown = (str, int, float, bool, type(None), BlockCodec, SparseCodec)
+    plain = {k: repr(v) for k, v in public.items() if isinstance(v, shown) or dataclasses.is_dataclass(v)}
     return {
         "algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])),
         "traits": algorithm.traits,

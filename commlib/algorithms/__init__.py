@@ -81,7 +81,7 @@ def create(algorithm: str | Algorithm) -> Algorithm:
         ConfigError: Unknown name, or neither a name nor an `Algorithm`.
     """
     if isinstance(algorithm, Algorithm):
-        algorithm.name = algorithm.name or type(algorithm).__name__
+        algorithm.name = algorithm.name or _name_of(type(algorithm))
         return algorithm
     if not isinstance(algorithm, str):
         shown = f"the class {algorithm.__name__}; pass an instance" if isinstance(algorithm, type) else repr(algorithm)
@@ -115,5 +115,12 @@ def _class_in(module: Any, name: str) -> type[Algorithm]:
 def _checked(cls: Any, name: str) -> type[Algorithm]:
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise ConfigError(f"the algorithm {name!r} is {cls!r}; expected a subclass of commlib.algorithms.Algorithm")
-    cls.name = name
     return cls
+
+
+def _name_of(cls: type[Algorithm]) -> str:
+    """Return the name under which a class is registered, or else its own: the same in every process."""
+    if cls.__module__.rpartition(".")[0] == __name__:
+        return cls.__module__.rpartition(".")[2]
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    return next((name for name, point in _entry_points().items() if point.value == path), cls.__name__)

@@ -135,7 +135,7 @@ class Algorithm:
     #: What the engine must know; a class attribute, or set in `__init__` where options decide.
     traits: Traits = Traits()
 
-    #: Set by the registry: the file's name.
+    #: Set by `wrap`: the name under which it is registered (for commlib's own the file's), else the class's.
     name: str = ""
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
