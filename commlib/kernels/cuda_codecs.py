@@ -159,20 +159,21 @@ def _encode_args(
 
 def _launch_encode(shape: Shape, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> None:
     has_feedback, is_random = bool(args.residual), bool(args.random.num_segments)
-    if shape.is_one_block:
-        _find_ranges(shape, source, args, device, is_sum=is_sum)
+    # Held until both launches are in the stream; afterwards the allocator gives the memory to later work of it only.
+    ranges = _find_ranges(shape, source, args, device, is_sum=is_sum) if shape.is_one_block else None
     kernel = encode_kernel(shape.name, source, has_feedback, is_random, is_sum)
     cuda.launch(kernel, blocks_of(args.chunks.num_tiles, WARPS_PER_BLOCK), args, device)
+    del ranges
 
 
-def _find_ranges(shape: Shape, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> None:
+def _find_ranges(shape: Shape, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> torch.Tensor:
     num_chunks = blocks_of(args.chunks.numel, args.chunks.chunk)
     args.parts = min(_MOST_PARTS, max(1, blocks_of(args.chunks.tiles_per_chunk, WARPS_PER_BLOCK)))
-    # Not kept: the allocator gives this memory to nobody before the kernels on this stream are done with it.
     ranges = torch.empty(num_chunks * args.parts * 2, dtype=torch.int32, device=device)
     args.ranges = ranges.data_ptr()
     kernel = ranges_kernel(shape.name, source, bool(args.residual), is_sum)
     cuda.launch(kernel, num_chunks * args.parts, args, device)
+    return ranges
 
 
 def _decode(codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, args: DecodeArgs) -> None:

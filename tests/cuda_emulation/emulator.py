@@ -50,8 +50,8 @@ def block_kernels(codec: str) -> list[Kernel]:
     kernels += [cuda_codecs.encode_kernel(codec, "Float32", *both, True) for both in flags]
     kernels += [cuda_codecs.decode_kernel(codec, name) for name in TYPES.values()]
     if codec == "Bagua":
-        kernels += [cuda_codecs.ranges_kernel(codec, name, has, False) for name in TYPES.values() for has in (0, 1)]
-        kernels += [cuda_codecs.ranges_kernel(codec, "Float32", has, True) for has in (0, 1)]
+        kernels += [cuda_codecs.ranges_kernel(codec, name, has, False) for name in TYPES.values() for has in (False, True)]
+        kernels += [cuda_codecs.ranges_kernel(codec, "Float32", has, True) for has in (False, True)]
     return kernels
 
 
