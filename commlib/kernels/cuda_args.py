@@ -179,6 +179,79 @@ class DecodeArgs(ctypes.Structure):
     )
 
 
+class RotateArgs(ctypes.Structure):
+    """Of `rotate`."""
+
+    _fields_ = (
+        ("x", _Pointer),
+        ("out", _Pointer),
+        ("numel", _Size),
+        ("random", RandomSource),
+        ("is_inverse", _Int),
+    )
+
+
+class Selection(ctypes.Structure):
+    """What the kernels of one sparse encoding leave for each other."""
+
+    _fields_ = (
+        ("histogram", _Int * 4096),
+        ("blocks_done", _Int),
+        ("tickets", _Int * 2),
+        ("prefix", _Int),
+        ("wanted", _Int),
+        ("has_candidates", _Int),
+        ("num_candidates", _Int),
+        ("num_used", _Int),
+    )
+
+
+class Status(ctypes.Structure):
+    """What a tile of a compaction leaves for the later ones."""
+
+    _fields_ = (("flag", _Int), ("own", _Int * 2), ("total", _Int * 2))
+
+
+class SparseArgs(ctypes.Structure):
+    """Of the kernels that encode with a sparse codec."""
+
+    _fields_ = (
+        ("x", _Pointer),
+        ("residual", _Pointer),
+        ("out", _Pointer),
+        ("selection", _Pointer),
+        ("status", _Pointer * 2),
+        ("indices", _Pointer),
+        ("bits", _Pointer),
+        ("random", RandomSource),
+        ("numel", _Size),
+        ("values_at", _Size),
+        ("nbytes", _Size),
+        ("places", _Int),
+        ("capacity", _Int),
+        ("threshold", _Int),
+        ("beta", _Float),
+        ("gamma", _Float),
+    )
+
+
+class SparseDecodeArgs(ctypes.Structure):
+    """Of `sum_sparse` and `add_sparse`."""
+
+    _fields_ = (
+        ("inputs", _Pointer),
+        ("out", _Pointer),
+        ("damage", _Pointer),
+        ("numel", _Size),
+        ("values_at", _Size),
+        ("nbytes", _Size),
+        ("places", _Int),
+        ("num_inputs", _Int),
+        ("divisor", _Float),
+        ("weight", _Float),
+    )
+
+
 def chunks_of(shape: Shape, numel: int, chunk: int) -> Chunks:
     """Return how a tensor is cut."""
     full, rest = divmod(numel, chunk)

@@ -19,12 +19,15 @@ from commlib.kernels.cuda_args import (
     DecodeArgs,
     EncodeArgs,
     Kernel,
+    RotateArgs,
     Shape,
     blocks_of,
     chunks_of,
     random_source,
 )
 
+ROTATE_KERNEL = Kernel("rotate_kernels.h", "rotate", "RotateArgs")
+_PIECE = 256  # elements of the rotation's longest piece
 _MOST_PARTS = 64  # of a chunk, whose ranges uint8_bagua finds apart
 
 
@@ -134,6 +137,23 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     checks.check_apart(("out", out), ("payloads", payloads))
     checks.check_number("divisor", divisor, may_be_zero=False)
     _launch_decode(codec, payloads, out, max(out.numel(), 1), DecodeArgs(num_inputs=count, divisor=divisor))
+
+
+def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
+    """Apply the random Hadamard rotation, or undo it; arguments as in `native_codecs.rotate`, on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device = cuda.device_of("out", out)
+    checks.check_tensor("x", x, (torch.float32,), device)
+    checks.check_tensor("out", out, (torch.float32,), device)
+    if x.numel() != out.numel():
+        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
+    if x.data_ptr() != out.data_ptr():
+        checks.check_apart(("out", out), ("x", x))
+    args = RotateArgs(x.data_ptr(), out.data_ptr(), x.numel(), random_source(random, device), is_inverse)
+    cuda.launch(ROTATE_KERNEL, blocks_of(x.numel(), _PIECE * WARPS_PER_BLOCK), args, device)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

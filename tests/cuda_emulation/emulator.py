@@ -38,7 +38,8 @@ def compiler() -> str | None:
 def groups() -> dict[str, list[Kernel]]:
     """All kernels, in groups that are compiled together."""
     found = {shape.name: block_kernels(shape.name) for shape in SHAPES.values()}
-    found["sparse"] = cuda_sparse.all_kernels()
+    found["rotation"] = [cuda_codecs.ROTATE_KERNEL]
+    found |= {f"sparse-{name}": cuda_sparse.all_kernels(name) for name in TYPES.values()}
     return found
 
 
@@ -50,7 +51,9 @@ def block_kernels(codec: str) -> list[Kernel]:
     kernels += [cuda_codecs.encode_kernel(codec, "Float32", *both, True) for both in flags]
     kernels += [cuda_codecs.decode_kernel(codec, name) for name in TYPES.values()]
     if codec == "Bagua":
-        kernels += [cuda_codecs.ranges_kernel(codec, name, has, False) for name in TYPES.values() for has in (False, True)]
+        kernels += [
+            cuda_codecs.ranges_kernel(codec, name, has, False) for name in TYPES.values() for has in (False, True)
+        ]
         kernels += [cuda_codecs.ranges_kernel(codec, "Float32", has, True) for has in (False, True)]
     return kernels
 
