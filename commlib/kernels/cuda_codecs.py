@@ -209,7 +209,7 @@ def _launch_decode(codec: int, payloads: torch.Tensor, out: torch.Tensor, chunk:
     shape = _shape(codec)
     args.chunks = chunks_of(shape, out.numel(), chunk)
     args.inputs, args.out = payloads.data_ptr(), out.data_ptr()
-    kernel = decode_kernel(shape.name, TYPES[out.dtype])
+    kernel = decode_kernel(shape.name, TYPES[out.dtype], args.num_inputs > 1 or args.divisor != 1.0)
     cuda.launch(kernel, blocks_of(args.chunks.num_tiles, WARPS_PER_BLOCK), args, out.device)
 
 
@@ -225,6 +225,6 @@ def ranges_kernel(codec: str, source: str, has_feedback: bool, is_sum: bool) -> 
     return Kernel("encode_kernels.h", f"find_ranges<{codec}, {source}, {flags}>", "EncodeArgs")
 
 
-def decode_kernel(codec: str, target: str) -> Kernel:
-    """Return the kernel that decodes into tensors of the type `target`."""
-    return Kernel("decode_kernels.h", f"decode<{codec}, {target}>", "DecodeArgs")
+def decode_kernel(codec: str, target: str, is_sum: bool) -> Kernel:
+    """Return the kernel that decodes into tensors of the type `target`: one payload, or a sum, or a quotient."""
+    return Kernel("decode_kernels.h", f"decode<{codec}, {target}, {str(is_sum).lower()}>", "DecodeArgs")

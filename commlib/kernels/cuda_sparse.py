@@ -1,8 +1,8 @@
 """The sparse codecs on CUDA tensors: the functions of native_sparse.py, with the same arguments and the same bits.
 
-As in cuda_codecs.py nothing waits for the device. So a damaged payload cannot raise when it is decoded: what it names out
-of order or out of the chunk is left out (which of its other values count is not defined), no memory outside the tensors
-is touched, and the device remembers it. `raise_if_damaged` waits for the device and tells.
+As in cuda_codecs.py nothing waits for the device. So a damaged payload cannot raise when it is decoded: no memory
+outside the tensors is touched, elements out of the chunk are left out, which of its other values count is not defined,
+and the device remembers it. `raise_if_damaged` waits for the device and tells.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def payload_bytes(places: int) -> int:
 def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
     """Name the `places` elements of largest magnitude; arguments as in `native_sparse.encode_top_k`, on a CUDA device.
 
-    Exact on any distribution. Memory of about 32 bytes for each place (at most 8 for each element) is taken from torch's
-    allocator for the time of the call.
+    Exact on any distribution. Memory of about 32 bytes for each place (at most 8 for each element) is taken from
+    torch's allocator for the time of the call.
 
     Raises:
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
@@ -138,7 +138,7 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
 
 
 def raise_if_damaged(device: torch.device) -> None:
-    """Wait for torch's current stream of `device`, and raise if a payload decoded on it since the last call was damaged.
+    """Wait for torch's current stream of `device`; raise if a payload that it decoded since the last call was damaged.
 
     Raises:
         CodecError: As described; its values were left out of what was decoded.

@@ -1,9 +1,9 @@
 // The block codecs for a warp that holds a tile in its registers.
 //
 // [Note: a tile] kBlock elements belong to kLanes lanes of a warp; a tile is what a whole warp holds. A lane has kRuns
-// runs of four neighbours: number 4 * r + i is element r * kRunStride + 4 * t + i of the block, t the lane's place among
-// the kLanes. So every access to memory is one of neighbouring vectors, and the elements whose codes share a byte are in
-// one lane (docs/wire_format.md puts codes that are kRunStride apart into one byte).
+// runs of four neighbours: number 4 * r + i is element r * kRunStride + 4 * t + i of the block, t the lane's place
+// among the kLanes. So every access to memory is one of neighbouring vectors, and the elements whose codes share a byte
+// are in one lane (docs/wire_format.md puts codes that are kRunStride apart into one byte).
 //
 // A codec has the constants of its shape and
 //     analyse(v, m, t)       the parameters of a block of m elements, whose other places hold +0
@@ -161,7 +161,8 @@ struct OneBit : Shape<512, 4, 1, 2, 0> {
     float t[8];
     // The folds at 256 and 128 are within a lane, those from 64 to 4 between lanes, the last two within one again.
 #pragma unroll
-    for (int i = 0; i < 8; ++i) t[i] = from_bits(to_bits(v[i]) & kMagnitude) + from_bits(to_bits(v[i + 8]) & kMagnitude);
+    for (int i = 0; i < 8; ++i)
+      t[i] = from_bits(to_bits(v[i]) & kMagnitude) + from_bits(to_bits(v[i + 8]) & kMagnitude);
 #pragma unroll
     for (int i = 0; i < 4; ++i) t[i] = t[i] + t[i + 4];
 #pragma unroll

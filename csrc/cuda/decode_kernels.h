@@ -3,7 +3,7 @@
 
 #include "block_kernels.h"
 
-template <class Codec, class Out>
+template <class Codec, class Out, bool kIsSum>
 COMMLIB_DEVICE void decode(const DecodeArgs& args) {
   const Size idx = tile_of_thread();
   if (idx >= args.chunks.num_tiles) return;  // a whole warp
@@ -12,7 +12,9 @@ COMMLIB_DEVICE void decode(const DecodeArgs& args) {
   auto* const out = static_cast<typename Out::Storage*>(args.out) + tile.chunk_at + tile.at;
 
   float total[Codec::kPerLane];
-  sum_tile<Codec>(args.inputs + tile.payload_at, layout.nbytes, args.num_inputs, args.divisor, layout, tile, total);
+  const unsigned count = kIsSum ? args.num_inputs : 1;
+  const float divisor = kIsSum ? args.divisor : 1.0f;
+  sum_tile<Codec>(args.inputs + tile.payload_at, layout.nbytes, count, divisor, layout, tile, total);
   if (args.adds) {
     float before[Codec::kPerLane];
     load_tile<Codec, Out>(out, tile, before);

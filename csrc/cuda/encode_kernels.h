@@ -35,7 +35,8 @@ COMMLIB_DEVICE void draw_numbers(const Random& random, Size start, const Tile& t
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const int place = begin + j;
-          if (place >= 0 && place < count) numbers[done + place] = static_cast<Bits16>(words.word[j / 2] >> 16 * (j % 2));
+          if (place >= 0 && place < count)
+            numbers[done + place] = static_cast<Bits16>(words.word[j / 2] >> 16 * (j % 2));
         }
       }
     }

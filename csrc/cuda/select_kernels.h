@@ -1,14 +1,15 @@
 // topk and threshold: exact, in the order of the indices, the same whatever the device and its timing.
 //
-// [Note: top-k by digits] The threshold is found digit by digit, of 12, 10 and 9 bits of the magnitude, the highest first:
-// a histogram of a digit among the elements that have the digits found so far says where the k-th largest lies. The first
-// histogram also says how many elements begin with its digit or a larger one; nearly always that is little more than k,
-// and they are copied, so that the tensor itself is read twice: by the first histogram and by that copy. Where there are
-// too many of them (nearly equal magnitudes), each later pass reads the tensor. The device decides; the host knows nothing.
+// [Note: top-k by digits] The threshold is found digit by digit, of 12, 10 and 9 bits of the magnitude, the highest
+// first: a histogram of a digit among the elements that have the digits found so far says where the k-th largest lies.
+// The first histogram also says how many elements begin with its digit or a larger one; nearly always that is little
+// more than k, and they are copied, so that the tensor itself is read twice: by the first histogram and by that copy.
+// Where there are too many of them (nearly equal magnitudes), each later pass reads the tensor. The device decides; the
+// host knows nothing.
 //
 // [Note: look-back] Compaction in one pass (Merrill and Garland, 2016): blocks take tiles in ascending order, publish
-// their own counts, and look back at the tiles before until they find one that knows the sum of all before it. Tiles are
-// taken by a counter, so whoever is waited for already runs. Only integers are summed.
+// their own counts, and look back at the tiles before until they find one that knows the sum of all before it. Tiles
+// are taken by a counter, so whoever is waited for already runs. Only integers are summed.
 #pragma once
 
 #include "sparse_kernels.h"

@@ -9,7 +9,7 @@ constexpr int kBins = 4096;
 
 // A tile's place in the running sums of [Note: look-back].
 struct Status {
-  unsigned flag;           // 0: nothing yet, 1: `own` is there, 2: `total` too
+  unsigned flag;            // 0: nothing yet, 1: `own` is there, 2: `total` too
   Bits32 own[2], total[2];  // of this tile; of this and all before
 };
 
@@ -17,12 +17,12 @@ struct Status {
 struct Selection {
   unsigned histogram[kBins];
   unsigned blocks_done;
-  unsigned tickets[2];     // of the two compactions
-  Bits32 prefix;           // the digits of the threshold that are known
-  Bits32 wanted;           // places for elements that begin with these digits
+  unsigned tickets[2];      // of the two compactions
+  Bits32 prefix;            // the digits of the threshold that are known
+  Bits32 wanted;            // places for elements that begin with these digits
   unsigned has_candidates;  // whether what may be named fits into the room for it
   Bits32 num_candidates;
-  Bits32 num_used;         // places of a payload
+  Bits32 num_used;  // places of a payload
 };
 
 struct SparseArgs {

@@ -1,7 +1,7 @@
 """The CUDA kernels on the CPU: compiled by g++ with cuda_on_cpu.h, launched with what cuda.py would pass to a GPU.
 
-`emulated_cuda` puts this in the place of `cuda.launch`, so the executor's checks, grids and structs are those that a GPU
-would see. It shows that the kernels compute the right bytes; it is no run on a GPU.
+`emulated_cuda` puts this in the place of `cuda.launch`, so the executor's checks, grids and structs are those that a
+GPU would see. It shows that the kernels compute the right bytes; it is no run on a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def block_kernels(codec: str) -> list[Kernel]:
     flags = list(itertools.product((False, True), randomness))
     kernels = [cuda_codecs.encode_kernel(codec, name, *both, False) for name in TYPES.values() for both in flags]
     kernels += [cuda_codecs.encode_kernel(codec, "Float32", *both, True) for both in flags]
-    kernels += [cuda_codecs.decode_kernel(codec, name) for name in TYPES.values()]
+    kernels += [cuda_codecs.decode_kernel(codec, name, is_sum) for name in TYPES.values() for is_sum in (False, True)]
     if codec == "Bagua":
         kernels += [
             cuda_codecs.ranges_kernel(codec, name, has, False) for name in TYPES.values() for has in (False, True)
