@@ -98,7 +98,8 @@ def raise_if_damaged(device: torch.device) -> None:
 
     Decoding on a CUDA device does not look at the outcome: a damaged payload touches no memory outside the tensors,
     which of its values count is not defined, and the device remembers it. This waits for torch's current stream of the
-    device, so call it where that is no harm: after a step, or where values look wrong. On the CPU decoding itself raises.
+    device, so call it where that is no harm: after a step, or where values look wrong. On the CPU, decoding
+    itself raises.
 
     Raises:
         CodecError: As described; it names one of the payloads.

@@ -118,14 +118,18 @@ struct Float16 : Vector16<Float16> {
 template <int kLanes>
 COMMLIB_DEVICE Bits32 largest_of_lanes(Bits32 x) {
 #if COMMLIB_HAS_REDUX
-  if constexpr (kLanes == kWarp) return __reduce_max_sync(kAllLanes, x);
+  if constexpr (kLanes == kWarp) {
+    return __reduce_max_sync(kAllLanes, x);
+  } else
 #endif
+  {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    const Bits32 other = __shfl_xor_sync(kAllLanes, x, distance);
-    x = other > x ? other : x;
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      const Bits32 other = __shfl_xor_sync(kAllLanes, x, distance);
+      x = other > x ? other : x;
+    }
+    return x;
   }
-  return x;
 }
 
 // Flips the sign's half so that signed integers order as unsigned ones.

@@ -26,6 +26,8 @@ from commlib.kernels.cuda_args import SHAPES, TYPES, Kernel
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+# sm_80 and later find a warp's maximum by one instruction, older ones by shuffles; each way is taken by some groups.
+WITH_REDUX = ("Int8", "OneBit", "Bagua")
 STOCHASTIC = ("Int8", "MinMax", "Int4", "Int2")
 
 
@@ -79,7 +81,8 @@ def library(group: str) -> ctypes.CDLL:
     digest = hashlib.sha256(text.encode())
     for path in [HERE / "cuda_on_cpu.h", SOURCES / "codec_math.h", *sorted((SOURCES / "cuda").glob("*.h"))]:
         digest.update(path.read_bytes())
-    digest.update(" ".join(FLAGS).encode())
+    flags = [*FLAGS, "-DCOMMLIB_EMULATE_REDUX"] if group in WITH_REDUX else FLAGS
+    digest.update(" ".join(flags).encode())
     folder = Path(tempfile.gettempdir(), f"commlib-cuda-emulation-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{group}-{digest.hexdigest()[:32]}.so"
@@ -87,7 +90,7 @@ def library(group: str) -> ctypes.CDLL:
         built = target.with_suffix(f".{os.getpid()}")
         source = built.with_suffix(".cpp")
         source.write_text(text)
-        command = [compiler() or "g++", *FLAGS, f"-I{SOURCES}", f"-I{SOURCES / 'cuda'}", str(source), "-o", str(built)]
+        command = [compiler() or "g++", *flags, f"-I{SOURCES}", f"-I{SOURCES / 'cuda'}", str(source), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:8000]
         os.replace(built, target)

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile, without a GPU: by NVRTC as cuda.py calls it, and by nvcc, for the promised architectures."""
+"""The CUDA kernels compile without a GPU: by NVRTC as cuda.py calls it, and by nvcc, for the promised architectures."""
 
 from __future__ import annotations
 
