@@ -179,13 +179,16 @@ def options_for(architecture: str) -> list[str]:
 
 
 @functools.cache
-def headers() -> dict[str, str]:
+def headers(module: Path = Path(__file__)) -> dict[str, str]:
     """Return the texts of the CUDA sources, by the name under which they are included.
+
+    Args:
+        module: This file, as it was installed.
 
     Raises:
         CodecError: They were not installed.
     """
-    here = Path(__file__).resolve()
+    here = module.resolve()
     # A wheel has them beside this file (setup.py puts them there), a checkout at its root.
     for folder in (here.parent / "cuda_sources", here.parents[2] / "csrc"):
         if (folder / "cuda").is_dir():

@@ -5,14 +5,14 @@ On a machine with a GPU: scripts/setup with torch's CUDA build, then
     .venv/bin/pip install 'cupy-cuda13x>=14'          # or cupy-cuda12x; `commlib doctor` says what is missing
     scripts/test tests/gpu -v
 
-The cases are those of tests/unit/test_cuda_emulated.py. With NVIDIA's compute-sanitizer, which finds accesses outside of
-tensors, races in shared memory, and reads of what was never written (torch's allocator is turned off, so that tensors
-do not share blocks of memory):
+The cases are those of tests/unit/test_cuda_emulated.py. With NVIDIA's compute-sanitizer, which finds accesses outside
+of tensors, races in shared memory, and reads of what was never written (torch's allocator is turned off, so that
+tensors do not share blocks of memory):
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck initcheck synccheck; do
       compute-sanitizer --tool $tool --error-exitcode 9 .venv/bin/python -m pytest tests/gpu -v -p no:cacheprovider \
-        --timeout 3600 -k "not memory"
+        --timeout 3600 -k "not in_memory"
     done
 """
 
