@@ -1,23 +1,28 @@
-// What CUDA's language adds to C++, for the CPU: one block of threads at a time, each thread a fiber that runs until it
-// meets a barrier or a warp's exchange. No GPU is involved; this shows that the kernels' logic is right, not that a
-// device runs them.
+// What CUDA's language adds to C++, for the CPU: the threads of a block are fibers of one thread of the CPU, each running
+// until it meets a barrier or a warp's exchange; several blocks may run at once, each in a thread of the CPU. No GPU is
+// involved; this shows that the kernels' logic is right, not that a device runs them.
 //
 // The order in which fibers run can be turned around: what depends on it lacks a barrier. Lanes of a warp that do not
 // all come to the same exchange, and blocks that wait for ever, end the process with a message.
 #pragma once
 
+#include <sched.h>
+#include <ucontext.h>
+
+#include <atomic>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <ucontext.h>
+#include <memory>
+#include <thread>
 #include <vector>
 
 #define __device__
 #define __global__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __forceinline__ inline
 #define __grid_constant__
 #define __restrict__
@@ -76,7 +81,7 @@ struct Fiber {
 };
 
 struct Machine {
-  std::vector<char> stacks = std::vector<char>(kThreads * kStackBytes);
+  std::unique_ptr<char[]> stacks{new char[kThreads * kStackBytes]};
   Fiber fibers[kThreads];
   Meeting block, warps[kWarps];
   std::jmp_buf scheduler;
@@ -86,8 +91,8 @@ struct Machine {
   bool has_moved = false;
 };
 
-inline Machine machine;
-inline Index thread_idx, block_idx, grid_dim;
+inline thread_local Machine machine;
+inline thread_local Index thread_idx, block_idx, grid_dim;
 
 inline void leave(Meeting& meeting) {
   if (--meeting.running == meeting.arrived && meeting.arrived > 0) {
@@ -120,7 +125,7 @@ inline void resume(int thread) {
   if (fiber.is_started) _longjmp(fiber.state, 1);
   fiber.is_started = true;
   getcontext(&fiber.first);
-  fiber.first.uc_stack.ss_sp = machine.stacks.data() + static_cast<std::size_t>(thread) * kStackBytes;
+  fiber.first.uc_stack.ss_sp = machine.stacks.get() + static_cast<std::size_t>(thread) * kStackBytes;
   fiber.first.uc_stack.ss_size = kStackBytes;
   fiber.first.uc_link = nullptr;
   makecontext(&fiber.first, fiber_main, 0);
@@ -183,10 +188,18 @@ inline void run_block(bool is_reversed) {
   }
 }
 
-inline void launch(unsigned num_blocks, bool is_reversed, const std::function<void()>& body) {
-  machine.body = &body;
-  grid_dim.x = num_blocks;
-  for (block_idx.x = 0; block_idx.x < num_blocks; ++block_idx.x) run_block(is_reversed);
+// `num_at_once` blocks run at the same time; they are taken in ascending order.
+inline void launch(unsigned num_blocks, bool is_reversed, int num_at_once, const std::function<void()>& body) {
+  std::atomic<unsigned> next{0};
+  const auto work = [&] {
+    machine.body = &body;
+    grid_dim.x = num_blocks;
+    while ((block_idx.x = next++) < num_blocks) run_block(is_reversed);
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < num_at_once; ++i) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 }  // namespace emulation
@@ -253,21 +266,24 @@ inline double __longlong_as_double(long long bits) {
 
 template <class T>
 T atomicAdd(T* at, T x) {
-  const T before = *at;
-  *at = static_cast<T>(before + x);
-  return before;
+  return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
 }
 
 template <class T>
 T atomicMax(T* at, T x) {
-  const T before = *at;
-  if (x > before) *at = x;
+  T before = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (before < x && !__atomic_compare_exchange_n(at, &before, x, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
   return before;
 }
 
-inline void __threadfence() {}
+inline void __threadfence() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 // A thread that looks for what another one has to write lets the others run.
 inline void __nanosleep(unsigned) {
+  sched_yield();
   ::emulation::machine.has_moved = true;
   ::emulation::yield();
 }

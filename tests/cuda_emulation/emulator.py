@@ -25,7 +25,7 @@ from commlib.kernels.cuda_args import SHAPES, TYPES, Kernel
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
 # sm_80 and later find a warp's maximum by one instruction, older ones by shuffles; each way is taken by some groups.
 WITH_REDUX = ("Int8", "OneBit", "Bagua")
 STOCHASTIC = ("Int8", "MinMax", "Int4", "Int2")
@@ -66,8 +66,8 @@ def program(kernels: list[Kernel]) -> str:
     for idx, kernel in enumerate(kernels):
         parts.append(kernel.source(f"kernel_{idx}"))
         parts.append(
-            f'extern "C" void run_{idx}(unsigned blocks, int is_reversed, const void* args) {{\n'
-            f"  emulation::launch(blocks, is_reversed != 0, "
+            f'extern "C" void run_{idx}(unsigned blocks, int is_reversed, int at_once, const void* args) {{\n'
+            f"  emulation::launch(blocks, is_reversed != 0, at_once, "
             f"[=] {{ kernel_{idx}(*static_cast<const {kernel.args}*>(args)); }});\n}}\n"
             f'extern "C" unsigned long size_{idx}() {{ return sizeof({kernel.args}); }}\n'
         )
@@ -105,11 +105,12 @@ def places() -> dict[Kernel, tuple[str, int]]:
 
 
 class Launches:
-    """What was launched, and in which order its threads run."""
+    """What was launched; in which order its threads run, and how many blocks at once."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
         self.is_reversed = False
+        self.blocks_at_once = 1
 
     def launch(self, kernel: Kernel, num_blocks: int, args: ctypes.Structure, device: torch.device) -> None:
         """Stand in for `cuda.launch`."""
@@ -119,7 +120,8 @@ class Launches:
         self.calls.append((kernel.call, num_blocks))
         group, idx = places()[kernel]
         assert library(group)[f"size_{idx}"]() == ctypes.sizeof(args), f"{kernel.args} is not laid out as in the source"
-        library(group)[f"run_{idx}"](ctypes.c_uint(num_blocks), int(self.is_reversed), ctypes.byref(args))
+        order = int(self.is_reversed), min(self.blocks_at_once, num_blocks)
+        library(group)[f"run_{idx}"](ctypes.c_uint(num_blocks), *order, ctypes.byref(args))
 
 
 @contextmanager

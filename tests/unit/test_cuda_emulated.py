@@ -112,6 +112,16 @@ def test_top_k_with_error_feedback(room: int, threads: emulator.Launches, monkey
         cases.check_top_k_feedback(numel, CPU, 0.9, -1.5)
 
 
+@pytest.mark.parametrize("room", [0, 1 << 16])
+def test_compaction_with_blocks_that_wait_for_each_other(
+    room: int, emulated: emulator.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_sparse, "_FEW_CANDIDATES", room)
+    emulated.blocks_at_once = 4
+    cases.check_top_k(30_000, CPU)
+    cases.check_top_k_feedback(30_000, CPU)
+
+
 def test_threshold(threads: emulator.Launches) -> None:
     for numel in (0, 1, 1000, 20_000):
         cases.check_threshold(numel, CPU)
