@@ -13,6 +13,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import PlatformError
 
 CXX_FLAGS = [
@@ -78,6 +79,20 @@ class NinjaBuildExt(build_ext):
         run_ninja(build_dir)
 
 
+class BuildPyWithCudaSources(build_py):
+    """Puts the CUDA sources beside the module that compiles them at run time; a checkout is read where it is."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "commlib", "kernels", "cuda_sources")
+        (target / "cuda").mkdir(parents=True, exist_ok=True)
+        self.copy_file("csrc/codec_math.h", str(target / "codec_math.h"))
+        for header in sorted(Path("csrc/cuda").glob("*.h")):
+            self.copy_file(str(header), str(target / "cuda" / header.name))
+
+
 def write_ninja_file(path: Path, compiler: list[str], ext: Extension, target: Path) -> None:
     """Write the build graph: one object per source, one shared library."""
     import pybind11
@@ -115,4 +130,7 @@ def run_ninja(build_dir: Path) -> None:
 
 sources = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
 headers = sorted(str(path) for path in Path("csrc").glob("*.h"))
-setup(ext_modules=[Extension("commlib._native", sources, depends=headers)], cmdclass={"build_ext": NinjaBuildExt})
+setup(
+    ext_modules=[Extension("commlib._native", sources, depends=headers)],
+    cmdclass={"build_ext": NinjaBuildExt, "build_py": BuildPyWithCudaSources},
+)

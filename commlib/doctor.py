@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from commlib.errors import CommlibError
+
 Status = Literal["ok", "absent", "broken"]
 """`ok`: there; `absent`: not there, and something optional needs it; `broken`: commlib does not work like this."""
 
@@ -109,7 +111,6 @@ def _backends() -> Iterator[Finding]:
 
 
 def _extension() -> Iterator[Finding]:
-    from commlib.errors import CommlibError
     from commlib.kernels import native
 
     try:
@@ -157,24 +158,27 @@ def _why_no_cuda() -> str:
     return f"this torch has CUDA {torch.version.cuda}, but no device or driver was found"
 
 
-def _cupy() -> Iterator[Finding]:
-    extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
-    status: Status = "absent"
-    fix = f"Install it: pip install 'commlib[{extra}]'." if torch.cuda.is_available() else ""
+def _cuda_kernels() -> Iterator[Finding]:
+    from commlib.kernels import cuda
+
     try:
-        cupy = importlib.import_module("cupy")
-    except ImportError as error:
-        yield Finding("devices", "CuPy (CUDA kernels)", status, f"not importable: {error}", fix)
+        major, minor = cuda.nvrtc_version()
+        known = cuda.supported_architectures()
+    except CommlibError as error:
+        fix = "Codecs on CUDA tensors need it; see above what to install." if torch.cuda.is_available() else ""
+        yield Finding("devices", "CUDA kernels", "absent", str(error), fix)
         return
-    yield Finding("devices", "CuPy (CUDA kernels)", "ok", cupy.__version__)
-    try:
-        nvrtc = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
-        major, minor = nvrtc.getVersion()
-    except Exception as error:  # whatever a missing or foreign library makes of it
-        fix = "Install NVIDIA's run-time compiler for your CUDA version (the nvrtc package)."
-        yield Finding("devices", "NVRTC", "absent", f"cannot be loaded: {error}", fix)
-    else:
-        yield Finding("devices", "NVRTC", "ok", f"{major}.{minor} (compiles without a device too)")
+    value = f"NVRTC {major}.{minor}, for sm_{min(known)} to sm_{max(known)} (compiles without a device too)"
+    yield Finding("devices", "CUDA kernels", "ok", value)
+    cached = list(cuda.cache_dir().glob("*.cubin"))
+    yield Finding("devices", "compiled kernels", "ok", f"{len(cached)} in {cuda.cache_dir()} ({cuda.CACHE_VARIABLE})")
+    for index in range(torch.cuda.device_count()):
+        try:
+            architecture = cuda.architecture_for(torch.cuda.get_device_capability(index), known)
+        except CommlibError as error:
+            yield Finding("devices", f"kernels for device {index}", "absent", str(error), "Codecs there do not work.")
+        else:
+            yield Finding("devices", f"kernels for device {index}", "ok", f"compiled for {architecture}")
 
 
 def _cores() -> Iterator[Finding]:
@@ -218,7 +222,7 @@ _CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _extension,
     _compiler,
     _gpus,
-    _cupy,
+    _cuda_kernels,
     _cores,
     _emulated_hosts,
 )

@@ -7,7 +7,7 @@ from commlib.codecs.envelope import Envelope, open_envelope, seal
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
 from commlib.codecs.integer import Int2, Int4, Int8, UInt8Bagua, UInt8MinMax
 from commlib.codecs.registry import by_id, by_name
-from commlib.codecs.sparse import RandomK, SparseCodec, Threshold, TopK
+from commlib.codecs.sparse import RandomK, SparseCodec, Threshold, TopK, raise_if_damaged
 
 __all__ = [
     "BF16",
@@ -33,5 +33,6 @@ __all__ = [
     "by_id",
     "by_name",
     "open_envelope",
+    "raise_if_damaged",
     "seal",
 ]

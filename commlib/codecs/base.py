@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from commlib.errors import CodecError
-from commlib.kernels import native_codecs
-from commlib.kernels.native_codecs import Feedback, Random
+from commlib.kernels import cuda_codecs, cuda_sparse, native_codecs, native_sparse
+from commlib.kernels.checks import Feedback, Random
 
 __all__ = ["BlockCodec", "Feedback", "Random"]
 
@@ -69,7 +69,7 @@ class BlockCodec:
             CodecError: An argument is not as described. Nothing was written.
         """
         self._check_random(random)
-        _executor(out).encode(self.id, x, out, chunk=chunk, feedback=feedback, random=random)
+        executor_of(out).encode(self.id, x, out, chunk=chunk, feedback=feedback, random=random)
 
     def encode_sum(
         self,
@@ -97,7 +97,7 @@ class BlockCodec:
             CodecError: An argument is not as described. Nothing was written.
         """
         self._check_random(random)
-        _executor(out).encode_sum(
+        executor_of(out).encode_sum(
             self.id, payloads, numel, out, divisor=divisor, feedback=feedback, random=random, first=first
         )
 
@@ -107,7 +107,7 @@ class BlockCodec:
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        _executor(out).decode(self.id, payload, out, chunk=chunk)
+        executor_of(out).decode(self.id, payload, out, chunk=chunk)
 
     def decode_add(
         self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
@@ -117,7 +117,7 @@ class BlockCodec:
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        _executor(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
+        executor_of(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Write the sum of payloads of one chunk ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
@@ -125,7 +125,7 @@ class BlockCodec:
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        _executor(out).decode_sum(self.id, payloads, out, divisor=divisor)
+        executor_of(out).decode_sum(self.id, payloads, out, divisor=divisor)
 
     def _check_random(self, random: Random | None) -> None:
         if random is not None and not self.rounds_stochastically:
@@ -135,8 +135,28 @@ class BlockCodec:
         return f"{type(self).__name__}()"
 
 
-def _executor(tensor: torch.Tensor) -> ModuleType:
-    """Return the module whose kernels run where the tensor is."""
-    if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
-        raise CodecError(f"no codec kernels for tensors on {tensor.device}; expected the CPU")
-    return native_codecs
+def executor_of(tensor: torch.Tensor) -> ModuleType:
+    """Return the module whose kernels run where the tensor is.
+
+    Raises:
+        CodecError: There are none for its device.
+    """
+    return _choose(tensor, native_codecs, cuda_codecs)
+
+
+def sparse_executor_of(tensor: torch.Tensor) -> ModuleType:
+    """Return the module of the sparse codecs whose kernels run where the tensor is.
+
+    Raises:
+        CodecError: There are none for its device.
+    """
+    return _choose(tensor, native_sparse, cuda_sparse)
+
+
+def _choose(tensor: torch.Tensor, native: ModuleType, cuda: ModuleType) -> ModuleType:
+    kind = tensor.device.type if hasattr(tensor, "device") else "cpu"
+    if kind == "cuda":
+        return cuda
+    if kind not in ("cpu", "meta"):
+        raise CodecError(f"no codec kernels for tensors on {tensor.device}; expected the CPU or a CUDA device")
+    return native

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from commlib.codecs.base import Feedback, Random
+from commlib.codecs.base import Feedback, Random, sparse_executor_of
 from commlib.errors import CodecError
-from commlib.kernels import native_sparse
+from commlib.kernels import cuda_sparse, native_sparse
 
 
 class SparseCodec(ABC):
@@ -77,10 +77,12 @@ class SparseCodec(ABC):
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Decode a payload into `out` ([numel] fp32); elements that it does not name become 0.
 
+        On a CUDA device a damaged payload does not raise, as nothing waits for the device: see `raise_if_damaged`.
+
         Raises:
             CodecError: An argument is not as described, or the payload is damaged. Nothing was written.
         """
-        native_sparse.decode_sum(payload.view(1, -1), self.places(out.numel()), out)
+        sparse_executor_of(out).decode_sum(payload.view(1, -1), self.places(out.numel()), out)
 
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
         """Add `weight` times the values to the elements that the payload names.
@@ -88,7 +90,7 @@ class SparseCodec(ABC):
         Raises:
             CodecError: As `decode`.
         """
-        native_sparse.decode_add(payload, self.places(out.numel()), out, weight)
+        sparse_executor_of(out).decode_add(payload, self.places(out.numel()), out, weight)
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Write the sum of payloads ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
@@ -96,10 +98,25 @@ class SparseCodec(ABC):
         Raises:
             CodecError: As `decode`.
         """
-        native_sparse.decode_sum(payloads, self.places(out.numel()), out, divisor)
+        sparse_executor_of(out).decode_sum(payloads, self.places(out.numel()), out, divisor)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ratio={self.ratio})"
+
+
+def raise_if_damaged(device: torch.device) -> None:
+    """Raise if a sparse payload that was decoded on `device` since the last call was damaged.
+
+    Decoding on a CUDA device does not look at the outcome: a damaged payload touches no memory outside the tensors,
+    which of its values count is not defined, and the device remembers it. This waits for torch's current stream of the
+    device, so call it where that is no harm: after a step, or where values look wrong. On the CPU, decoding
+    itself raises.
+
+    Raises:
+        CodecError: As described; it names one of the payloads.
+    """
+    if device.type == "cuda":
+        cuda_sparse.raise_if_damaged(device)
 
 
 class TopK(SparseCodec):
@@ -116,7 +133,7 @@ class TopK(SparseCodec):
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
         """Encode; see `SparseCodec.encode`."""
-        native_sparse.encode_top_k(x, self.places(x.numel()), out, feedback)
+        sparse_executor_of(out).encode_top_k(x, self.places(x.numel()), out, feedback)
 
 
 class RandomK(SparseCodec):
@@ -137,7 +154,7 @@ class RandomK(SparseCodec):
         """Encode; see `SparseCodec.encode`. `random` is required."""
         if random is None:
             raise CodecError("random: expected a Random for randomk, got None")
-        native_sparse.encode_random_k(x, self.places(x.numel()), out, random, feedback)
+        sparse_executor_of(out).encode_random_k(x, self.places(x.numel()), out, random, feedback)
 
 
 class Threshold(SparseCodec):
@@ -164,7 +181,7 @@ class Threshold(SparseCodec):
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
         """Encode; see `SparseCodec.encode`."""
-        native_sparse.encode_above(x, self.threshold, self.places(x.numel()), out, feedback)
+        sparse_executor_of(out).encode_above(x, self.threshold, self.places(x.numel()), out, feedback)
 
     def __repr__(self) -> str:
         return f"Threshold(threshold={self.threshold}, ratio={self.ratio})"

@@ -6,67 +6,27 @@ Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `n
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from commlib.errors import CodecError
+from commlib.kernels.checks import (
+    DTYPE_CODES,
+    Feedback,
+    Random,
+    check_apart,
+    check_feedback,
+    check_first,
+    check_number,
+    check_numel,
+    check_payload,
+    check_payloads,
+    check_tensor,
+    check_values,
+    chunk_or_whole,
+)
 from commlib.kernels.native import load
-
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-
-
-@dataclass(frozen=True)
-class Random:
-    """The source of random numbers of one encoding (docs/wire_format.md, "Random numbers").
-
-    Attributes:
-        seed: In 0..2**64 - 1; the same on all ranks.
-        step: In 0..2**32 - 1.
-        rank: In 0..2**24 - 1.
-        stage: In 0..255.
-        segments: (first element in the tensor, its global offset), ascending, the first at element 0.
-    """
-
-    seed: int
-    step: int = 0
-    rank: int = 0
-    stage: int = 0
-    segments: Sequence[tuple[int, int]] = ((0, 0),)
-
-    def __post_init__(self) -> None:
-        for name, bits in (("seed", 64), ("step", 32), ("rank", 24), ("stage", 8)):
-            value = getattr(self, name)
-            if not 0 <= value < 1 << bits:
-                raise CodecError(f"Random.{name}: expected 0..2**{bits} - 1, got {value}")
-        starts = [start for start, _ in self.segments]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
-            raise CodecError(f"Random.segments: expected ascending first elements from 0 on, got {starts[:5]}")
-        if any(not 0 <= offset < 1 << 63 for _, offset in self.segments):
-            raise CodecError("Random.segments: expected global offsets in 0..2**63 - 1")
-
-    def native(self) -> Any:
-        """Return what the extension takes."""
-        return load().RandomSource(self.seed, self.step, self.stage << 24 | self.rank, list(self.segments))
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """Error feedback of one encoding: v = x + beta * e is encoded, e becomes (v - decoded) * gamma.
-
-    Attributes:
-        residual: [numel] fp32, e; changed in place.
-        beta: See above; finite.
-        gamma: See above; finite.
-    """
-
-    residual: torch.Tensor
-    beta: float = 1.0
-    gamma: float = 1.0
 
 
 def payload_bytes(codec: int, numel: int) -> int:
@@ -110,7 +70,7 @@ def encode(
         CodecError: An argument is not as described. Nothing was written.
     """
     numel = x.numel() if isinstance(x, torch.Tensor) else 0
-    chunk = _check_chunk(chunk, numel)
+    chunk = chunk_or_whole(chunk, numel)
     check_values("x", x)
     check_payload("out", out, buffer_bytes(codec, numel, chunk))
     check_apart(("out", out), ("x", x))
@@ -118,7 +78,7 @@ def encode(
         check_feedback(feedback, numel, ("out", out), ("x", x))
     code = DTYPE_CODES[x.dtype]
     threads = torch.get_num_threads()
-    source = None if random is None else random.native()
+    source = native_random(random)
     load().encode(codec, x.data_ptr(), code, numel, chunk, native_feedback(feedback), source, out.data_ptr(), threads)
 
 
@@ -152,11 +112,10 @@ def encode_sum(
     check_payload("out", out, payload_bytes(codec, numel))
     check_apart(("out", out), ("payloads", payloads))
     check_number("divisor", divisor, may_be_zero=False)
-    if first < 0:
-        raise CodecError(f"first: expected an element of the tensor, got {first}")
+    check_first(first)
     if feedback is not None:
         check_feedback(feedback, numel, ("out", out), ("payloads", payloads))
-    source = None if random is None else random.native()
+    source = native_random(random)
     load().encode_sum(
         codec,
         payloads.data_ptr(),
@@ -236,7 +195,7 @@ def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bo
         raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
     if x.data_ptr() != out.data_ptr():
         check_apart(("out", out), ("x", x))
-    load().rotate(x.data_ptr(), x.numel(), random.native(), is_inverse, out.data_ptr(), torch.get_num_threads())
+    load().rotate(x.data_ptr(), x.numel(), native_random(random), is_inverse, out.data_ptr(), torch.get_num_threads())
 
 
 def _decode(
@@ -244,104 +203,32 @@ def _decode(
 ) -> None:
     check_values("out", out)
     numel = out.numel()
-    chunk = _check_chunk(chunk, numel)
+    chunk = chunk_or_whole(chunk, numel)
     check_payload("payload", payload, buffer_bytes(codec, numel, chunk))
     check_apart(("out", out), ("payload", payload))
     code, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
     load().decode(codec, payload.data_ptr(), numel, chunk, out.data_ptr(), code, adds, weight, threads)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- what the extension takes -----------------------------------------------------------------------------------------
 
 
 def native_feedback(feedback: Feedback | None) -> Any:
-    """Return what the extension takes."""
+    """Return the extension's form of `feedback`."""
     native = load().Feedback
     return (
         native(0, 1.0, 1.0) if feedback is None else native(feedback.residual.data_ptr(), feedback.beta, feedback.gamma)
     )
 
 
-def _check_chunk(chunk: int | None, numel: int) -> int:
-    if chunk is None:
-        return max(numel, 1)
-    if chunk < 1:
-        raise CodecError(f"chunk: expected at least one element, got {chunk}")
-    return chunk
-
-
-def check_tensor(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise unless `tensor` is dense, contiguous, on the CPU and of one of `dtypes`."""
-    if not isinstance(tensor, torch.Tensor):
-        raise CodecError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    wanted = " or ".join(str(dtype) for dtype in dtypes)
-    checks = (
-        (tensor.layout is torch.strided, f"a dense tensor, got {tensor.layout}"),
-        (tensor.dtype in dtypes, f"{wanted}, got {tensor.dtype}"),
-        (tensor.device.type == "cpu", f"a tensor on the CPU, got {tensor.device}"),
-        (
-            tensor.layout is torch.strided and tensor.is_contiguous(),
-            f"a contiguous tensor, got strides {_strides(tensor)}",
-        ),
-        (not tensor.is_neg(), "a tensor with its own values, got a negated view (resolve_neg())"),
-    )
-    for is_good, expected in checks:
-        if not is_good:
-            raise CodecError(f"{name}: expected {expected}")
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
-
-
-def check_values(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless `tensor` holds values that a codec takes."""
-    check_tensor(name, tensor, tuple(DTYPE_CODES))
-
-
-def check_payload(name: str, tensor: torch.Tensor, nbytes: int) -> None:
-    """Raise unless `tensor` is a payload buffer of `nbytes`."""
-    check_tensor(name, tensor, (torch.uint8,))
-    if tensor.numel() != nbytes:
-        raise CodecError(f"{name}: expected {nbytes} bytes, got {tensor.numel()}")
-    if nbytes and tensor.data_ptr() % 16:
-        raise CodecError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
+def native_random(random: Random | None) -> Any:
+    """Return the extension's form of `random`."""
+    if random is None:
+        return None
+    return load().RandomSource(random.seed, random.step, random.stage_and_rank, list(random.segments))
 
 
 def _check_payloads(codec: int, payloads: torch.Tensor, numel: int) -> int:
     """Return how many payloads of a chunk of `numel` elements there are."""
-    if numel < 0:
-        raise CodecError(f"numel: expected a number of elements, got {numel}")
-    check_tensor("payloads", payloads, (torch.uint8,))
-    nbytes = payload_bytes(codec, numel)
-    if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != nbytes:
-        raise CodecError(f"payloads: expected the shape [count, {nbytes}] with count >= 1, got {list(payloads.shape)}")
-    check_payload("payloads", payloads, payloads.numel())
-    return payloads.shape[0]
-
-
-def check_feedback(feedback: Feedback, numel: int, *others: tuple[str, torch.Tensor]) -> None:
-    """Raise unless the residual belongs to `numel` elements and overlaps no other tensor."""
-    residual = feedback.residual
-    check_tensor("residual", residual, (torch.float32,))
-    if residual.numel() != numel:
-        raise CodecError(f"residual: expected {numel} elements, got {residual.numel()}")
-    check_number("beta", feedback.beta)
-    check_number("gamma", feedback.gamma)
-    for other in others:
-        check_apart(("residual", residual), other)
-
-
-def check_number(name: str, value: float, *, may_be_zero: bool = True) -> None:
-    """Raise unless `value` is a finite float32."""
-    smallest = 0.0 if may_be_zero else 2.0**-149
-    if not (math.isfinite(value) and smallest <= abs(value) <= torch.finfo(torch.float32).max):
-        expected = "a number that is finite" + ("" if may_be_zero else " and not zero")
-        raise CodecError(f"{name}: expected {expected} as a float32, got {value}")
-
-
-def check_apart(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
-    """Raise if two named tensors share memory."""
-    (name, a), (other, b) = first, second
-    if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
-        raise CodecError(f"{name} and {other}: expected separate memory, got tensors that overlap")
+    check_numel(numel)
+    return check_payloads(payloads, payload_bytes(codec, numel))

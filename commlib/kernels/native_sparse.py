@@ -5,18 +5,15 @@ A payload names at most `places` elements of one chunk, by index and value (docs
 
 from __future__ import annotations
 
-import math
-import struct
 from typing import NoReturn
 
 import torch
 
 from commlib.errors import CodecError
-from commlib.kernels import native_codecs as checks
+from commlib.kernels import checks
+from commlib.kernels.checks import DTYPE_CODES, Feedback, Random
 from commlib.kernels.native import load
-from commlib.kernels.native_codecs import DTYPE_CODES, Feedback, Random
-
-_MOST_ELEMENTS = 2**32 - 2
+from commlib.kernels.native_codecs import native_feedback, native_random
 
 
 def payload_bytes(places: int) -> int:
@@ -25,8 +22,7 @@ def payload_bytes(places: int) -> int:
     Raises:
         CodecError: Not a number of places.
     """
-    if not 0 <= places <= _MOST_ELEMENTS:
-        raise CodecError(f"places: expected 0..{_MOST_ELEMENTS}, got {places}")
+    checks.check_places(places)
     return load().sparse_payload_bytes(places)
 
 
@@ -44,7 +40,7 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
     """
     _check(x, places, out, feedback)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native = checks.native_feedback(feedback)
+    native = native_feedback(feedback)
     load().encode_top_k(address, code, numel, places, native, out.data_ptr(), torch.get_num_threads())
 
 
@@ -57,11 +53,9 @@ def encode_above(
         CodecError: An argument is not as described. Nothing was written.
     """
     _check(x, places, out, feedback)
-    if not (threshold > 0 and math.isfinite(threshold)) or threshold > torch.finfo(torch.float32).max:
-        raise CodecError(f"threshold: expected a positive finite float32, got {threshold}")
-    (bits,) = struct.unpack("<I", struct.pack("<f", threshold))
+    bits = checks.threshold_bits(threshold)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native = checks.native_feedback(feedback)
+    native = native_feedback(feedback)
     load().encode_above(address, code, numel, places, bits, native, out.data_ptr())
 
 
@@ -75,8 +69,8 @@ def encode_random_k(
     """
     _check(x, places, out, feedback)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native, threads = checks.native_feedback(feedback), torch.get_num_threads()
-    load().encode_random_k(address, code, numel, places, random.native(), native, out.data_ptr(), threads)
+    native, threads = native_feedback(feedback), torch.get_num_threads()
+    load().encode_random_k(address, code, numel, places, native_random(random), native, out.data_ptr(), threads)
 
 
 def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
@@ -110,12 +104,8 @@ def _decode(
     payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
 ) -> None:
     checks.check_tensor("out", out, (torch.float32,))
-    nbytes = payload_bytes(places)
-    if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != nbytes:
-        raise CodecError(f"payloads: expected the shape [count, {nbytes}] with count >= 1, got {list(payloads.shape)}")
-    checks.check_payload("payloads", payloads, payloads.numel())
+    count, numel = checks.check_payloads(payloads, payload_bytes(places)), out.numel()
     checks.check_apart(("out", out), ("payloads", payloads))
-    count, numel = payloads.shape[0], out.numel()
     wrong = load().decode_sparse(payloads.data_ptr(), count, places, divisor, adds, weight, out.data_ptr(), numel)
     if wrong >= 0:
         _refuse(wrong, numel)
@@ -129,11 +119,8 @@ def _refuse(index: int, numel: int) -> NoReturn:
 
 
 def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
-    checks.check_values("x", x)
-    if x.numel() > _MOST_ELEMENTS:
-        raise CodecError(f"x: expected at most {_MOST_ELEMENTS} elements in a chunk of a sparse codec, got {x.numel()}")
-    if not 0 <= places <= x.numel():
-        raise CodecError(f"places: expected 0..{x.numel()} (the elements of x), got {places}")
+    checks.check_sparse_values(x)
+    checks.check_places(places, x.numel())
     checks.check_payload("out", out, payload_bytes(places))
     checks.check_apart(("out", out), ("x", x))
     if feedback is not None:

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from commlib.kernels import native
+from commlib.kernels import cuda, native
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -147,8 +147,20 @@ def test_the_source_archive_has_what_the_build_needs(source_tree):
     (archive,) = (source_tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as files:
         names = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
-    sources = {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir() if path.is_file()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
+    assert "csrc/cuda/device.h" in sources
     assert sources | {"setup.py", "pyproject.toml", "LICENSE", "commlib/py.typed", "commlib/_native.pyi"} <= names
+
+
+def test_the_wheel_has_the_cuda_sources_where_they_are_looked_for(source_tree):
+    """They are compiled at run time; an editable install reads those of the checkout instead."""
+    done = run_setup(source_tree, "-q", "build_py")
+    assert done.returncode == 0, done.stderr
+    (installed,) = source_tree.glob("build/lib*/commlib/kernels/cuda_sources")
+    names = {path.relative_to(installed).as_posix() for path in installed.rglob("*.h")}
+    assert names == {"codec_math.h"} | {f"cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").glob("*.h")}
+    shutil.copy(ROOT / "commlib" / "kernels" / "cuda.py", installed.parent)
+    assert cuda.headers(installed.parent / "cuda.py") == cuda.headers()
 
 
 SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", ".ci/run"]

@@ -1,0 +1,192 @@
+"""The arguments that the executors of the codecs share, and their checks.
+
+Every executor checks a tensor here before it takes its address: the device is an argument, the rest is alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commlib.errors import CodecError
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+CPU = torch.device("cpu")
+MOST_SPARSE_ELEMENTS = 2**32 - 2
+"""Elements that a chunk of a sparse codec may have."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """The source of random numbers of one encoding (docs/wire_format.md, "Random numbers").
+
+    Attributes:
+        seed: In 0..2**64 - 1; the same on all ranks.
+        step: In 0..2**32 - 1.
+        rank: In 0..2**24 - 1.
+        stage: In 0..255.
+        segments: (first element in the tensor, its global offset), ascending, the first at element 0.
+    """
+
+    seed: int
+    step: int = 0
+    rank: int = 0
+    stage: int = 0
+    segments: Sequence[tuple[int, int]] = ((0, 0),)
+
+    def __post_init__(self) -> None:
+        for name, bits in (("seed", 64), ("step", 32), ("rank", 24), ("stage", 8)):
+            value = getattr(self, name)
+            if not 0 <= value < 1 << bits:
+                raise CodecError(f"Random.{name}: expected 0..2**{bits} - 1, got {value}")
+        starts = [start for start, _ in self.segments]
+        if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+            raise CodecError(f"Random.segments: expected ascending first elements from 0 on, got {starts[:5]}")
+        if any(not 0 <= offset < 1 << 63 for _, offset in self.segments):
+            raise CodecError("Random.segments: expected global offsets in 0..2**63 - 1")
+
+    @property
+    def stage_and_rank(self) -> int:
+        """The last word of Philox's counter."""
+        return self.stage << 24 | self.rank
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Error feedback of one encoding: v = x + beta * e is encoded, e becomes (v - decoded) * gamma.
+
+    Attributes:
+        residual: [numel] fp32, e; changed in place.
+        beta: See above; finite.
+        gamma: See above; finite.
+    """
+
+    residual: torch.Tensor
+    beta: float = 1.0
+    gamma: float = 1.0
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device = CPU) -> None:
+    """Raise unless `tensor` is dense, contiguous, on `device` and of one of `dtypes`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CodecError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise CodecError(f"{name}: expected a dense tensor, got {tensor.layout}")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype) for dtype in dtypes)
+        raise CodecError(f"{name}: expected {wanted}, got {tensor.dtype}")
+    if tensor.device != device:
+        where = "the CPU" if device == CPU else device
+        raise CodecError(f"{name}: expected a tensor on {where}, got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise CodecError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+    if tensor.is_neg():
+        raise CodecError(f"{name}: expected a tensor with its own values, got a negated view (resolve_neg())")
+
+
+def check_values(name: str, tensor: torch.Tensor, device: torch.device = CPU) -> None:
+    """Raise unless `tensor` holds values that a codec takes."""
+    check_tensor(name, tensor, tuple(DTYPE_CODES), device)
+
+
+def check_payload(name: str, tensor: torch.Tensor, nbytes: int, device: torch.device = CPU) -> None:
+    """Raise unless `tensor` is a payload buffer of `nbytes`."""
+    check_tensor(name, tensor, (torch.uint8,), device)
+    if tensor.numel() != nbytes:
+        raise CodecError(f"{name}: expected {nbytes} bytes, got {tensor.numel()}")
+    if nbytes and tensor.data_ptr() % 16:
+        raise CodecError(f"{name}: expected an address that is a multiple of 16, got {tensor.data_ptr():#x}")
+
+
+def check_payloads(payloads: torch.Tensor, nbytes: int, device: torch.device = CPU) -> int:
+    """Return how many payloads of `nbytes` there are; raise unless they are the rows of `payloads`."""
+    check_tensor("payloads", payloads, (torch.uint8,), device)
+    if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != nbytes:
+        raise CodecError(f"payloads: expected the shape [count, {nbytes}] with count >= 1, got {list(payloads.shape)}")
+    check_payload("payloads", payloads, payloads.numel(), device)
+    return payloads.shape[0]
+
+
+def check_apart(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
+    """Raise if two named tensors share memory."""
+    (name, a), (other, b) = first, second
+    if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
+        raise CodecError(f"{name} and {other}: expected separate memory, got tensors that overlap")
+
+
+def check_feedback(
+    feedback: Feedback, numel: int, *others: tuple[str, torch.Tensor], device: torch.device = CPU
+) -> None:
+    """Raise unless the residual belongs to `numel` elements and overlaps no other tensor."""
+    residual = feedback.residual
+    check_tensor("residual", residual, (torch.float32,), device)
+    if residual.numel() != numel:
+        raise CodecError(f"residual: expected {numel} elements, got {residual.numel()}")
+    check_number("beta", feedback.beta)
+    check_number("gamma", feedback.gamma)
+    for other in others:
+        check_apart(("residual", residual), other)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def check_number(name: str, value: float, *, may_be_zero: bool = True) -> None:
+    """Raise unless `value` is a finite float32."""
+    smallest = 0.0 if may_be_zero else 2.0**-149
+    if not (math.isfinite(value) and smallest <= abs(value) <= torch.finfo(torch.float32).max):
+        expected = "a number that is finite" + ("" if may_be_zero else " and not zero")
+        raise CodecError(f"{name}: expected {expected} as a float32, got {value}")
+
+
+def check_numel(numel: int) -> None:
+    """Raise unless `numel` is a number of elements."""
+    if numel < 0:
+        raise CodecError(f"numel: expected a number of elements, got {numel}")
+
+
+def check_first(first: int) -> None:
+    """Raise unless `first` is a place in a tensor."""
+    if first < 0:
+        raise CodecError(f"first: expected an element of the tensor, got {first}")
+
+
+def chunk_or_whole(chunk: int | None, numel: int) -> int:
+    """Return the elements of a chunk; None means that there is one."""
+    if chunk is None:
+        return max(numel, 1)
+    if chunk < 1:
+        raise CodecError(f"chunk: expected at least one element, got {chunk}")
+    return chunk
+
+
+def threshold_bits(threshold: float) -> int:
+    """Return the bits of a positive finite float32; raise for another number."""
+    if not (threshold > 0 and math.isfinite(threshold)) or threshold > torch.finfo(torch.float32).max:
+        raise CodecError(f"threshold: expected a positive finite float32, got {threshold}")
+    return struct.unpack("<I", struct.pack("<f", threshold))[0]
+
+
+# --- sparse codecs ----------------------------------------------------------------------------------------------------
+
+
+def check_places(places: int, numel: int = MOST_SPARSE_ELEMENTS) -> None:
+    """Raise unless a payload of a chunk of `numel` elements may have so many places."""
+    if not 0 <= places <= numel:
+        raise CodecError(f"places: expected 0..{numel} (the elements of the chunk), got {places}")
+
+
+def check_sparse_values(x: torch.Tensor, device: torch.device = CPU) -> None:
+    """Raise unless `x` is a chunk that a sparse codec takes."""
+    check_values("x", x, device)
+    if x.numel() > MOST_SPARSE_ELEMENTS:
+        most = MOST_SPARSE_ELEMENTS
+        raise CodecError(f"x: expected at most {most} elements in a chunk of a sparse codec, got {x.numel()}")

@@ -1,0 +1,283 @@
+"""What is launched on a GPU: the kernels' names, and the structs that they take, as the sources in csrc/cuda say.
+
+A kernel is one instance of a template, compiled by itself when it is first used (cuda.py). Its argument is one struct;
+the classes here have the fields of those in the sources, in the same order, so that ctypes lays them out alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commlib.kernels.checks import Random
+
+WARPS_PER_BLOCK = 8
+THREADS = 32 * WARPS_PER_BLOCK
+TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float64: "Float64"}
+"""The structs of csrc/cuda/device.h for the types of tensors."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instance of a template of csrc/cuda.
+
+    Attributes:
+        header: The file that has it.
+        call: The template's name and its arguments.
+        args: The name of the struct that it takes.
+    """
+
+    header: str
+    call: str
+    args: str
+
+    def source(self, name: str = "kernel") -> str:
+        """Return the program that defines the kernel `name`."""
+        return (
+            f'#include "{self.header}"\n'
+            f'extern "C" __global__ void __launch_bounds__(kThreads) '
+            f"{name}(const __grid_constant__ {self.args} args) {{\n"
+            f"  {self.call}(args);\n"
+            "}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A block codec's constants (csrc/cuda/block_codecs.h).
+
+    Attributes:
+        name: Of its struct.
+        block: Elements of a block.
+        tile: Elements that a warp works on at once.
+        bits: Of a code.
+        scale_bytes: Of a block.
+        minimum_bytes: Of a block.
+        is_one_block: Whether a chunk has only one set of parameters.
+    """
+
+    name: str
+    block: int
+    tile: int
+    bits: int
+    scale_bytes: int = 2
+    minimum_bytes: int = 0
+    is_one_block: bool = False
+
+    def layout(self, numel: int) -> Layout:
+        """Return where the sections of the payload of a chunk of `numel` elements begin."""
+        full, rest = divmod(numel, self.block)
+        blocks = full + (rest > 0)
+        sets = min(blocks, 1) if self.is_one_block else blocks
+        scales_at = aligned(sets * self.minimum_bytes)
+        codes_at = scales_at + aligned(blocks * self.scale_bytes)
+        code_bytes = full * (self.block * self.bits // 8) + (rest * self.bits + 7) // 8
+        return Layout(scales_at, codes_at, aligned(codes_at + code_bytes))
+
+
+SHAPES = {
+    1: Shape("Int8", 256, 256, 8),
+    2: Shape("MinMax", 256, 256, 8, minimum_bytes=4),
+    3: Shape("Bagua", 256, 256, 8, 0, 8, is_one_block=True),
+    4: Shape("Int4", 128, 256, 4),
+    5: Shape("Int2", 128, 512, 2),
+    6: Shape("OneBit", 512, 512, 1),
+    7: Shape("Fp8E4M3", 128, 256, 8),
+    8: Shape("Fp8E5M2", 128, 256, 8),
+    9: Shape("MxFp8", 32, 256, 8, 1),
+    10: Shape("MxFp4", 32, 256, 4, 1),
+    11: Shape("CastBFloat16", 256, 256, 16, 0),
+    12: Shape("CastFloat16", 256, 256, 16, 0),
+}
+"""By the codec's id."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to where a section may begin."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def blocks_of(count: int, per_block: int) -> int:
+    """Return how many blocks of threads work on `count` things."""
+    return -(-count // per_block)
+
+
+# --- structs ----------------------------------------------------------------------------------------------------------
+
+_Size, _Pointer, _Int, _Float = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
+
+
+class Layout(ctypes.Structure):
+    """Where the sections of one chunk's payload begin."""
+
+    _fields_ = (("scales_at", _Size), ("codes_at", _Size), ("nbytes", _Size))
+
+
+class Chunks(ctypes.Structure):
+    """How a tensor is cut into chunks and tiles."""
+
+    _fields_ = (
+        ("numel", _Size),
+        ("chunk", _Size),
+        ("tiles_per_chunk", _Size),
+        ("num_tiles", _Size),
+        ("full", Layout),
+        ("last", Layout),
+    )
+
+
+class RandomSource(ctypes.Structure):
+    """`Random`, with its segments on the device where there are several."""
+
+    _fields_ = (
+        ("segments", _Pointer),
+        ("num_segments", _Size),
+        ("offset", _Size),
+        ("key", _Int * 2),
+        ("step", _Int),
+        ("stage_and_rank", _Int),
+    )
+
+
+class EncodeArgs(ctypes.Structure):
+    """Of `encode` and `find_ranges`."""
+
+    _fields_ = (
+        ("chunks", Chunks),
+        ("x", _Pointer),
+        ("inputs", _Pointer),
+        ("residual", _Pointer),
+        ("out", _Pointer),
+        ("ranges", _Pointer),
+        ("random", RandomSource),
+        ("first", _Size),
+        ("num_inputs", _Int),
+        ("parts", _Int),
+        ("divisor", _Float),
+        ("beta", _Float),
+        ("gamma", _Float),
+    )
+
+
+class DecodeArgs(ctypes.Structure):
+    """Of `decode`."""
+
+    _fields_ = (
+        ("chunks", Chunks),
+        ("inputs", _Pointer),
+        ("out", _Pointer),
+        ("num_inputs", _Int),
+        ("adds", _Int),
+        ("divisor", _Float),
+        ("weight", _Float),
+    )
+
+
+class RotateArgs(ctypes.Structure):
+    """Of `rotate`."""
+
+    _fields_ = (
+        ("x", _Pointer),
+        ("out", _Pointer),
+        ("numel", _Size),
+        ("random", RandomSource),
+        ("is_inverse", _Int),
+    )
+
+
+class Selection(ctypes.Structure):
+    """What the kernels of one sparse encoding leave for each other."""
+
+    _fields_ = (
+        ("histogram", _Int * 4096),
+        ("blocks_done", _Int),
+        ("tickets", _Int * 2),
+        ("prefix", _Int),
+        ("wanted", _Int),
+        ("has_candidates", _Int),
+        ("num_candidates", _Int),
+        ("num_used", _Int),
+    )
+
+
+class Status(ctypes.Structure):
+    """What a tile of a compaction leaves for the later ones."""
+
+    _fields_ = (("flag", _Int), ("own", _Int * 2), ("total", _Int * 2))
+
+
+class SparseArgs(ctypes.Structure):
+    """Of the kernels that encode with a sparse codec."""
+
+    _fields_ = (
+        ("x", _Pointer),
+        ("residual", _Pointer),
+        ("out", _Pointer),
+        ("selection", _Pointer),
+        ("status", _Pointer * 2),
+        ("indices", _Pointer),
+        ("bits", _Pointer),
+        ("random", RandomSource),
+        ("numel", _Size),
+        ("values_at", _Size),
+        ("nbytes", _Size),
+        ("places", _Int),
+        ("capacity", _Int),
+        ("threshold", _Int),
+        ("beta", _Float),
+        ("gamma", _Float),
+    )
+
+
+class SparseDecodeArgs(ctypes.Structure):
+    """Of `sum_sparse` and `add_sparse`."""
+
+    _fields_ = (
+        ("inputs", _Pointer),
+        ("out", _Pointer),
+        ("damage", _Pointer),
+        ("numel", _Size),
+        ("values_at", _Size),
+        ("nbytes", _Size),
+        ("places", _Int),
+        ("num_inputs", _Int),
+        ("divisor", _Float),
+        ("weight", _Float),
+    )
+
+
+def chunks_of(shape: Shape, numel: int, chunk: int) -> Chunks:
+    """Return how a tensor is cut."""
+    full, rest = divmod(numel, chunk)
+    tiles = blocks_of(min(chunk, max(numel, 1)), shape.tile)
+    num_tiles = full * tiles + blocks_of(rest, shape.tile)
+    return Chunks(numel, chunk, tiles, num_tiles, shape.layout(chunk), shape.layout(rest))
+
+
+def random_source(random: Random | None, device: torch.device) -> RandomSource:
+    """Return what the kernels take; [Note: segments]."""
+    if random is None:
+        return RandomSource()
+    key = (_Int * 2)(random.seed & 0xFFFFFFFF, random.seed >> 32)
+    if len(random.segments) == 1:
+        return RandomSource(None, 1, random.segments[0][1], key, random.step, random.stage_and_rank)
+    table = segment_table(tuple(random.segments), device)
+    if table.is_cuda:
+        table.record_stream(torch.cuda.current_stream(device))
+    return RandomSource(table.data_ptr(), len(table), 0, key, random.step, random.stage_and_rank)
+
+
+@functools.lru_cache(maxsize=1024)
+def segment_table(segments: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """Return the segments as a tensor [count, 2] int64 on the device.
+
+    [Note: segments] They are those of a bucket, alike in every step, so they are copied once, in the first one, and
+    that copy is waited for: any stream may read them afterwards. It is the only wait for the device.
+    """
+    return torch.tensor(segments, dtype=torch.int64).to(device)

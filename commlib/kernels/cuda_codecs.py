@@ -1,0 +1,230 @@
+"""The block codecs on CUDA tensors: the functions of native_codecs.py, with the same arguments and the same bits.
+
+Kernels are put on torch's current stream of the tensors' device, one launch for all chunks of a tensor (`uint8_bagua`
+takes two), and nothing waits for the device. As with any work on a stream: tensors that were made on another stream, or
+are given back to the allocator while another stream uses them, are the caller's affair.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from commlib.errors import CodecError
+from commlib.kernels import checks, cuda
+from commlib.kernels.checks import Feedback, Random
+from commlib.kernels.cuda_args import (
+    SHAPES,
+    TYPES,
+    WARPS_PER_BLOCK,
+    DecodeArgs,
+    EncodeArgs,
+    Kernel,
+    RotateArgs,
+    Shape,
+    blocks_of,
+    chunks_of,
+    random_source,
+)
+
+ROTATE_KERNEL = Kernel("rotate_kernels.h", "rotate", "RotateArgs")
+_PIECE = 256  # elements of the rotation's longest piece
+_MOST_PARTS = 64  # of a chunk, whose ranges uint8_bagua finds apart
+
+
+def payload_bytes(codec: int, numel: int) -> int:
+    """Return the bytes of the payload of one chunk of `numel` elements.
+
+    Raises:
+        CodecError: No block codec has this id.
+    """
+    return _shape(codec).layout(numel).nbytes
+
+
+def buffer_bytes(codec: int, numel: int, chunk: int) -> int:
+    """Return the bytes of the payloads of all chunks of a tensor."""
+    full, rest = divmod(numel, chunk)
+    return full * payload_bytes(codec, chunk) + payload_bytes(codec, rest)
+
+
+def encode(
+    codec: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    feedback: Feedback | None = None,
+    random: Random | None = None,
+) -> None:
+    """Encode `x` into `out`; arguments as in `native_codecs.encode`, all on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device, shape = cuda.device_of("out", out), _shape(codec)
+    numel = x.numel() if isinstance(x, torch.Tensor) else 0
+    chunk = checks.chunk_or_whole(chunk, numel)
+    checks.check_values("x", x, device)
+    checks.check_payload("out", out, buffer_bytes(codec, numel, chunk), device)
+    checks.check_apart(("out", out), ("x", x))
+    if feedback is not None:
+        checks.check_feedback(feedback, numel, ("out", out), ("x", x), device=device)
+    args = _encode_args(shape, numel, chunk, out, feedback, random)
+    args.x = x.data_ptr()
+    _launch_encode(shape, TYPES[x.dtype], args, device, is_sum=False)
+
+
+def encode_sum(
+    codec: int,
+    payloads: torch.Tensor,
+    numel: int,
+    out: torch.Tensor,
+    *,
+    divisor: float = 1.0,
+    feedback: Feedback | None = None,
+    random: Random | None = None,
+    first: int = 0,
+) -> None:
+    """Encode the sum of the payloads, divided; arguments as in `native_codecs.encode_sum`, all on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device, shape = cuda.device_of("out", out), _shape(codec)
+    checks.check_numel(numel)
+    nbytes = payload_bytes(codec, numel)
+    count = checks.check_payloads(payloads, nbytes, device)
+    checks.check_payload("out", out, nbytes, device)
+    checks.check_apart(("out", out), ("payloads", payloads))
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    checks.check_first(first)
+    if feedback is not None:
+        checks.check_feedback(feedback, numel, ("out", out), ("payloads", payloads), device=device)
+    args = _encode_args(shape, numel, max(numel, 1), out, feedback, random)
+    args.inputs, args.num_inputs, args.divisor, args.first = payloads.data_ptr(), count, divisor, first
+    _launch_encode(shape, "Float32", args, device, is_sum=True)
+
+
+def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
+    """Decode the payloads of all chunks into `out`; arguments as in `native_codecs.decode`, all on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    _decode(codec, payload, out, chunk, DecodeArgs(num_inputs=1, divisor=1.0))
+
+
+def decode_add(
+    codec: int, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
+) -> None:
+    """Add `weight` times the decoded values to `out`; arguments as in `decode`.
+
+    Raises:
+        CodecError: As `decode`.
+    """
+    checks.check_number("weight", weight)
+    _decode(codec, payload, out, chunk, DecodeArgs(num_inputs=1, divisor=1.0, adds=1, weight=weight))
+
+
+def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
+    """Write the sum of the payloads, divided; arguments as in `native_codecs.decode_sum`, all on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device = cuda.device_of("out", out)
+    checks.check_values("out", out, device)
+    count = checks.check_payloads(payloads, payload_bytes(codec, out.numel()), device)
+    checks.check_apart(("out", out), ("payloads", payloads))
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    _launch_decode(codec, payloads, out, max(out.numel(), 1), DecodeArgs(num_inputs=count, divisor=divisor))
+
+
+def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
+    """Apply the random Hadamard rotation, or undo it; arguments as in `native_codecs.rotate`, on one CUDA device.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device = cuda.device_of("out", out)
+    checks.check_tensor("x", x, (torch.float32,), device)
+    checks.check_tensor("out", out, (torch.float32,), device)
+    if x.numel() != out.numel():
+        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
+    if x.data_ptr() != out.data_ptr():
+        checks.check_apart(("out", out), ("x", x))
+    args = RotateArgs(x.data_ptr(), out.data_ptr(), x.numel(), random_source(random, device), is_inverse)
+    cuda.launch(ROTATE_KERNEL, blocks_of(x.numel(), _PIECE * WARPS_PER_BLOCK), args, device)
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def _shape(codec: int) -> Shape:
+    try:
+        return SHAPES[codec]
+    except KeyError:
+        raise CodecError(f"codec: expected the id of a block codec, got {codec}") from None
+
+
+def _encode_args(
+    shape: Shape, numel: int, chunk: int, out: torch.Tensor, feedback: Feedback | None, random: Random | None
+) -> EncodeArgs:
+    args = EncodeArgs(chunks=chunks_of(shape, numel, chunk), out=out.data_ptr(), divisor=1.0, beta=1.0, gamma=1.0)
+    if feedback is not None:
+        args.residual, args.beta, args.gamma = feedback.residual.data_ptr(), feedback.beta, feedback.gamma
+    if random is not None:
+        args.random = random_source(random, out.device)
+    return args
+
+
+def _launch_encode(shape: Shape, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> None:
+    has_feedback, is_random = bool(args.residual), bool(args.random.num_segments)
+    # Held until both launches are in the stream; afterwards the allocator gives the memory to later work of it only.
+    ranges = _find_ranges(shape, source, args, device, is_sum=is_sum) if shape.is_one_block else None
+    kernel = encode_kernel(shape.name, source, has_feedback, is_random, is_sum)
+    cuda.launch(kernel, blocks_of(args.chunks.num_tiles, WARPS_PER_BLOCK), args, device)
+    del ranges
+
+
+def _find_ranges(shape: Shape, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> torch.Tensor:
+    num_chunks = blocks_of(args.chunks.numel, args.chunks.chunk)
+    args.parts = min(_MOST_PARTS, max(1, blocks_of(args.chunks.tiles_per_chunk, WARPS_PER_BLOCK)))
+    ranges = torch.empty(num_chunks * args.parts * 2, dtype=torch.int32, device=device)
+    args.ranges = ranges.data_ptr()
+    kernel = ranges_kernel(shape.name, source, bool(args.residual), is_sum)
+    cuda.launch(kernel, num_chunks * args.parts, args, device)
+    return ranges
+
+
+def _decode(codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, args: DecodeArgs) -> None:
+    device = cuda.device_of("out", out)
+    checks.check_values("out", out, device)
+    chunk = checks.chunk_or_whole(chunk, out.numel())
+    checks.check_payload("payload", payload, buffer_bytes(codec, out.numel(), chunk), device)
+    checks.check_apart(("out", out), ("payload", payload))
+    _launch_decode(codec, payload, out, chunk, args)
+
+
+def _launch_decode(codec: int, payloads: torch.Tensor, out: torch.Tensor, chunk: int, args: DecodeArgs) -> None:
+    shape = _shape(codec)
+    args.chunks = chunks_of(shape, out.numel(), chunk)
+    args.inputs, args.out = payloads.data_ptr(), out.data_ptr()
+    kernel = decode_kernel(shape.name, TYPES[out.dtype], args.num_inputs > 1 or args.divisor != 1.0)
+    cuda.launch(kernel, blocks_of(args.chunks.num_tiles, WARPS_PER_BLOCK), args, out.device)
+
+
+def encode_kernel(codec: str, source: str, has_feedback: bool, is_random: bool, is_sum: bool) -> Kernel:
+    """Return the kernel that encodes tensors of the type `source`, or sums of payloads."""
+    flags = ", ".join(str(flag).lower() for flag in (has_feedback, is_random, is_sum))
+    return Kernel("encode_kernels.h", f"encode<{codec}, {source}, {flags}>", "EncodeArgs")
+
+
+def ranges_kernel(codec: str, source: str, has_feedback: bool, is_sum: bool) -> Kernel:
+    """Return the kernel that finds the ranges of the parts of chunks."""
+    flags = ", ".join(str(flag).lower() for flag in (has_feedback, is_sum))
+    return Kernel("encode_kernels.h", f"find_ranges<{codec}, {source}, {flags}>", "EncodeArgs")
+
+
+def decode_kernel(codec: str, target: str, is_sum: bool) -> Kernel:
+    """Return the kernel that decodes into tensors of the type `target`: one payload, or a sum, or a quotient."""
+    return Kernel("decode_kernels.h", f"decode<{codec}, {target}, {str(is_sum).lower()}>", "DecodeArgs")

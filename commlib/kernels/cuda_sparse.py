@@ -1,0 +1,253 @@
+"""The sparse codecs on CUDA tensors: the functions of native_sparse.py, with the same arguments and the same bits.
+
+As in cuda_codecs.py nothing waits for the device. So a damaged payload cannot raise when it is decoded: no memory
+outside the tensors is touched, elements out of the chunk are left out, which of its other values count is not defined,
+and the device remembers it. `raise_if_damaged` waits for the device and tells.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from commlib.errors import CodecError
+from commlib.kernels import checks, cuda
+from commlib.kernels.checks import CPU, Feedback, Random
+from commlib.kernels.cuda_args import (
+    THREADS,
+    TYPES,
+    Kernel,
+    Selection,
+    SparseArgs,
+    SparseDecodeArgs,
+    Status,
+    aligned,
+    blocks_of,
+    random_source,
+)
+
+_MOST_BLOCKS = 1024  # of kernels whose threads take more than one element: about what a large device runs at once
+_ITEMS = 16  # elements of a thread of a compaction
+_TILE = THREADS * _ITEMS
+_RANGE = 4096  # elements that a block of threads sums when decoding
+_FEW_CANDIDATES = 1 << 16
+
+
+def payload_bytes(places: int) -> int:
+    """Return the bytes of a payload of `places` places.
+
+    Raises:
+        CodecError: Not a number of places.
+    """
+    checks.check_places(places)
+    return 2 * aligned(4 * places)
+
+
+def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+    """Name the `places` elements of largest magnitude; arguments as in `native_sparse.encode_top_k`, on a CUDA device.
+
+    Exact on any distribution. Memory of about 32 bytes for each place (at most 8 for each element) is taken from
+    torch's allocator for the time of the call.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
+    """
+    device = _check(x, places, out, feedback)
+    source = TYPES[x.dtype], feedback is not None
+    args = _args(x, places, out, feedback)
+    if places == 0:
+        return _keep_all(args, source, device)
+    capacity = min(x.numel(), 4 * places + _FEW_CANDIDATES)
+    room = torch.empty(2 * capacity, dtype=torch.int32, device=device)
+    args.capacity, args.indices, args.bits = capacity, room.data_ptr(), room.data_ptr() + 4 * capacity
+    state = _state(args, device)
+    blocks = min(_MOST_BLOCKS, blocks_of(x.numel(), _TILE))
+    cuda.launch(digit_kernel(*source, 0), blocks, args, device)
+    cuda.launch(compact_kernel(*source, "kCandidates"), blocks, args, device)
+    cuda.launch(digit_kernel(*source, 1), blocks, args, device)
+    cuda.launch(digit_kernel(*source, 2), blocks, args, device)
+    cuda.launch(compact_kernel(*source, "kTopK"), blocks, args, device)
+    del room, state  # held until all launches are in the stream
+
+
+def encode_above(
+    x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
+) -> None:
+    """Name the first `places` elements whose magnitude is at least `threshold`; else as `encode_top_k`.
+
+    Raises:
+        CodecError: As `encode_top_k`.
+    """
+    device = _check(x, places, out, feedback)
+    source = TYPES[x.dtype], feedback is not None
+    args = _args(x, places, out, feedback)
+    args.threshold = checks.threshold_bits(threshold)
+    if places == 0:
+        return _keep_all(args, source, device)
+    state = _state(args, device)
+    blocks = min(_MOST_BLOCKS, blocks_of(x.numel(), _TILE))
+    cuda.launch(compact_kernel(*source, "kThreshold"), blocks, args, device)
+    cuda.launch(_FILL_UNUSED, min(_MOST_BLOCKS, blocks_of(places, THREADS)), args, device)
+    del state  # held until both launches are in the stream
+
+
+def encode_random_k(
+    x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
+) -> None:
+    """Name one random element in each of `places` strata of the chunk; else as `encode_top_k`.
+
+    Raises:
+        CodecError: As `encode_top_k`.
+    """
+    device = _check(x, places, out, feedback)
+    source = TYPES[x.dtype], feedback is not None
+    args = _args(x, places, out, feedback)
+    args.random = random_source(Random(random.seed, random.step, random.rank, random.stage), device)
+    blocks = min(_MOST_BLOCKS, blocks_of(places, THREADS))
+    cuda.launch(random_kernel(*source), blocks, args, device)
+    _keep_all(args, source, device)
+    if feedback is not None:
+        cuda.launch(_CLEAR_SENT, blocks, args, device)
+
+
+def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+    """Write the sum of the payloads of one chunk, divided; arguments as in `native_sparse.decode_sum`.
+
+    Raises:
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written. Not
+            for a damaged payload; see `raise_if_damaged`.
+    """
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    args, device = _decode_args(payloads, places, out)
+    args.divisor = divisor
+    cuda.launch(_SUM, blocks_of(out.numel(), _RANGE), args, device)
+
+
+def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("weight", weight)
+    args, device = _decode_args(payload.view(1, -1), places, out)
+    args.weight = weight
+    cuda.launch(_ADD, min(_MOST_BLOCKS, blocks_of(places, THREADS)), args, device)
+
+
+def raise_if_damaged(device: torch.device) -> None:
+    """Wait for torch's current stream of `device`; raise if a payload that it decoded since the last call was damaged.
+
+    Raises:
+        CodecError: As described; its values were left out of what was decoded.
+    """
+    damage = _damage(device)
+    number = int(damage.item())
+    if number:
+        damage.zero_()
+        raise CodecError(
+            f"payload {number - 1} of a decoding on {device}: expected ascending indices within the chunk and unused "
+            "places (FFFFFFFF) last; the bytes were damaged, or encoded for another number of elements"
+        )
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+
+def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> torch.device:
+    device = cuda.device_of("out", out)
+    checks.check_sparse_values(x, device)
+    checks.check_places(places, x.numel())
+    checks.check_payload("out", out, payload_bytes(places), device)
+    checks.check_apart(("out", out), ("x", x))
+    if feedback is not None:
+        checks.check_feedback(feedback, x.numel(), ("out", out), ("x", x), device=device)
+    return device
+
+
+def _args(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> SparseArgs:
+    args = SparseArgs(x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), places=places, beta=1.0, gamma=1.0)
+    args.values_at, args.nbytes = aligned(4 * places), payload_bytes(places)
+    if feedback is not None:
+        args.residual, args.beta, args.gamma = feedback.residual.data_ptr(), feedback.beta, feedback.gamma
+    return args
+
+
+def _state(args: SparseArgs, device: torch.device) -> torch.Tensor:
+    """Make the zeros that the kernels of one encoding begin with, and return what holds them."""
+    selection, status = ctypes.sizeof(Selection), ctypes.sizeof(Status) * blocks_of(args.numel, _TILE)
+    state = torch.zeros(selection + 2 * status, dtype=torch.uint8, device=device)
+    args.selection = state.data_ptr()
+    args.status = (ctypes.c_void_p * 2)(state.data_ptr() + selection, state.data_ptr() + selection + status)
+    return state
+
+
+def _keep_all(args: SparseArgs, source: tuple[str, bool], device: torch.device) -> None:
+    """Make the residuals what they are where nothing is sent."""
+    if args.residual:
+        cuda.launch(keep_kernel(source[0]), min(_MOST_BLOCKS, blocks_of(args.numel, _TILE)), args, device)
+
+
+def _decode_args(payloads: torch.Tensor, places: int, out: torch.Tensor) -> tuple[SparseDecodeArgs, torch.device]:
+    device = cuda.device_of("out", out)
+    checks.check_tensor("out", out, (torch.float32,), device)
+    nbytes = payload_bytes(places)
+    count = checks.check_payloads(payloads, nbytes, device)
+    checks.check_apart(("out", out), ("payloads", payloads))
+    args = SparseDecodeArgs(inputs=payloads.data_ptr(), out=out.data_ptr(), damage=_damage(device).data_ptr())
+    args.numel, args.values_at, args.nbytes = out.numel(), aligned(4 * places), nbytes
+    args.places, args.num_inputs, args.divisor, args.weight = places, count, 1.0, 1.0
+    return args, device
+
+
+@functools.cache
+def _damage(device: torch.device) -> torch.Tensor:
+    """Return the place where kernels on `device` leave the number of a damaged payload."""
+    damage = torch.zeros(1, dtype=torch.int32, device=device)
+    if device != CPU:
+        torch.cuda.current_stream(device).synchronize()  # once: any stream may use it afterwards
+    return damage
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+_SUM = Kernel("sparse_kernels.h", "sum_sparse", "SparseDecodeArgs")
+_ADD = Kernel("sparse_kernels.h", "add_sparse", "SparseDecodeArgs")
+_CLEAR_SENT = Kernel("sparse_kernels.h", "clear_sent", "SparseArgs")
+_FILL_UNUSED = Kernel("sparse_kernels.h", "fill_unused", "SparseArgs")
+
+
+def digit_kernel(source: str, has_feedback: bool, number: int) -> Kernel:
+    """Return the kernel that finds one digit of the top-k's threshold."""
+    return Kernel("select_kernels.h", f"find_digit<{source}, {_flag(has_feedback)}, {number}>", "SparseArgs")
+
+
+def compact_kernel(source: str, has_feedback: bool, goal: str) -> Kernel:
+    """Return the kernel that writes what is named, in order."""
+    return Kernel("select_kernels.h", f"compact<{source}, {_flag(has_feedback)}, Goal::{goal}>", "SparseArgs")
+
+
+def random_kernel(source: str, has_feedback: bool) -> Kernel:
+    """Return the kernel that names elements at random."""
+    return Kernel("sparse_kernels.h", f"choose_at_random<{source}, {_flag(has_feedback)}>", "SparseArgs")
+
+
+def keep_kernel(source: str) -> Kernel:
+    """Return the kernel that makes residuals of which nothing is sent."""
+    return Kernel("sparse_kernels.h", f"keep_all<{source}>", "SparseArgs")
+
+
+def all_kernels(source: str) -> list[Kernel]:
+    """Return every kernel for inputs of one type."""
+    kernels = [_SUM, _ADD, _CLEAR_SENT, _FILL_UNUSED, keep_kernel(source)]
+    for has in (False, True):
+        kernels += [digit_kernel(source, has, number) for number in range(3)]
+        kernels += [compact_kernel(source, has, goal) for goal in ("kCandidates", "kTopK", "kThreshold")]
+        kernels.append(random_kernel(source, has))
+    return kernels
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
