@@ -68,7 +68,7 @@ def fail() -> None:
 TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
 
 
-def train_into_trap(kind: str) -> None:
+def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
 
     The error is raised on, so that the process ends as a user's would.
@@ -77,7 +77,7 @@ def train_into_trap(kind: str) -> None:
     import commlib.errors
 
     rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS):
         model.zero_grad()
         model(data(step, 4, 32)).sum().backward()

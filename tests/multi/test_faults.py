@@ -44,14 +44,26 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"), [("die", 2), ("die", 3), ("fail", 2), ("fail", 3), ("stop", 3), ("stall", 2)]
+    ("kind", "world_size", "algorithm"),
+    [
+        ("die", 2, "allreduce"),
+        ("die", 3, "allreduce"),
+        ("fail", 2, "allreduce"),
+        ("fail", 3, "allreduce"),
+        ("stop", 3, "allreduce"),
+        ("stall", 2, "allreduce"),
+        ("die", 3, "bytegrad"),
+        ("stop", 3, "ef_quantized"),
+        ("fail", 2, "topk"),
+        ("stall", 2, "powersgd"),
+    ],
 )
-def test_a_fault_in_the_middle_of_backward(kind: str, world_size: int) -> None:
+def test_a_fault_in_the_middle_of_backward(kind: str, world_size: int, algorithm: str) -> None:
     kinds, victim_code = FAULTS[kind]
     others = [rank for rank in range(world_size) if rank != VICTIM]
-    with start_ranks(fault_scripts.train_into_trap, world_size, kind) as ranks:
+    with start_ranks(fault_scripts.train_into_trap, world_size, kind, algorithm) as ranks:
         for exit_ in ranks.wait(40, others):
-            words = ("reduce", "bucket", r"layers\.", NAMES_VICTIM)
+            words = ("reduce|all_to_all|all_gather", "bucket", r"layers\.", NAMES_VICTIM)
             assert_told(exit_, kinds=kinds, within_s=TIMEOUT_S + SLACK_S, words=words)
             assert reports(exit_, "trained")[0]["buckets"] > 1
         if victim_code is not None:
