@@ -44,7 +44,7 @@ class Compressed(Algorithm, Generic[E]):
             nodes; every local rank carries a part.
     """
 
-    traits = Traits(idle_alone=True)
+    traits = Traits(idle_alone=True, window=4)
 
     #: The kinds of state that the exchanges keep.
     kinds: tuple[str, ...] = ("worker",)

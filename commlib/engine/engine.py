@@ -39,6 +39,11 @@ _log = logging.getLogger("commlib")
 #: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
 _PROFILED_BACKWARDS = 3
 
+#: Bucket size in those backwards, where the sizes are to be planned. Nothing overlaps in them, so more buckets are only
+#: more latency; and DDP's first step is one bucket as well. Adam magnifies the last bits of the first gradient more
+#: than those of any other, so loss curves part less from DDP's where the first sum has its order.
+_PROFILE_CAP_BYTES = 1 << 30
+
 _in_backward: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
@@ -111,7 +116,7 @@ class Engine:
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
         self._trials: Trials | None = None
-        self._install(plans.initial(self.parameters, self._cap_bytes or INITIAL_CAP_BYTES))
+        self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
 
     # --- plans ------------------------------------------------------------------------------------------------------
