@@ -113,11 +113,15 @@ struct RotateJob {
 };
 using RotateFn = void (*)(const RotateJob& job, std::size_t begin, std::size_t end);
 
+// Copies past the caches; `src` is aligned to 64 bytes.
+using CopyFn = void (*)(void* dst, const void* src, std::size_t nbytes);
+
 struct CodecKernels {
   EncodeFn encode[kNumBlockCodecs];
   DecodeFn decode[kNumBlockCodecs];
   RangeFn range;
   RotateFn rotate;
+  CopyFn stream_copy;
 };
 
 // Whether `nbytes` are too many for the caches to hold until they are used.

@@ -166,6 +166,12 @@ void rotate(Address x, std::size_t numel, const RandomSource& source, bool is_in
   rotate_chunk(job, num_threads);
 }
 
+// A copy past the caches, for benchmarks to compare with.
+void stream_copy(Address to, Address from, std::size_t nbytes) {
+  const py::gil_scoped_release released;
+  active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
+}
+
 SparseSource sparse_source(Address x, int type, std::size_t numel, const Feedback& feedback) {
   auto* residual = reinterpret_cast<float*>(feedback.residual);
   return {reinterpret_cast<const void*>(x), type_of(type), residual, feedback.beta, feedback.gamma, numel};
@@ -215,6 +221,7 @@ void bind_codecs(py::module_& module) {
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
   py::class_<Feedback>(module, "Feedback")
       .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
+  module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"), py::arg("nbytes"));
   module.def("rotate", &rotate, py::arg("x"), py::arg("numel"), py::arg("random"), py::arg("is_inverse"),
              py::arg("out"), py::arg("num_threads"));
   module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));

@@ -161,6 +161,14 @@ struct Integer {
     const Bits16 bits = bf16_up(from_bits(largest) / static_cast<float>(kLevels));
     store_scale(scale, bits);
     const float s = bf16_value(bits), inverse = 1.0f / s;
+    if (kCodeBits == 8 && u == nullptr) {  // so simple that it is vectorised well from floats to bytes
+      for (std::size_t i = 0; i < m; ++i) {
+        const float sum = v[i] * inverse + kRounder;
+        codes[i] = static_cast<Byte>(to_bits(sum));  // the lowest byte of kRounderBits is 0
+        if constexpr (kDecodes) decoded[i] = (sum - kRounder) * s;
+      }
+      return true;
+    }
     alignas(64) Bits32 wide[kBlock + 8];
     if (u == nullptr) {  // |v * inverse| exceeds kLevels by rounding errors at most: nothing to clamp
       for (std::size_t i = 0; i < m; ++i) {

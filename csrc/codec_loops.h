@@ -7,7 +7,7 @@ static inline void fill_run(const Random& random, std::uint64_t offset, std::siz
   alignas(64) std::uint16_t numbers[kMostTile + 8 * (kPhiloxLanes + 1)];
   const std::size_t skip = offset % 8;
   philox_run(random, offset / 8, (skip + m + 7) / 8, numbers);
-  for (std::size_t i = 0; i < m; ++i) u[i] = static_cast<float>(static_cast<int>(numbers[skip + i])) * 0x1.0p-16f;
+  fractions(numbers + skip, m, u);
 }
 
 // Calls fill(global offset, count, done) for each stretch of the tensor's elements `start` to `start + m` whose global
@@ -112,7 +112,12 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
       decode_block<Codec, true>(inputs[input], layout, which, count, total + at);
     });
   }
-  if (divisor != 1.0f) {
+  // A power of two can as well be multiplied with, which is faster.
+  const bool is_power = (to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f;
+  if (is_power && divisor != 1.0f) {
+    const float factor = 1.0f / divisor;
+    for (std::size_t i = 0; i < m; ++i) total[i] *= factor;
+  } else if (divisor != 1.0f) {
     for (std::size_t i = 0; i < m; ++i) total[i] /= divisor;
   }
 }
@@ -321,5 +326,9 @@ static inline CodecKernels make_codec_kernels() {
   add_codec<Cast16<Float16>>(kernels, CodecId::kFloat16);
   kernels.range = &range_of_blocks<Bagua>;
   kernels.rotate = &rotate_pieces;
+  kernels.stream_copy = [](void* dst, const void* src, std::size_t nbytes) {
+    stream_copy(dst, src, nbytes);
+    finish_streams();
+  };
   return kernels;
 }

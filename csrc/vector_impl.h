@@ -43,7 +43,7 @@ static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
 // Asks for the cache lines that lie a little behind `nbytes` from `at`. A hint: addresses beyond the end do no harm,
 // and are therefore computed as integers.
 static inline void prefetch_behind(const void* at, std::size_t nbytes) {
-  constexpr std::size_t kDistance = 2048, kLine = 64;
+  constexpr std::size_t kDistance = 3072, kLine = 64;
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(at) + kDistance;
   for (std::size_t i = 0; i < nbytes; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(begin + i));
 }
@@ -100,6 +100,25 @@ static inline void widen(const Byte* from, std::size_t count, Bits32* to) {
   }
 #endif
   for (; i < count; ++i) to[i] = from[i];
+}
+
+// to[i] = from[i] / 2^16
+static inline void fractions(const std::uint16_t* from, std::size_t count, float* to) {
+  std::size_t i = 0;
+#if defined(COMMLIB_WITH_AVX512)
+  for (; i + 16 <= count; i += 16) {
+    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    const __m512 floats = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(numbers));
+    _mm512_storeu_ps(to + i, _mm512_mul_ps(floats, _mm512_set1_ps(0x1.0p-16f)));
+  }
+#elif defined(COMMLIB_WITH_AVX2)
+  for (; i + 8 <= count; i += 8) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    const __m256 floats = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(numbers));
+    _mm256_storeu_ps(to + i, _mm256_mul_ps(floats, _mm256_set1_ps(0x1.0p-16f)));
+  }
+#endif
+  for (; i < count; ++i) to[i] = static_cast<float>(static_cast<int>(from[i])) * 0x1.0p-16f;
 }
 
 // --- Philox for runs of counters -------------------------------------------------------------------------------------
@@ -175,6 +194,7 @@ static inline void philox_run(const Random& random, std::uint64_t first, std::si
     PhiloxLanes c0 = lanes_from(counter), c1 = upper_halves(c0);
     PhiloxLanes c2 = all_lanes(random.step), c3 = all_lanes(random.stage_and_rank);
     Bits32 k0 = random.key[0], k1 = random.key[1];
+#pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
       const PhiloxLanes product = low_products(c0, first_factor), other = low_products(c2, second_factor);
       c0 = exclusive_or(upper_halves(other), c1, all_lanes(k0));
