@@ -108,7 +108,9 @@ def _block(codec: codecs.BlockCodec, tensors: Tensors) -> list[Kernel]:
     for row in rows:
         codec.encode(x[:chunk], row)
     sums, divisor = (INPUTS + 1) * small, float(INPUTS)
-    result.append(made("decode-sum", INPUTS * small + 4 * chunk, lambda: codec.decode_sum(rows, total, divisor=divisor)))
+    result.append(
+        made("decode-sum", INPUTS * small + 4 * chunk, lambda: codec.decode_sum(rows, total, divisor=divisor))
+    )
     result.append(made("decode-sum-encode", sums, lambda: codec.encode_sum(rows, chunk, again, divisor=divisor)))
     return result
 
@@ -223,8 +225,22 @@ def _bitsandbytes(x: torch.Tensor) -> list[Kernel]:
     codes, state = quantize_blockwise(x, blocksize=256)
     moved = x.nbytes + codes.nbytes + x.numel() // 64
     return [
-        _peer("bitsandbytes quantize", "bitsandbytes", moved, lambda: quantize_blockwise(x, blocksize=256), "encode", "int8"),
-        _peer("bitsandbytes dequantize", "bitsandbytes", moved, lambda: dequantize_blockwise(codes, state), "decode", "int8"),
+        _peer(
+            "bitsandbytes quantize",
+            "bitsandbytes",
+            moved,
+            lambda: quantize_blockwise(x, blocksize=256),
+            "encode",
+            "int8",
+        ),
+        _peer(
+            "bitsandbytes dequantize",
+            "bitsandbytes",
+            moved,
+            lambda: dequantize_blockwise(codes, state),
+            "decode",
+            "int8",
+        ),
     ]
 
 

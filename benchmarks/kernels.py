@@ -44,10 +44,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--reps", type=int, default=15, help="timed calls of each kernel")
     parser.add_argument("--seconds", type=float, default=20, help="a codec's turns end after that, but not before 3")
-    parser.add_argument("--peer-size", default="64MiB", help="other libraries are measured up to this size; 0B for none")
+    parser.add_argument(
+        "--peer-size", default="64MiB", help="other libraries are measured up to this size; 0B for none"
+    )
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--plot", help="file for the plot of the fraction of the limit by size (PNG)")
-    parser.add_argument("--merge", nargs="+", metavar="JSON", help="measure nothing: join these results of earlier runs")
+    parser.add_argument(
+        "--merge", nargs="+", metavar="JSON", help="measure nothing: join these results of earlier runs"
+    )
     args = parser.parse_args(argv)
     try:
         args.sizes = [parse_bytes(size) for size in args.sizes.split(",")]
@@ -163,8 +167,9 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
                 for row in rows
                 if (row["kernel"], row["codec"]) == (name, codec)
             )
-            color, marker = styles[codec]
-            axis.plot(*zip(*line, strict=True), marker=marker, color=color, markersize=4) if line else None
+            if line:
+                color, marker = styles[codec]
+                axis.plot(*zip(*line, strict=True), marker=marker, color=color, markersize=4)
         axis.set(title=name, xscale="log", ylim=(0, 1.6))
         axis.axhline(1, color="grey", linewidth=0.8)
     for axis in axes.flat[len(names) :]:

@@ -288,15 +288,14 @@ static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t e
   alignas(64) float decoded[kTileElements<Codec>];
   for (std::size_t block = begin; block < end; block += kTileBlocks<Codec>) {
     const std::size_t at = block * Codec::kBlock, m = tile_elements<Codec>(at, last);
-    float* const out = static_cast<float*>(job.out) + at;
     if (!is_plain) {
       decode_tile_to<Codec>(job, block, m);
     } else if (job.streams) {
       prefetch_behind(Place<Codec>(const_cast<Byte*>(job.inputs[0]), job.layout, block).codes, m * Codec::kBits / 8);
       decode_tile<Codec>(job.inputs[0], job.layout, block, m, decoded);
-      stream_copy(out, decoded, m * sizeof(float));
+      stream_copy(static_cast<float*>(job.out) + at, decoded, m * sizeof(float));
     } else {
-      decode_tile<Codec>(job.inputs[0], job.layout, block, m, out);
+      decode_tile<Codec>(job.inputs[0], job.layout, block, m, static_cast<float*>(job.out) + at);
     }
   }
   if (job.streams) finish_streams();

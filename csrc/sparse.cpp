@@ -219,6 +219,7 @@ std::size_t values_at(std::size_t places) {
 }
 
 void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload) {
+  if (places == 0) return;
   std::uint8_t* values = payload + values_at(places);
   const std::size_t unused = places - keys.size;
   for (std::size_t i = 0; i < keys.size; ++i) store_word(payload + 4 * i, index_of(keys.data[i]));
@@ -353,6 +354,7 @@ bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_
 
 void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
                    float weight, float* out, std::size_t numel) {
+  if (numel == 0) return;
   const ExactFloatScope exact;
   if (!adds) std::memset(static_cast<void*>(out), 0, numel * sizeof(float));
   for (std::size_t input = 0; input < count; ++input) {
