@@ -187,22 +187,25 @@ constexpr std::size_t kPhiloxLanes = 1;
 // The words of `count` counters from `first` on, as 16-bit numbers in order (each word's low half first). Writes whole
 // groups of kPhiloxLanes counters.
 static inline void philox_run(const Random& random, std::uint64_t first, std::size_t count, std::uint16_t* out) {
+#if defined(COMMLIB_WITH_AVX512) || defined(COMMLIB_WITH_AVX2)
+  const PhiloxLanes first_factor = all_lanes(0xD2511F53u), second_factor = all_lanes(0xCD9E8D57u);
+  PhiloxLanes keys[20];
+  for (Bits32 round = 0; round < 10; ++round) {
+    keys[2 * round] = all_lanes(random.key[0] + round * 0x9E3779B9u);
+    keys[2 * round + 1] = all_lanes(random.key[1] + round * 0xBB67AE85u);
+  }
+#endif
   for (std::size_t i = 0; i < count; i += kPhiloxLanes, out += 8 * kPhiloxLanes) {
     const std::uint64_t counter = first + i;
 #if defined(COMMLIB_WITH_AVX512) || defined(COMMLIB_WITH_AVX2)
-    const PhiloxLanes first_factor = all_lanes(0xD2511F53u), second_factor = all_lanes(0xCD9E8D57u);
     PhiloxLanes c0 = lanes_from(counter), c1 = upper_halves(c0);
     PhiloxLanes c2 = all_lanes(random.step), c3 = all_lanes(random.stage_and_rank);
-    Bits32 k0 = random.key[0], k1 = random.key[1];
-#pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
       const PhiloxLanes product = low_products(c0, first_factor), other = low_products(c2, second_factor);
-      c0 = exclusive_or(upper_halves(other), c1, all_lanes(k0));
-      c2 = exclusive_or(upper_halves(product), c3, all_lanes(k1));
+      c0 = exclusive_or(upper_halves(other), c1, keys[2 * round]);
+      c2 = exclusive_or(upper_halves(product), c3, keys[2 * round + 1]);
       c1 = other;
       c3 = product;
-      k0 += 0x9E3779B9u;
-      k1 += 0xBB67AE85u;
     }
     store_words(c0, c1, c2, c3, out);
 #else
