@@ -1,6 +1,8 @@
 // The drivers of the block codecs: one chunk, shared among threads.
 #include "codec.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -12,6 +14,17 @@
 
 namespace commlib {
 namespace {
+
+std::size_t find_streaming_bytes() {
+  constexpr std::size_t kLeast = std::size_t{4} << 20, kMost = std::size_t{32} << 20;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (cache > 0) return std::clamp(static_cast<std::size_t>(cache) / 2, kLeast, kMost);
+#endif
+  return kMost;
+}
+
+const std::size_t kStreamingBytes = find_streaming_bytes();
 
 constexpr CodecShape kShapes[kNumBlockCodecs] = {
     {},
@@ -29,8 +42,8 @@ constexpr CodecShape kShapes[kNumBlockCodecs] = {
     {256, 16, 0, 0, false},  // kFloat16
 };
 
-// A thread's part is not worth waking it for below this.
-constexpr std::size_t kElementsPerPart = 1 << 14;
+// A thread's part is not worth waking it for below this: some ten microseconds of work.
+constexpr std::size_t kElementsPerPart = 1 << 17;
 
 std::size_t grain_of(const CodecShape& shape) {
   return std::max<std::size_t>(1, kElementsPerPart / shape.block);
@@ -79,6 +92,10 @@ void store_range(const CodecKernels& kernels, const EncodeJob& job, std::size_t 
 }
 
 }  // namespace
+
+bool exceeds_cache(std::size_t nbytes) {
+  return nbytes >= kStreamingBytes;
+}
 
 const CodecShape* find_shape(int codec) {
   return codec > 0 && codec < kNumBlockCodecs ? &kShapes[codec] : nullptr;

@@ -23,8 +23,8 @@ enum class CodecId : int {
   kBFloat16 = 11,
   kFloat16 = 12,
 };
-inline constexpr int kNumBlockCodecs = 13;  // the table's size; place 0 is empty
-inline constexpr std::size_t kMaxBlock = 512;
+inline constexpr int kNumBlockCodecs = 13;     // the table's size; place 0 is empty
+inline constexpr std::size_t kMostTile = 512;  // elements that are worked on at once
 inline constexpr std::size_t kAlignment = 16;
 
 struct CodecShape {
@@ -77,6 +77,8 @@ struct EncodeJob {
   std::size_t numel;
   Layout layout;
   std::uint8_t* payload;
+  bool exceeds_cache;  // the tensor does: worth asking for its lines early
+  bool streams;        // the payload does: written past the caches
 };
 
 // Decode one chunk: out = sum of inputs / divisor, or out += weight * input.
@@ -90,6 +92,7 @@ struct DecodeJob {
   DType type;
   std::size_t numel;
   Layout layout;
+  bool streams;  // `out` does not fit into the caches: written past them
 };
 
 // Both work on the blocks from `begin` to `end`. The parameters of a chunk of one block (kUint8Bagua) are at the front
@@ -110,12 +113,23 @@ struct RotateJob {
 };
 using RotateFn = void (*)(const RotateJob& job, std::size_t begin, std::size_t end);
 
+// Copies past the caches; `src` is aligned to 64 bytes.
+using CopyFn = void (*)(void* dst, const void* src, std::size_t nbytes);
+
 struct CodecKernels {
   EncodeFn encode[kNumBlockCodecs];
   DecodeFn decode[kNumBlockCodecs];
   RangeFn range;
   RotateFn rotate;
+  CopyFn stream_copy;
 };
+
+// Whether `nbytes` are too many for the caches to hold until they are used.
+// [Note: streaming] A store to memory that is not in a cache first reads the line, so writing costs twice its bytes;
+// non-temporal stores do without. But what they write is not in the cache afterwards, where the next reader would find
+// it. So outputs of at least half of the last-level cache, or of 32 MiB where that is larger still, are streamed: their
+// begin would be gone from the cache before their end is written.
+bool exceeds_cache(std::size_t nbytes);
 
 // Checked by their caller. `num_threads` is at least 1.
 void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads);

@@ -78,7 +78,9 @@ EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const Rando
           first,
           numel,
           Layout(shape, numel),
-          payload};
+          payload,
+          false,
+          false};
 }
 
 // Cuts `x` into chunks of `chunk` elements; their payloads follow one another at the distance of a full one.
@@ -89,6 +91,8 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
   if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
   const Address residual = feedback.residual;
+  const bool is_large = exceeds_cache(numel * element_bytes(dtype));
+  const bool streams = exceeds_cache((numel + chunk - 1) / chunk * distance);
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
     if (residual != 0) feedback.residual = residual + first * sizeof(float);
@@ -96,12 +100,16 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
     EncodeJob job = new_job(shape, feedback, source, first, std::min(chunk, numel - first), payload);
     job.x = reinterpret_cast<const std::uint8_t*>(x) + first * element_bytes(dtype);
     job.type = dtype;
+    job.exceeds_cache = is_large;
+    job.streams = streams;
     encode_chunk(static_cast<CodecId>(codec), job, num_threads);
   }
 }
 
-std::vector<const std::uint8_t*> rows(Address payloads, std::size_t count, std::size_t distance) {
-  std::vector<const std::uint8_t*> pointers(count);
+// The addresses of `count` payloads; valid until this thread's next call.
+const std::vector<const std::uint8_t*>& rows(Address payloads, std::size_t count, std::size_t distance) {
+  static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory from call to call
+  pointers.resize(count);
   for (std::size_t i = 0; i < count; ++i) pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads) + i * distance;
   return pointers;
 }
@@ -111,7 +119,7 @@ void encode_sum(int codec, Address payloads, std::size_t count, float divisor, s
                 const RandomSource* source, std::size_t first, Address out, int num_threads) {
   const CodecShape& shape = shape_of(codec);
   if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
-  const auto inputs = rows(payloads, count, Layout(shape, numel).payload_bytes);
+  const auto& inputs = rows(payloads, count, Layout(shape, numel).payload_bytes);
   const py::gil_scoped_release released;
   EncodeJob job = new_job(shape, feedback, source, first, numel, reinterpret_cast<std::uint8_t*>(out));
   job.inputs = inputs.data();
@@ -126,13 +134,14 @@ void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, A
   const DType dtype = type_of(type);
   if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
+  const bool streams = !adds && exceeds_cache(numel * element_bytes(dtype));  // else `out` is in the cache, just read
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
     const auto* payload = reinterpret_cast<const std::uint8_t*>(payloads) + first / chunk * distance;
     const std::size_t count = std::min(chunk, numel - first);
     void* to = reinterpret_cast<std::uint8_t*>(out) + first * element_bytes(dtype);
-    decode_chunk(static_cast<CodecId>(codec), {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count)},
-                 num_threads);
+    decode_chunk(static_cast<CodecId>(codec),
+                 {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count), streams}, num_threads);
   }
 }
 
@@ -142,10 +151,11 @@ void decode_sum(int codec, Address payloads, std::size_t count, float divisor, s
   const DType dtype = type_of(type);
   if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
   const Layout layout(shape, numel);
-  const auto inputs = rows(payloads, count, layout.payload_bytes);
+  const auto& inputs = rows(payloads, count, layout.payload_bytes);
   const py::gil_scoped_release released;
   decode_chunk(static_cast<CodecId>(codec),
-               {inputs.data(), count, divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype, numel, layout},
+               {inputs.data(), count, divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype, numel, layout,
+                exceeds_cache(numel * element_bytes(dtype))},
                num_threads);
 }
 
@@ -154,6 +164,12 @@ void rotate(Address x, std::size_t numel, const RandomSource& source, bool is_in
                          is_inverse};
   const py::gil_scoped_release released;
   rotate_chunk(job, num_threads);
+}
+
+// A copy past the caches, for benchmarks to compare with.
+void stream_copy(Address to, Address from, std::size_t nbytes) {
+  const py::gil_scoped_release released;
+  active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
 }
 
 SparseSource sparse_source(Address x, int type, std::size_t numel, const Feedback& feedback) {
@@ -187,7 +203,7 @@ void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t plac
 // Returns -1, or the index of the first payload that is not valid: nothing was written then.
 std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t places, float divisor, bool adds,
                               float weight, Address out, std::size_t numel) {
-  const auto inputs = rows(payloads, count, sparse_payload_bytes(places));
+  const auto& inputs = rows(payloads, count, sparse_payload_bytes(places));
   const py::gil_scoped_release released;
   for (std::size_t i = 0; i < count; ++i) {
     if (!sparse_is_valid(inputs[i], places, numel)) return static_cast<std::int64_t>(i);
@@ -205,6 +221,7 @@ void bind_codecs(py::module_& module) {
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
   py::class_<Feedback>(module, "Feedback")
       .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
+  module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"), py::arg("nbytes"));
   module.def("rotate", &rotate, py::arg("x"), py::arg("numel"), py::arg("random"), py::arg("is_inverse"),
              py::arg("out"), py::arg("num_threads"));
   module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));

@@ -2,10 +2,15 @@
 // after codec_math.h and convert_impl.h (whose notes on includes apply here too).
 //
 // A codec is a struct with the constants of its shape, and
-//     encode(values, m, u, minima, scale, codes)    one block; u is null for rounding to nearest
-//     decode(codes, scale, minima, m, out)
+//     encode<kDecodes>(values, m, u, minima, scale, codes, decoded)
+//         one block; u is null for rounding to nearest. With kDecodes, `decoded` becomes what the payload decodes to,
+//         which costs less while the codes are still in registers. Returns whether all of that is known to be finite.
+//     decode<kAdds>(codes, scale, minima, m, out)
+//         with kAdds, adds to `out`, and a NaN may have any sign and payload.
 // where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
 // block, in the first-level cache.
+
+#include "vector_impl.h"
 
 static inline Bits32 largest_magnitude(const float* v, std::size_t m) {
   Bits32 largest = 0;
@@ -58,28 +63,82 @@ static inline float load_float(const Byte* at) {
   return x;
 }
 
-// --- codes of fewer than 8 bits: 8 / kBits runs of the block share bytes ---------------------------------------------
+static inline bool is_finite_number(float x) {
+  return (to_bits(x) & kMagnitude) < kInfinityBits;
+}
 
-template <int kBits>
-static inline void pack_codes(const Byte* values, std::size_t m, Byte* codes) {
-  constexpr std::size_t kPerByte = 8 / kBits;
-  const std::size_t stride = (m + kPerByte - 1) / kPerByte;
-  for (std::size_t j = 0; j < stride; ++j) {
-    int packed = 0;
-    for (std::size_t k = 0; k < kPerByte; ++k) packed |= values[k * stride + j] << (k * kBits);  // zeros past the end
-    codes[j] = static_cast<Byte>(packed);
+// out[i] = value(i), or += with kAdds. Where no NaN can come about (`is_plain`), none has to be made canonical.
+template <bool kAdds, class Value>
+static inline void put_values(std::size_t m, float* out, bool is_plain, const Value& value) {
+  if constexpr (kAdds) {
+    for (std::size_t i = 0; i < m; ++i) out[i] += value(i);
+  } else if (is_plain) {
+    for (std::size_t i = 0; i < m; ++i) out[i] = value(i);
+  } else {
+    for (std::size_t i = 0; i < m; ++i) out[i] = canonical(value(i));
   }
 }
 
+// The block of a codec whose scale says that it holds nothing (0) or what is not finite (NaN); returns which.
+template <bool kDecodes>
+static inline bool fill_block(float value, std::size_t m, std::size_t code_bytes, Byte* codes, float* decoded) {
+  std::memset(codes, 0, code_bytes);
+  if constexpr (kDecodes) {
+    for (std::size_t i = 0; i < m; ++i) decoded[i] = value;
+  }
+  return value == value;
+}
+
+// --- from and to the bytes of the codes ------------------------------------------------------------------------------
+
+// `codes` holds one code in each number, and room for a byte's places past the end of a short block. With fewer than 8
+// bits, 8 / kBits runs of the block share bytes.
 template <int kBits>
-static inline void unpack_codes(const Byte* codes, std::size_t m, Byte* values) {
-  constexpr std::size_t kPerByte = 8 / kBits;
-  const std::size_t stride = (m + kPerByte - 1) / kPerByte;
-  for (std::size_t k = 0; k < kPerByte; ++k) {
-    for (std::size_t j = 0; j < stride; ++j) {
-      values[k * stride + j] = static_cast<Byte>((codes[j] >> (k * kBits)) & ((1 << kBits) - 1));
+static inline void store_codes(Bits32* codes, std::size_t m, Byte* to) {
+  if constexpr (kBits == 8) {
+    narrow(codes, m, to);
+  } else {
+    constexpr std::size_t kPerByte = 8 / kBits;
+    const std::size_t stride = (m + kPerByte - 1) / kPerByte;
+    for (std::size_t i = m; i < kPerByte * stride; ++i) codes[i] = 0;
+    for (std::size_t k = 1; k < kPerByte; ++k) {
+      for (std::size_t j = 0; j < stride; ++j) codes[j] |= codes[k * stride + j] << (k * kBits);
+    }
+    narrow(codes, stride, to);
+  }
+}
+
+// put_values of the value of each code.
+template <int kBits, std::size_t kBlock, bool kAdds, class Value>
+static inline void put_codes(const Byte* codes, std::size_t m, float* out, bool is_plain, const Value& value) {
+  alignas(64) Bits32 wide[kBits == 8 ? kBlock : kBlock * kBits / 8];
+  const Bits32* const from = wide;
+  if constexpr (kBits == 8) {
+    widen(codes, m, wide);
+    put_values<kAdds>(m, out, is_plain, [=](std::size_t i) { return value(static_cast<int>(from[i])); });
+  } else {
+    constexpr std::size_t kPerByte = 8 / kBits;
+    constexpr Bits32 kMask = (1u << kBits) - 1;
+    const std::size_t stride = (m + kPerByte - 1) / kPerByte;
+    widen(codes, stride, wide);
+    for (std::size_t k = 0; k < kPerByte && k * stride < m; ++k) {
+      const std::size_t run = m - k * stride < stride ? m - k * stride : stride;
+      put_values<kAdds>(run, out + k * stride, is_plain,
+                        [=](std::size_t j) { return value(static_cast<int>(from[j] >> (k * kBits) & kMask)); });
     }
   }
+}
+
+// The codes of v * factor, and what they decode to: their values times `back`.
+template <class Format, int kBits, std::size_t kBlock, bool kDecodes>
+static inline void round_all(const float* v, std::size_t m, float factor, float back, Byte* to, float* decoded) {
+  alignas(64) Bits32 codes[kBlock + 8];
+  for (std::size_t i = 0; i < m; ++i) {
+    const SmallRounding rounded = round_to_small_float<Format>(v[i] * factor);
+    codes[i] = static_cast<Bits32>(rounded.code);
+    if constexpr (kDecodes) decoded[i] = rounded.value * back;
+  }
+  store_codes<kBits>(codes, m, to);
 }
 
 // --- the codecs ------------------------------------------------------------------------------------------------------
@@ -88,47 +147,56 @@ template <int kCodeBits, int kLevels, std::size_t kBlockSize>
 struct Integer {
   static constexpr std::size_t kBlock = kBlockSize, kBits = kCodeBits, kScaleBytes = 2, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
-  static constexpr int kZero = kCodeBits == 8 ? 0 : 1 << (kCodeBits - 1);
+  static constexpr Bits32 kZero = kCodeBits == 8 ? 0 : 1 << (kCodeBits - 1);
 
-  static inline void encode(const float* v, std::size_t m, const float* u, Byte*, Byte* scale, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float* u, Byte*, Byte* scale, Byte* codes,
+                            float* decoded) {
     const Bits32 largest = largest_magnitude(v, m);
     if (largest < kTinyBits || largest >= kWidestRangeBits) {
       store_scale(scale, largest < kTinyBits ? 0 : kNanScale);
-      std::memset(codes, 0, (m * kBits + 7) / 8);
-      return;
+      const float value = largest < kTinyBits ? 0.0f : from_bits(kQuietNanBits);
+      return fill_block<kDecodes>(value, m, (m * kBits + 7) / 8, codes, decoded);
     }
     const Bits16 bits = bf16_up(from_bits(largest) / static_cast<float>(kLevels));
     store_scale(scale, bits);
-    const float inverse = 1.0f / bf16_value(bits);
-    if constexpr (kCodeBits == 8) {
-      quantize(v, m, u, inverse, codes);
-    } else {
-      Byte values[kBlock + 8] = {};
-      quantize(v, m, u, inverse, values);
-      pack_codes<kCodeBits>(values, m, codes);
+    const float s = bf16_value(bits), inverse = 1.0f / s;
+    if (kCodeBits == 8 && u == nullptr) {  // so simple that it is vectorised well from floats to bytes
+      for (std::size_t i = 0; i < m; ++i) {
+        const float sum = v[i] * inverse + kRounder;
+        codes[i] = static_cast<Byte>(to_bits(sum));  // the lowest byte of kRounderBits is 0
+        if constexpr (kDecodes) decoded[i] = (sum - kRounder) * s;
+      }
+      return true;
     }
-  }
-
-  static inline void quantize(const float* v, std::size_t m, const float* u, float inverse, Byte* out) {
+    alignas(64) Bits32 wide[kBlock + 8];
     if (u == nullptr) {  // |v * inverse| exceeds kLevels by rounding errors at most: nothing to clamp
-      for (std::size_t i = 0; i < m; ++i) out[i] = static_cast<Byte>(round_to_int(v[i] * inverse) + kZero);
+      for (std::size_t i = 0; i < m; ++i) {
+        const float sum = v[i] * inverse + kRounder;
+        wide[i] = to_bits(sum) - kRounderBits + kZero;
+        if constexpr (kDecodes) decoded[i] = (sum - kRounder) * s;
+      }
     } else {
       for (std::size_t i = 0; i < m; ++i) {
-        out[i] = static_cast<Byte>(clamp(floor_to_int(v[i] * inverse + u[i]), -kLevels, kLevels) + kZero);
+        const int q = clamp(floor_to_int(v[i] * inverse + u[i]), -kLevels, kLevels);
+        wide[i] = static_cast<Bits32>(q) + kZero;
+        if constexpr (kDecodes) decoded[i] = static_cast<float>(q) * s;
       }
     }
+    store_codes<kCodeBits>(wide, m, codes);
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const float s = load_scale(scale);
+    const bool is_plain = is_finite_number(s);
     if constexpr (kCodeBits == 8) {
-      for (std::size_t i = 0; i < m; ++i) {
-        out[i] = canonical(static_cast<float>(static_cast<std::int8_t>(codes[i])) * s);
-      }
+      put_values<kAdds>(m, out, is_plain,
+                        [=](std::size_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])) * s; });
     } else {
-      Byte values[kBlock + 8];
-      unpack_codes<kCodeBits>(codes, m, values);
-      for (std::size_t i = 0; i < m; ++i) out[i] = canonical(static_cast<float>(values[i] - kZero) * s);
+      put_codes<kCodeBits, kBlock, kAdds>(codes, m, out, is_plain,
+                                          [=](int q) { return static_cast<float>(q - static_cast<int>(kZero)) * s; });
     }
   }
 };
@@ -137,7 +205,9 @@ struct MinMax {
   static constexpr std::size_t kBlock = 256, kBits = 8, kScaleBytes = 2, kMinimumBytes = 4;
   static constexpr bool kIsOneBlock = false;
 
-  static inline void encode(const float* v, std::size_t m, const float* u, Byte* minima, Byte* scale, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float* u, Byte* minima, Byte* scale, Byte* codes,
+                            float* decoded) {
     std::int32_t range[2] = {INT32_MAX, INT32_MIN};
     find_range(v, m, range);
     const Bits32 largest = magnitude_of_range(range);
@@ -155,22 +225,31 @@ struct MinMax {
     }
     std::memcpy(minima, &minimum, sizeof minimum);
     store_scale(scale, bits);
-    if (inverse == 0.0f) {
-      std::memset(codes, 0, m);
-    } else if (u == nullptr) {
+    if (inverse == 0.0f) return fill_block<kDecodes>(minimum, m, m, codes, decoded);
+    const float s = bf16_value(bits);
+    alignas(64) Bits32 wide[kBlock];
+    if (u == nullptr) {
       for (std::size_t i = 0; i < m; ++i) {
-        codes[i] = static_cast<Byte>(clamp(round_to_int((v[i] - minimum) * inverse), 0, 255));
+        const int q = clamp(round_to_int((v[i] - minimum) * inverse), 0, 255);
+        wide[i] = static_cast<Bits32>(q);
+        if constexpr (kDecodes) decoded[i] = minimum + static_cast<float>(q) * s;
       }
     } else {
       for (std::size_t i = 0; i < m; ++i) {
-        codes[i] = static_cast<Byte>(clamp(floor_to_int((v[i] - minimum) * inverse + u[i]), 0, 255));
+        const int q = clamp(floor_to_int((v[i] - minimum) * inverse + u[i]), 0, 255);
+        wide[i] = static_cast<Bits32>(q);
+        if constexpr (kDecodes) decoded[i] = minimum + static_cast<float>(q) * s;
       }
     }
+    store_codes<8>(wide, m, codes);
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte* minima, std::size_t m, float* out) {
     const float s = load_scale(scale), minimum = load_float(minima);
-    for (std::size_t i = 0; i < m; ++i) out[i] = canonical(minimum + static_cast<float>(codes[i]) * s);
+    put_values<kAdds>(m, out, is_finite_number(s) && is_finite_number(minimum),
+                      [=](std::size_t i) { return minimum + static_cast<float>(codes[i]) * s; });
   }
 };
 
@@ -189,23 +268,28 @@ struct Bagua {
     return {s, upper, upper - 255.0f};
   }
 
-  static inline void encode(const float* v, std::size_t m, const float*, Byte* minima, Byte*, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float*, Byte* minima, Byte*, Byte* codes,
+                            float* decoded) {
     const Levels l = levels(minima);
     const float minimum = load_float(minima);
-    if (minimum != minimum) {
-      std::memset(codes, 0, m);
-      return;
-    }
+    if (minimum != minimum) return fill_block<kDecodes>(from_bits(kQuietNanBits), m, m, codes, decoded);
+    alignas(64) Bits32 wide[kBlock];
     for (std::size_t i = 0; i < m; ++i) {
       const float level = round_float(v[i] * l.s), least = level < l.upper ? level : l.upper;
-      const float q = least - l.lower;
-      codes[i] = static_cast<Byte>(round_to_int(q < 0.0f ? 0.0f : (q > 255.0f ? 255.0f : q)));
+      const float q = least - l.lower, clamped = q < 0.0f ? 0.0f : (q > 255.0f ? 255.0f : q);
+      const int code = round_to_int(clamped);
+      wide[i] = static_cast<Bits32>(code);
+      if constexpr (kDecodes) decoded[i] = (static_cast<float>(code) + l.lower) / l.s;
     }
+    store_codes<8>(wide, m, codes);
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte*, const Byte* minima, std::size_t m, float* out) {
     const Levels l = levels(minima);
-    for (std::size_t i = 0; i < m; ++i) out[i] = canonical((static_cast<float>(codes[i]) + l.lower) / l.s);
+    put_values<kAdds>(m, out, false, [=](std::size_t i) { return (static_cast<float>(codes[i]) + l.lower) / l.s; });
   }
 };
 
@@ -213,42 +297,71 @@ struct OneBit {
   static constexpr std::size_t kBlock = 512, kBits = 1, kScaleBytes = 2, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
 
-  static inline void encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes) {
-    float fold[kBlock];
-    for (std::size_t i = 0; i < m; ++i) fold[i] = from_bits(to_bits(v[i]) & kMagnitude);
-    for (std::size_t i = m; i < kBlock; ++i) fold[i] = 0.0f;
-    for (std::size_t half = kBlock / 2; half > 0; half /= 2) {
-      for (std::size_t i = 0; i < half; ++i) fold[i] += fold[i + half];
+  template <std::size_t kHalf>
+  static inline void fold_halves(float* t) {
+    for (std::size_t i = 0; i < kHalf; ++i) t[i] += t[i + kHalf];
+    if constexpr (kHalf > 1) fold_halves<kHalf / 2>(t);
+  }
+
+  static inline float sum_of_magnitudes(const float* v, std::size_t m) {
+    alignas(64) float fold[kBlock];
+    if (m == kBlock) {
+      for (std::size_t i = 0; i < kBlock / 2; ++i) {
+        fold[i] = from_bits(to_bits(v[i]) & kMagnitude) + from_bits(to_bits(v[i + kBlock / 2]) & kMagnitude);
+      }
+      fold_halves<kBlock / 4>(fold);
+    } else {
+      for (std::size_t i = 0; i < m; ++i) fold[i] = from_bits(to_bits(v[i]) & kMagnitude);
+      for (std::size_t i = m; i < kBlock; ++i) fold[i] = 0.0f;
+      fold_halves<kBlock / 2>(fold);
     }
-    const Bits32 sum = to_bits(fold[0]);
-    if (sum >= kInfinityBits || largest_magnitude(v, m) >= kWidestRangeBits) {
+    return fold[0];
+  }
+
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes,
+                            float* decoded) {
+    const float sum = sum_of_magnitudes(v, m);
+    // No element is larger than the sum, so that most blocks need not be looked at again.
+    if (to_bits(sum) >= kWidestRangeBits &&
+        (to_bits(sum) >= kInfinityBits || largest_magnitude(v, m) >= kWidestRangeBits)) {
       store_scale(scale, kNanScale);
-      std::memset(codes, 0, (m + 7) / 8);
-      return;
+      return fill_block<kDecodes>(from_bits(kQuietNanBits), m, (m + 7) / 8, codes, decoded);
     }
-    store_scale(scale, bf16_nearest(fold[0] / static_cast<float>(m)));
+    const Bits16 bits = bf16_nearest(sum / static_cast<float>(m));
+    store_scale(scale, bits);
     std::size_t i = 0;
-    for (; i + 32 <= m; i += 32) {
-      Bits32 word = 0;
-      for (std::size_t k = 0; k < 32; ++k) word |= (to_bits(v[i + k]) >> 31) << k;
-      std::memcpy(codes + i / 8, &word, sizeof word);
+    for (; i + 16 <= m; i += 16) {
+      const auto signs = static_cast<Bits16>(signs_of_16(v + i));
+      std::memcpy(codes + i / 8, &signs, sizeof signs);
     }
     for (; i < m; i += 8) {
       int byte = 0;
       for (std::size_t k = 0; k < 8 && i + k < m; ++k) byte |= static_cast<int>(to_bits(v[i + k]) >> 31) << k;
       codes[i / 8] = static_cast<Byte>(byte);
     }
+    if constexpr (kDecodes) {
+      const Bits32 s = to_bits(bf16_value(bits));
+      for (std::size_t k = 0; k < m; ++k) decoded[k] = from_bits(s | (to_bits(v[k]) & ~kMagnitude));
+    }
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const Bits32 s = to_bits(load_scale(scale));
-    std::size_t i = 0;
-    for (; i + 32 <= m; i += 32) {
+    const bool is_plain = (s & kMagnitude) <= kInfinityBits;
+    const std::size_t whole = m / 32 * 32;
+    for (std::size_t i = 0; i < whole; i += 32) {
       Bits32 word;
       std::memcpy(&word, codes + i / 8, sizeof word);
-      for (std::size_t k = 0; k < 32; ++k) out[i + k] = canonical(from_bits(s ^ ((word >> k) << 31)));
+      put_values<kAdds>(32, out + i, is_plain, [=](std::size_t k) { return from_bits(s ^ ((word >> k) << 31)); });
     }
-    for (; i < m; ++i) out[i] = canonical(from_bits(s ^ static_cast<Bits32>(codes[i / 8] >> (i % 8)) << 31));
+    if (m != kBlock) {  // which leaves no rest; compilers do not see that, and warn
+      put_values<kAdds>(m - whole, out + whole, is_plain, [=](std::size_t k) {
+        return from_bits(s ^ static_cast<Bits32>(codes[(whole + k) / 8] >> (k % 8)) << 31);
+      });
+    }
   }
 };
 
@@ -257,22 +370,24 @@ struct Float8 {
   static constexpr std::size_t kBlock = 128, kBits = 8, kScaleBytes = 2, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
 
-  static inline void encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes,
+                            float* decoded) {
     const Bits32 largest = largest_magnitude(v, m);
     if (largest < kTinyBits || largest >= kWidestRangeBits) {
       store_scale(scale, largest < kTinyBits ? 0 : kNanScale);
-      std::memset(codes, 0, m);
-      return;
+      return fill_block<kDecodes>(largest < kTinyBits ? 0.0f : from_bits(kQuietNanBits), m, m, codes, decoded);
     }
     const Bits16 bits = bf16_up(from_bits(largest) / small_float_value<Format>(Format::kLargestCode));
     store_scale(scale, bits);
-    const float inverse = 1.0f / bf16_value(bits);
-    for (std::size_t i = 0; i < m; ++i) codes[i] = static_cast<Byte>(small_float_code<Format>(v[i] * inverse));
+    round_all<Format, 8, kBlock, kDecodes>(v, m, 1.0f / bf16_value(bits), bf16_value(bits), codes, decoded);
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const float s = load_scale(scale);
-    for (std::size_t i = 0; i < m; ++i) out[i] = canonical(small_float_value<Format>(codes[i]) * s);
+    put_codes<8, kBlock, kAdds>(codes, m, out, false, [=](int code) { return small_float_value<Format>(code) * s; });
   }
 };
 
@@ -281,35 +396,29 @@ struct Microscaling {
   static constexpr std::size_t kBlock = 32, kBits = kCodeBits, kScaleBytes = 1, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
 
-  static inline void encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes,
+                            float* decoded) {
     const Bits32 largest = largest_magnitude(v, m);
     if (largest < kTinyBits || largest >= kWidestRangeBits) {
       *scale = largest < kTinyBits ? 0 : kNanExponent;
-      std::memset(codes, 0, (m * kBits + 7) / 8);
-      return;
+      const float value = largest < kTinyBits ? 0.0f : from_bits(kQuietNanBits);
+      return fill_block<kDecodes>(value, m, (m * kBits + 7) / 8, codes, decoded);
     }
     const int exponent = static_cast<int>(largest >> 23) - 127 - Format::kMaxExponent;
     *scale = static_cast<Byte>(exponent + 127);
-    const float factor = power_of_two(-exponent);
-    Byte values[kBlock + 8] = {};
-    for (std::size_t i = 0; i < m; ++i) values[i] = static_cast<Byte>(small_float_code<Format>(v[i] * factor));
-    if constexpr (kCodeBits == 8) {
-      std::memcpy(codes, values, m);
-    } else {
-      pack_codes<kCodeBits>(values, m, codes);
-    }
+    const float factor = power_of_two(-exponent), back = power_of_two(exponent);
+    round_all<Format, kCodeBits, kBlock, kDecodes>(v, m, factor, back, codes, decoded);
+    return true;
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const Bits32 bits = *scale == 0 ? 0x400000u : static_cast<Bits32>(*scale) << 23;
     const float factor = from_bits(*scale == kNanExponent ? kQuietNanBits : bits);
-    Byte values[kBlock + 8];
-    if constexpr (kCodeBits == 8) {
-      std::memcpy(values, codes, m);
-    } else {
-      unpack_codes<kCodeBits>(codes, m, values);
-    }
-    for (std::size_t i = 0; i < m; ++i) out[i] = canonical(small_float_value<Format>(values[i]) * factor);
+    const bool is_plain = Format::kNanFrom >= 1 << Format::kSignBit && is_finite_number(factor);
+    put_codes<kCodeBits, kBlock, kAdds>(codes, m, out, is_plain,
+                                        [=](int code) { return small_float_value<Format>(code) * factor; });
   }
 };
 
@@ -318,19 +427,23 @@ struct Cast16 {
   static constexpr std::size_t kBlock = 256, kBits = 16, kScaleBytes = 0, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
 
-  static inline void encode(const float* v, std::size_t m, const float*, Byte*, Byte*, Byte* codes) {
+  template <bool kDecodes>
+  static inline bool encode(const float* v, std::size_t m, const float*, Byte*, Byte*, Byte* codes, float* decoded) {
     for (std::size_t i = 0; i < m; ++i) {
       const std::uint16_t half = Format::store(v[i]);
       std::memcpy(codes + 2 * i, &half, sizeof half);
+      if constexpr (kDecodes) decoded[i] = Format::load(half);
     }
+    return false;  // what is large becomes infinite
   }
 
+  template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte*, const Byte*, std::size_t m, float* out) {
-    for (std::size_t i = 0; i < m; ++i) {
+    put_values<kAdds>(m, out, false, [=](std::size_t i) {
       std::uint16_t half;
       std::memcpy(&half, codes + 2 * i, sizeof half);
-      out[i] = canonical(Format::load(half));
-    }
+      return Format::load(half);
+    });
   }
 };
 

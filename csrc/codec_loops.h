@@ -4,28 +4,10 @@
 
 // u for the `m` elements from global offset `offset` on.
 static inline void fill_run(const Random& random, std::uint64_t offset, std::size_t m, float* u) {
-  constexpr std::size_t kMost = kMaxBlock / 8 + 2;
-  const std::size_t skip = offset % 8, count = (skip + m + 7) / 8;
-  Bits32 c0[kMost], c1[kMost], c2[kMost], c3[kMost];
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint64_t counter = offset / 8 + i;
-    const Words words = philox(static_cast<Bits32>(counter), static_cast<Bits32>(counter >> 32), random.step,
-                               random.stage_and_rank, random.key[0], random.key[1]);
-    c0[i] = words.word[0];
-    c1[i] = words.word[1];
-    c2[i] = words.word[2];
-    c3[i] = words.word[3];
-  }
-  float all[8 * kMost];
-  const Bits32* const columns[4] = {c0, c1, c2, c3};
-  for (std::size_t i = 0; i < count; ++i) {
-    for (std::size_t w = 0; w < 4; ++w) {
-      const Bits32 word = columns[w][i];
-      all[8 * i + 2 * w] = static_cast<float>(static_cast<int>(word & 0xFFFFu)) * 0x1.0p-16f;
-      all[8 * i + 2 * w + 1] = static_cast<float>(static_cast<int>(word >> 16)) * 0x1.0p-16f;
-    }
-  }
-  std::memcpy(u, all + skip, m * sizeof(float));
+  alignas(64) std::uint16_t numbers[kMostTile + 8 * (kPhiloxLanes + 1)];
+  const std::size_t skip = offset % 8;
+  philox_run(random, offset / 8, (skip + m + 7) / 8, numbers);
+  fractions(numbers + skip, m, u);
 }
 
 // Calls fill(global offset, count, done) for each stretch of the tensor's elements `start` to `start + m` whose global
@@ -69,36 +51,73 @@ struct Place {  // of block `block` in a payload
 };
 
 // A constant number of elements makes the loops of full blocks free of tails.
-template <class Codec>
-static inline void encode_block(const float* v, std::size_t m, const float* u, const Place<Codec>& to) {
+template <bool kDecodes, class Codec>
+static inline bool encode_block(const float* v, std::size_t m, const float* u, const Place<Codec>& to, float* decoded) {
   if (m == Codec::kBlock) {
-    Codec::encode(v, Codec::kBlock, u, to.minima, to.scale, to.codes);
-  } else {
-    Codec::encode(v, m, u, to.minima, to.scale, to.codes);
+    return Codec::template encode<kDecodes>(v, Codec::kBlock, u, to.minima, to.scale, to.codes, decoded);
   }
+  return Codec::template encode<kDecodes>(v, m, u, to.minima, to.scale, to.codes, decoded);
 }
 
-template <class Codec>
+template <class Codec, bool kAdds = false>
 static inline void decode_block(const Byte* payload, const Layout& layout, std::size_t block, std::size_t m,
                                 float* out) {
   const Place<Codec> from(const_cast<Byte*>(payload), layout, block);
   if (m == Codec::kBlock) {
-    Codec::decode(from.codes, from.scale, from.minima, Codec::kBlock, out);
+    Codec::template decode<kAdds>(from.codes, from.scale, from.minima, Codec::kBlock, out);
   } else {
-    Codec::decode(from.codes, from.scale, from.minima, m, out);
+    Codec::template decode<kAdds>(from.codes, from.scale, from.minima, m, out);
   }
 }
 
+// Blocks are worked on in tiles of at least this many elements, so that what is done once for a tile costs little.
 template <class Codec>
-static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, float divisor, const Layout& layout,
-                             std::size_t block, std::size_t m, float* total) {
-  float decoded[Codec::kBlock];
-  decode_block<Codec>(inputs[0], layout, block, m, total);
-  for (std::size_t input = 1; input < num_inputs; ++input) {
-    decode_block<Codec>(inputs[input], layout, block, m, decoded);
-    for (std::size_t i = 0; i < m; ++i) total[i] += decoded[i];
+constexpr std::size_t kTileBlocks = Codec::kBlock < 256 ? 256 / Codec::kBlock : 1;
+template <class Codec>
+constexpr std::size_t kTileElements = kTileBlocks<Codec> * Codec::kBlock;
+
+template <class Codec>
+static inline std::size_t tile_elements(std::size_t at, std::size_t numel) {
+  return numel - at < kTileElements<Codec> ? numel - at : kTileElements<Codec>;
+}
+
+// Calls work(block, first element in the tile, count) for each block of the tile of `m` elements from `block` on.
+template <class Codec, class Work>
+static inline void for_blocks(std::size_t block, std::size_t m, const Work& work) {
+  for (std::size_t at = 0; at < m; at += Codec::kBlock, ++block) {
+    work(block, at, m - at < Codec::kBlock ? m - at : Codec::kBlock);
   }
-  if (divisor != 1.0f) {
+}
+
+// The `m` values of the tile from `block` on.
+template <class Codec>
+static inline void decode_tile(const Byte* payload, const Layout& layout, std::size_t block, std::size_t m,
+                               float* out) {
+  for_blocks<Codec>(block, m, [&](std::size_t which, std::size_t at, std::size_t count) {
+    decode_block<Codec>(payload, layout, which, count, out + at);
+  });
+}
+
+template <class Codec>
+static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, float divisor, const Layout& layout,
+                            std::size_t block, std::size_t m, float* total) {
+  for (std::size_t input = 0; input < num_inputs; ++input) {
+    const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
+    prefetch_behind(from.codes, m * Codec::kBits / 8);
+    if (input == 0) {
+      decode_tile<Codec>(inputs[0], layout, block, m, total);
+      continue;
+    }
+    for_blocks<Codec>(block, m, [&](std::size_t which, std::size_t at, std::size_t count) {
+      decode_block<Codec, true>(inputs[input], layout, which, count, total + at);
+    });
+  }
+  // A power of two can as well be multiplied with, which is faster.
+  const bool is_power = (to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f;
+  if (is_power && divisor != 1.0f) {
+    const float factor = 1.0f / divisor;
+    for (std::size_t i = 0; i < m; ++i) total[i] *= factor;
+  } else if (divisor != 1.0f) {
     for (std::size_t i = 0; i < m; ++i) total[i] /= divisor;
   }
 }
@@ -154,12 +173,19 @@ static inline const float* compensate(const void* x, DType type, const float* re
   return buffer;
 }
 
-// The values to encode.
+// The values to encode, of the tile from `block` on.
 template <class Codec>
 static inline const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
-  if (job.x != nullptr) return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
-  sum_block<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, buffer);
+  if (job.x != nullptr) {
+    if (job.exceeds_cache) {
+      const std::size_t size = element_bytes(job.type);
+      prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size);
+      if (job.residual != nullptr) prefetch_behind(job.residual + at, m * sizeof(float));
+    }
+    return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
+  }
+  sum_tile<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, buffer);
   if (job.residual != nullptr) {
     const float* residual = job.residual + at;
     for (std::size_t i = 0; i < m; ++i) buffer[i] += job.beta * residual[i];
@@ -174,53 +200,105 @@ static inline std::size_t elements_of(std::size_t block, std::size_t block_size,
 
 // --- many blocks -----------------------------------------------------------------------------------------------------
 
-template <class Codec>
-static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
-  float buffer[Codec::kBlock], decoded[Codec::kBlock], uniforms[Codec::kBlock];
-  for (std::size_t block = begin; block < end; ++block) {
-    const std::size_t at = block * Codec::kBlock, m = elements_of(block, Codec::kBlock, job.numel);
-    const float* v = values_of<Codec>(job, block, m, buffer);
-    if (job.random != nullptr) fill_uniforms(*job.random, job.first + at, m, uniforms);
-    encode_block<Codec>(v, m, job.random != nullptr ? uniforms : nullptr, Place<Codec>(job.payload, job.layout, block));
-    if (job.residual != nullptr) {
-      decode_block<Codec>(job.payload, job.layout, block, m, decoded);
-      float* residual = job.residual + at;
-      const float gamma = job.gamma;
-      for (std::size_t i = 0; i < m; ++i) {
-        const bool is_finite = (to_bits(decoded[i]) & kMagnitude) < kInfinityBits;
-        const float rest = (v[i] - decoded[i]) * gamma;
-        residual[i] = is_finite ? rest : residual[i];
-      }
-    }
+static inline void replace_residual(const float* v, const float* decoded, float gamma, bool are_finite, std::size_t m,
+                                    float* residual) {
+  if (are_finite) {
+    for (std::size_t i = 0; i < m; ++i) residual[i] = (v[i] - decoded[i]) * gamma;
+    return;
+  }
+  for (std::size_t i = 0; i < m; ++i) {
+    const float rest = (v[i] - decoded[i]) * gamma;
+    residual[i] = is_finite_number(decoded[i]) ? rest : residual[i];
+  }
+}
+
+// One tile: its values, its payload, and with kFeeds its residuals.
+template <class Codec, bool kFeeds>
+static inline void encode_tile(const EncodeJob& job, std::size_t block, std::size_t m) {
+  constexpr std::size_t kMost = kTileElements<Codec>, kCodeBytes = kMost * Codec::kBits / 8;
+  alignas(64) float buffer[kMost], decoded[kFeeds ? kMost : 1], uniforms[kMost];
+  alignas(64) Byte staged[kCodeBytes];
+  const float* v = values_of<Codec>(job, block, m, buffer);
+  const float* u = nullptr;
+  if (job.random != nullptr) {
+    fill_uniforms(*job.random, job.first + block * Codec::kBlock, m, uniforms);
+    u = uniforms;
+  }
+  bool are_finite = true;
+  for_blocks<Codec>(block, m, [&](std::size_t which, std::size_t at, std::size_t count) {
+    Place<Codec> to(job.payload, job.layout, which);
+    if (job.streams) to.codes = staged + at * Codec::kBits / 8;
+    const float* numbers = u == nullptr ? nullptr : u + at;
+    are_finite &= encode_block<kFeeds>(v + at, count, numbers, to, kFeeds ? decoded + at : nullptr);
+  });
+  if (job.streams) stream_copy(Place<Codec>(job.payload, job.layout, block).codes, staged, (m * Codec::kBits + 7) / 8);
+  if constexpr (kFeeds) {
+    replace_residual(v, decoded, job.gamma, are_finite, m, job.residual + block * Codec::kBlock);
   }
 }
 
 template <class Codec>
+static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
+  const std::size_t last = end * Codec::kBlock < job.numel ? end * Codec::kBlock : job.numel;
+  for (std::size_t block = begin; block < end; block += kTileBlocks<Codec>) {
+    const std::size_t m = tile_elements<Codec>(block * Codec::kBlock, last);
+    if (job.residual != nullptr) {
+      encode_tile<Codec, true>(job, block, m);
+    } else {
+      encode_tile<Codec, false>(job, block, m);
+    }
+  }
+  if (job.streams) finish_streams();
+}
+
+template <class Codec>
 static void range_of_blocks(const EncodeJob& job, std::size_t begin, std::size_t end, std::int32_t range[2]) {
-  float buffer[Codec::kBlock];
+  alignas(64) float buffer[Codec::kBlock];
   for (std::size_t block = begin; block < end; ++block) {
     const std::size_t m = elements_of(block, Codec::kBlock, job.numel);
     find_range(values_of<Codec>(job, block, m, buffer), m, range);
   }
 }
 
+// The tile's values go to `out` by way of a buffer, from where they leave past the caches if the job says so.
 template <class Codec>
-static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t end) {
-  float total[Codec::kBlock], before[Codec::kBlock];
-  for (std::size_t block = begin; block < end; ++block) {
-    const std::size_t at = block * Codec::kBlock, m = elements_of(block, Codec::kBlock, job.numel);
-    if (job.num_inputs == 1 && job.divisor == 1.0f && !job.adds && job.type == DType::kFloat32) {
-      decode_block<Codec>(job.inputs[0], job.layout, block, m, static_cast<float*>(job.out) + at);
-      continue;
-    }
-    sum_block<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, total);
-    if (job.adds) {
-      load_values(job.out, job.type, at, m, before);
-      const float weight = job.weight;
-      for (std::size_t i = 0; i < m; ++i) total[i] = before[i] + weight * total[i];
-    }
+static inline void decode_tile_to(const DecodeJob& job, std::size_t block, std::size_t m) {
+  alignas(64) float total[kTileElements<Codec>], before[kTileElements<Codec>];
+  const std::size_t at = block * Codec::kBlock;
+  sum_tile<Codec>(job.inputs, job.num_inputs, job.divisor, job.layout, block, m, total);
+  if (job.adds) {
+    load_values(job.out, job.type, at, m, before);
+    const float weight = job.weight;
+    for (std::size_t i = 0; i < m; ++i) total[i] = before[i] + weight * total[i];
+  }
+  if (job.streams) {
+    alignas(64) double staged[kTileElements<Codec>];
+    store_values(staged, job.type, 0, m, total);
+    const std::size_t size = element_bytes(job.type);
+    stream_copy(static_cast<Byte*>(job.out) + at * size, staged, m * size);
+  } else {
     store_values(job.out, job.type, at, m, total);
   }
+}
+
+template <class Codec>
+static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t end) {
+  const bool is_plain = job.num_inputs == 1 && job.divisor == 1.0f && !job.adds && job.type == DType::kFloat32;
+  const std::size_t last = end * Codec::kBlock < job.numel ? end * Codec::kBlock : job.numel;
+  alignas(64) float decoded[kTileElements<Codec>];
+  for (std::size_t block = begin; block < end; block += kTileBlocks<Codec>) {
+    const std::size_t at = block * Codec::kBlock, m = tile_elements<Codec>(at, last);
+    if (!is_plain) {
+      decode_tile_to<Codec>(job, block, m);
+    } else if (job.streams) {
+      prefetch_behind(Place<Codec>(const_cast<Byte*>(job.inputs[0]), job.layout, block).codes, m * Codec::kBits / 8);
+      decode_tile<Codec>(job.inputs[0], job.layout, block, m, decoded);
+      stream_copy(static_cast<float*>(job.out) + at, decoded, m * sizeof(float));
+    } else {
+      decode_tile<Codec>(job.inputs[0], job.layout, block, m, static_cast<float*>(job.out) + at);
+    }
+  }
+  if (job.streams) finish_streams();
 }
 
 #include "hadamard_impl.h"
@@ -247,5 +325,9 @@ static inline CodecKernels make_codec_kernels() {
   add_codec<Cast16<Float16>>(kernels, CodecId::kFloat16);
   kernels.range = &range_of_blocks<Bagua>;
   kernels.rotate = &rotate_pieces;
+  kernels.stream_copy = [](void* dst, const void* src, std::size_t nbytes) {
+    stream_copy(dst, src, nbytes);
+    finish_streams();
+  };
   return kernels;
 }

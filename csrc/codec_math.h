@@ -115,32 +115,56 @@ COMMLIB_MATH float power_of_two(int exponent) {  // -126..127
   return from_bits(static_cast<Bits32>(exponent + 127) << 23);
 }
 
+struct SmallRounding {
+  int code;
+  float value;  // of that code
+};
+
+// The number of the format nearest to `y` (finite), ties to even, saturating.
+template <class Format>
+COMMLIB_MATH SmallRounding round_to_small_float(float y) {
+  constexpr int kShift = 23 - Format::kMantissa, kLeast = (Format::kMinExponent + 127) << 23;
+  constexpr int kFraction = 1 << Format::kMantissa;
+  constexpr float kMost = static_cast<float>((Format::kLargestCode & (kFraction - 1)) | kFraction) *
+                          static_cast<float>(1 << (Format::kMaxExponent - Format::kMantissa));
+  const Bits32 magnitude = to_bits(y) & kMagnitude, sign = to_bits(y) & ~kMagnitude;
+  const int raw_exponent = static_cast<int>(magnitude & kInfinityBits);
+  const int exponent = raw_exponent < kLeast ? kLeast : raw_exponent;
+  // The adder rounds at the last bit that is kept: add 1.5 * 2^23 of that bit. It is passed at most 2^(kMantissa + 1)
+  // times.
+  const int rounder = exponent + (kShift << 23 | 0x400000);
+  const float sum = from_bits(magnitude) + from_bits(static_cast<Bits32>(rounder));
+  const int code = ((exponent - kLeast) >> kShift) + (static_cast<int>(to_bits(sum)) - rounder);
+  const float value = sum - from_bits(static_cast<Bits32>(rounder));
+  const int saturated = code > Format::kLargestCode ? Format::kLargestCode : code;
+  const float largest = value > kMost ? kMost : value;
+  return {saturated | static_cast<int>(sign >> (31 - Format::kSignBit)), from_bits(to_bits(largest) | sign)};
+}
+
 // The code nearest to `y` (finite), ties to even, saturating.
 template <class Format>
 COMMLIB_MATH int small_float_code(float y) {
-  const Bits32 magnitude = to_bits(y) & kMagnitude;
-  const int raw_exponent = static_cast<int>(magnitude >> 23) - 127;
-  const int exponent = raw_exponent < Format::kMinExponent ? Format::kMinExponent : raw_exponent;
-  // The adder rounds at the last bit that is kept: add 1.5 * 2^23 of that bit. `steps` is at most 2^(kMantissa + 1).
-  const float rounder = from_bits(static_cast<Bits32>(exponent - Format::kMantissa + 23 + 127) << 23 | 0x400000u);
-  const int steps = static_cast<int>(to_bits(from_bits(magnitude) + rounder) - to_bits(rounder));
-  const int code = ((exponent - Format::kMinExponent) << Format::kMantissa) + steps;
-  const int saturated = code > Format::kLargestCode ? Format::kLargestCode : code;
-  return saturated | static_cast<int>(to_bits(y) >> 31) << Format::kSignBit;
+  return round_to_small_float<Format>(y).code;
 }
 
+// The number that a code stands for; a NaN is the positive one without payload.
 template <class Format>
 COMMLIB_MATH float small_float_value(int code) {
-  constexpr int kMask = (1 << Format::kSignBit) - 1;
+  constexpr int kShift = 23 - Format::kMantissa, kMask = (1 << Format::kSignBit) - 1;
+  constexpr Bits32 kLeast = static_cast<Bits32>(Format::kMinExponent + 127) << 23;
   const int magnitude = code & kMask;
-  const int exponent = magnitude >> Format::kMantissa, fraction = magnitude & ((1 << Format::kMantissa) - 1);
-  // No denormal on the way: processors take a hundred cycles for one.
-  const int steps = exponent > 0 ? fraction | 1 << Format::kMantissa : fraction;
-  const int unit = (exponent > 0 ? exponent : 1) - 1 + Format::kMinExponent - Format::kMantissa;
-  float value = static_cast<float>(steps) * power_of_two(unit);
-  if constexpr (Format::kHasInfinity) value = magnitude == Format::kNanFrom - 1 ? from_bits(kInfinityBits) : value;
+  // No denormal on the way, as processors take a hundred cycles for one: a code without exponent is read as 2^min more
+  // than it stands for.
+  const bool is_small = magnitude < 1 << Format::kMantissa;
+  const Bits32 bits = (static_cast<Bits32>(magnitude) << kShift) + (is_small ? kLeast : kLeast - (1u << 23));
+  const float number = from_bits(bits) - (is_small ? from_bits(kLeast) : 0.0f);
+  float value = from_bits(to_bits(number) | static_cast<Bits32>(code >> Format::kSignBit & 1) << 31);
+  if constexpr (Format::kHasInfinity) {
+    const Bits32 sign = static_cast<Bits32>(code >> Format::kSignBit & 1) << 31;
+    value = magnitude == Format::kNanFrom - 1 ? from_bits(kInfinityBits | sign) : value;
+  }
   if constexpr (Format::kNanFrom <= kMask) value = magnitude >= Format::kNanFrom ? from_bits(kQuietNanBits) : value;
-  return from_bits(to_bits(value) | static_cast<Bits32>(code >> Format::kSignBit & 1) << 31);
+  return value;
 }
 
 // --- random numbers --------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "codec.h"
@@ -45,64 +47,145 @@ const SparseKernels& kernels() {
   return *active_kernels().sparse;
 }
 
+// Keys in memory that belongs to a Scratch.
+struct Keys {
+  Key* data;
+  std::size_t size;
+};
+
+// Memory for keys that a thread keeps from call to call, since fresh memory costs more than what is done with it. What
+// is larger than kMostKept is given back after the call.
+class Scratch {
+ public:
+  Key* reserve(std::size_t count) {
+    if (count > capacity_) {
+      keys_.reset();                // first, so that both never exist together
+      keys_.reset(new Key[count]);  // not initialised
+      capacity_ = count;
+    }
+    return keys_.get();
+  }
+  void release() {
+    if (capacity_ * sizeof(Key) <= kMostKept) return;
+    keys_.reset();
+    capacity_ = 0;
+  }
+
+ private:
+  static constexpr std::size_t kMostKept = std::size_t{128} << 20;
+  std::unique_ptr<Key[]> keys_;
+  std::size_t capacity_ = 0;
+};
+
+thread_local Scratch first_scratch, second_scratch;
+
+struct ScratchScope {
+  ~ScratchScope() {
+    first_scratch.release();
+    second_scratch.release();
+  }
+};
+
+// The `count`-th largest of the keys, 1 <= count <= size: each round counts the keys of the range that is left in
+// kBins parts of it and goes on with the part that holds the one sought. Six rounds suffice for any keys.
+Key nth_largest(const Keys& keys, std::size_t count) {
+  constexpr std::size_t kBins = 2048, kFew = 1024;
+  Key low = ~Key{0}, high = 0;
+  for (std::size_t i = 0; i < keys.size; ++i) {
+    low = std::min(low, keys.data[i]);
+    high = std::max(high, keys.data[i]);
+  }
+  while (low < high) {
+    int shift = 0;
+    while ((high - low) >> shift >= kBins) ++shift;
+    std::uint32_t bins[kBins] = {};
+    for (std::size_t i = 0; i < keys.size; ++i) {
+      const Key at = keys.data[i] - low;
+      if (at <= high - low) ++bins[at >> shift];
+    }
+    std::size_t bin = (high - low) >> shift;
+    for (; bins[bin] < count; --bin) count -= bins[bin];
+    low += static_cast<Key>(bin) << shift;
+    high = std::min(high, low + ((Key{1} << shift) - 1));
+    if (bins[bin] > kFew) continue;
+    Key few[kFew];
+    std::size_t found = 0;
+    for (std::size_t i = 0; i < keys.size; ++i) {
+      if (keys.data[i] - low <= high - low) few[found++] = keys.data[i];
+    }
+    std::nth_element(few, few + (count - 1), few + found, std::greater<>());
+    return few[count - 1];
+  }
+  return low;
+}
+
 // Keeps the `count` largest keys, in the order in which they stand.
-void keep_largest(std::vector<Key>& keys, std::size_t count) {
-  if (keys.size() <= count) return;
-  if (count == 0) return keys.clear();
-  std::vector<Key> copy(keys);
-  std::nth_element(copy.begin(), copy.begin() + static_cast<std::ptrdiff_t>(count - 1), copy.end(), std::greater<>());
-  const Key least = copy[count - 1];
-  keys.erase(std::remove_if(keys.begin(), keys.end(), [least](Key key) { return key < least; }), keys.end());
+void keep_largest(Keys& keys, std::size_t count) {
+  if (keys.size <= count) return;
+  const Key least = count == 0 ? 0 : nth_largest(keys, count);
+  std::size_t kept = 0;
+  for (std::size_t i = 0; count > 0 && i < keys.size; ++i) {
+    const Key key = keys.data[i];
+    keys.data[kept] = key;  // a branch would be mispredicted
+    kept += key >= least;
+  }
+  keys.size = kept;
+}
+
+// How many keys `collect` needs room for.
+std::size_t room_for(std::size_t count, std::size_t elements) {
+  return std::min(2 * count + kLeastRoom, elements + kTile);
 }
 
 // The `count` largest of a stretch whose magnitudes are in low..high - 1; all such ones where there are fewer.
-std::vector<Key> collect(const SparseSource& source, std::size_t begin, std::size_t end, std::uint32_t low,
-                         std::uint32_t high, std::size_t count, bool writes) {
-  std::vector<Key> keys(std::min(2 * count + kLeastRoom, end - begin + kTile));
-  Scan scan = {low, high, writes, keys.data(), keys.size(), 0};
-  const std::size_t room = keys.size();
+Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std::uint32_t low, std::uint32_t high,
+             std::size_t count, bool writes, Key* memory) {
+  Scan scan = {low, high, writes, memory, room_for(count, end - begin), 0};
   for (std::size_t at = begin; at < end;) {
     at = kernels().scan(source, at, end, scan);
     if (at < end) {
-      keys.resize(scan.count);
+      Keys keys = {memory, scan.count};
       keep_largest(keys, count);
-      scan.count = keys.size();
+      scan.count = keys.size;
       // Later elements with the magnitude of the worst one lose against it by their index.
       if (scan.count == count) {
         std::uint32_t worst = high;
-        for (const Key key : keys) worst = std::min(worst, magnitude_of(key));
+        for (std::size_t i = 0; i < keys.size; ++i) worst = std::min(worst, magnitude_of(memory[i]));
         scan.low = std::min(high, std::max(scan.low, worst + 1));
       }
-      keys.resize(room);
-      scan.keys = keys.data();
     }
   }
-  keys.resize(scan.count);
-  return keys;
+  return {memory, scan.count};
 }
 
 // The same over the whole chunk, in parts; in the order of the indices.
-std::vector<Key> collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32_t high, std::size_t count,
-                                  bool writes, int num_threads) {
-  const std::size_t num_parts =
-      std::clamp<std::size_t>(source.numel / kGrain, 1, static_cast<std::size_t>(std::max(num_threads, 1)));
-  const std::size_t size = (source.numel + num_parts - 1) / num_parts;
-  std::vector<std::vector<Key>> parts(num_parts);
+Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32_t high, std::size_t count, bool writes,
+                      int num_threads, Scratch& scratch) {
+  constexpr std::size_t kMostParts = 256;
+  const std::size_t most = std::min<std::size_t>(kMostParts, static_cast<std::size_t>(std::max(num_threads, 1)));
+  const std::size_t num_parts = std::clamp<std::size_t>(source.numel / kGrain, 1, most);
+  const std::size_t size = (source.numel + num_parts - 1) / num_parts, room = room_for(count, size);
+  Key* const memory = scratch.reserve(num_parts * room);
+  Keys parts[kMostParts];
   parallel_for(num_parts, 1, num_threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t part = begin; part < end; ++part) {
       const std::size_t first = std::min(part * size, source.numel), last = std::min(first + size, source.numel);
-      parts[part] = collect(source, first, last, low, high, count, writes);
+      parts[part] = collect(source, first, last, low, high, count, writes, memory + part * room);
     }
   });
-  std::vector<Key> keys = std::move(parts[0]);
-  for (std::size_t part = 1; part < num_parts; ++part) keys.insert(keys.end(), parts[part].begin(), parts[part].end());
+  Keys keys = parts[0];
+  for (std::size_t part = 1; part < num_parts; ++part) {
+    std::memmove(keys.data + keys.size, parts[part].data, parts[part].size * sizeof(Key));
+    keys.size += parts[part].size;
+  }
   return keys;
 }
 
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   if (source.numel < 4 * kSamples || count == 0) return 0;
-  std::vector<std::uint32_t> sample;
+  static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
+  sample.clear();
   sample.reserve(kSamples);
   const std::size_t stride = source.numel / (kSamples / kRun);
   for (std::size_t at = 0; at + kRun <= source.numel && sample.size() + kRun <= kSamples; at += stride) {
@@ -135,22 +218,47 @@ std::size_t values_at(std::size_t places) {
   return aligned(4 * places);
 }
 
-void write_payload(const std::vector<Key>& keys, std::size_t places, std::uint8_t* payload) {
+void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload) {
+  if (places == 0) return;
   std::uint8_t* values = payload + values_at(places);
-  std::memset(payload, 0xFF, 4 * places);
-  std::memset(payload + 4 * places, 0, sparse_payload_bytes(places) - 4 * places);
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    store_word(payload + 4 * i, index_of(keys[i]));
-    store_word(values + 4 * i, bits_of(keys[i]));
-  }
+  const std::size_t unused = places - keys.size;
+  for (std::size_t i = 0; i < keys.size; ++i) store_word(payload + 4 * i, index_of(keys.data[i]));
+  std::memset(payload + 4 * keys.size, 0xFF, 4 * unused);
+  std::memset(payload + 4 * places, 0, values_at(places) - 4 * places);
+  for (std::size_t i = 0; i < keys.size; ++i) store_word(values + 4 * i, bits_of(keys.data[i]));
+  std::memset(values + 4 * keys.size, 0, values_at(places) - 4 * keys.size);
 }
 
 // What was sent leaves nothing behind; what is not finite leaves the residual as it was.
-void clear_sent(const SparseSource& source, const std::vector<Key>& keys) {
+void clear_sent(const SparseSource& source, const Keys& keys) {
   if (source.residual == nullptr) return;
-  for (const Key key : keys) {
-    if (magnitude_of(key) < kInfinityBits) source.residual[index_of(key)] = 0.0f * source.gamma;
+  const float rest = 0.0f * source.gamma;
+  for (std::size_t i = 0; i < keys.size; ++i) {
+    if (magnitude_of(keys.data[i]) < kInfinityBits) source.residual[index_of(keys.data[i])] = rest;
   }
+}
+
+// Adds to `keys`, all that reach `low`, the best of the elements below it: `places` keys in all, in order. Reads what
+// the first pass wrote. Elements that are not finite were all collected: their residuals, still the old ones, must not
+// be taken for them.
+void complete(const SparseSource& source, std::uint32_t low, std::size_t places, int num_threads, Keys& keys) {
+  SparseSource rest = source;
+  if (source.residual != nullptr) rest = {source.residual, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel};
+  std::vector<std::uint32_t> taken;
+  for (std::size_t i = 0; i < keys.size; ++i) {
+    if (magnitude_of(keys.data[i]) >= kInfinityBits) taken.push_back(index_of(keys.data[i]));
+  }
+  const std::size_t missing = places - keys.size;
+  Keys more = collect_in_parts(rest, 0, low, missing + taken.size(), false, num_threads, second_scratch);
+  if (source.residual != nullptr) {
+    const auto is_taken = [&](Key key) { return std::binary_search(taken.begin(), taken.end(), index_of(key)); };
+    more.size = static_cast<std::size_t>(std::remove_if(more.data, more.data + more.size, is_taken) - more.data);
+  }
+  keep_largest(more, missing);
+  const auto by_index = [](Key a, Key b) { return index_of(a) < index_of(b); };
+  std::copy(more.data, more.data + more.size, keys.data + keys.size);  // there is room for 2 * places
+  std::inplace_merge(keys.data, keys.data + keys.size, keys.data + keys.size + more.size, by_index);
+  keys.size += more.size;
 }
 
 }  // namespace
@@ -161,30 +269,13 @@ std::size_t sparse_payload_bytes(std::size_t places) {
 
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads) {
   const ExactFloatScope exact;
+  const ScratchScope scope;
   const bool writes = source.residual != nullptr;
   // The second pass reads what the first one wrote, which is v only where gamma is 1.
   const bool can_guess = !writes || source.gamma == 1.0f;
   const std::uint32_t low = can_guess ? guess_threshold(source, places) : 0;
-  std::vector<Key> keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads);
-  if (keys.size() < places && low > 0) {
-    SparseSource rest = source;
-    if (writes) rest = {source.residual, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel};
-    // Elements that are not finite were all collected: their residuals, still the old ones, must not be taken for them.
-    std::vector<std::uint32_t> taken;
-    for (const Key key : keys) {
-      if (magnitude_of(key) >= kInfinityBits) taken.push_back(index_of(key));
-    }
-    std::vector<Key> more = collect_in_parts(rest, 0, low, places - keys.size() + taken.size(), false, num_threads);
-    if (writes) {
-      const auto is_taken = [&](Key key) { return std::binary_search(taken.begin(), taken.end(), index_of(key)); };
-      more.erase(std::remove_if(more.begin(), more.end(), is_taken), more.end());
-    }
-    keep_largest(more, places - keys.size());
-    const auto by_index = [](Key a, Key b) { return index_of(a) < index_of(b); };
-    const auto middle = static_cast<std::ptrdiff_t>(keys.size());
-    keys.insert(keys.end(), more.begin(), more.end());
-    std::inplace_merge(keys.begin(), keys.begin() + middle, keys.end(), by_index);
-  }
+  Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch);
+  if (keys.size < places && low > 0) complete(source, low, places, num_threads, keys);
   keep_largest(keys, places);
   write_payload(keys, places, payload);
   clear_sent(source, keys);
@@ -193,14 +284,15 @@ void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* 
 // In order and in one thread, as the first `places` of them are wanted.
 void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload) {
   const ExactFloatScope exact;
-  std::vector<Key> keys(std::min(places + kTile, source.numel + kTile));
-  Scan scan = {threshold_bits, 0x80000000u, source.residual != nullptr, keys.data(), keys.size(), 0};
+  const ScratchScope scope;
+  const std::size_t room = std::min(places + kTile, source.numel + kTile);
+  Scan scan = {threshold_bits, 0x80000000u, source.residual != nullptr, first_scratch.reserve(room), room, 0};
   std::size_t at = kernels().scan(source, 0, source.numel, scan);
   if (at < source.numel) {  // full: the rest only has its residuals replaced
     Scan rest = {0, 0, scan.writes, nullptr, 0, 0};
     if (rest.writes) kernels().scan(source, at, source.numel, rest);
   }
-  keys.resize(std::min(scan.count, places));
+  const Keys keys = {scan.keys, std::min(scan.count, places)};
   write_payload(keys, places, payload);
   clear_sent(source, keys);
 }
@@ -208,18 +300,31 @@ void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std:
 void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
                      std::uint32_t stage_and_rank, std::size_t places, std::uint8_t* payload, int num_threads) {
   const ExactFloatScope exact;
-  std::vector<Key> keys(places);
+  const ScratchScope scope;
+  const Keys keys = {first_scratch.reserve(places), places};
+  constexpr std::size_t kBatch = 64;  // enough reads under way to hide that each one misses the caches
+  std::uint32_t indices[kBatch];
   scalar_math::Words words = {};
-  for (std::uint64_t j = 0; j < places; ++j) {
-    if (j % 4 == 0) {
-      words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
+  std::uint64_t low = 0;
+  for (std::uint64_t first = 0; first < places; first += kBatch) {
+    const std::size_t count = std::min<std::uint64_t>(kBatch, places - first);
+    for (std::uint64_t j = first; j < first + count; ++j) {
+      if (j % 4 == 0) {
+        words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
+      }
+      const std::uint64_t high = (j + 1) * source.numel / places;
+      const auto index = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
+      __builtin_prefetch(static_cast<const std::uint8_t*>(source.x) + index * element_bytes(source.type));
+      if (source.residual != nullptr) __builtin_prefetch(source.residual + index);
+      indices[j - first] = index;
+      low = high;
     }
-    const std::uint64_t low = j * source.numel / places, high = (j + 1) * source.numel / places;
-    const auto index = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
-    const float v = kernels().value(source, index);
-    std::uint32_t bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    keys[j] = make_key(bits, index);
+    for (std::size_t i = 0; i < count; ++i) {
+      const float v = kernels().value(source, indices[i]);
+      std::uint32_t bits;
+      std::memcpy(&bits, &v, sizeof bits);
+      keys.data[first + i] = make_key(bits, indices[i]);
+    }
   }
   if (source.residual != nullptr) {
     parallel_for(source.numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
@@ -249,6 +354,7 @@ bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_
 
 void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
                    float weight, float* out, std::size_t numel) {
+  if (numel == 0) return;
   const ExactFloatScope exact;
   if (!adds) std::memset(static_cast<void*>(out), 0, numel * sizeof(float));
   for (std::size_t input = 0; input < count; ++input) {

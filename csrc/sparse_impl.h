@@ -40,7 +40,7 @@ static inline void append_hits(const float* v, std::size_t first, std::size_t m,
 }
 
 static std::size_t scan_elements(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan) {
-  float buffer[kTile];
+  alignas(64) float buffer[kTile];
   for (std::size_t at = begin; at < end; at += kTile) {
     if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
     const std::size_t m = end - at < kTile ? end - at : kTile;
@@ -60,7 +60,7 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
 }
 
 static float value_of_element(const SparseSource& source, std::size_t index) {
-  float buffer[1];
+  float buffer[1] = {};
   return *compensate(source.x, source.type, source.residual, source.beta, index, 1, buffer);
 }
 

@@ -1,6 +1,6 @@
 #include "threads.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,25 +14,23 @@
 namespace commlib {
 namespace {
 
-using Work = std::function<void(std::size_t, std::size_t)>;
-
 // The parts of one job, taken one by one by whoever is free.
 class Parts {
  public:
-  Parts(std::size_t count, std::size_t size, const Work& work) : count_(count), size_(size), work_(work) {}
+  Parts(std::size_t count, std::size_t size, PartFn work) : count_(count), size_(size), work_(work) {}
 
   void take_all() {
     const ExactFloatScope exact;
     for (;;) {
       const std::size_t begin = next_.fetch_add(size_, std::memory_order_relaxed);
       if (begin >= count_) return;
-      work_(begin, std::min(begin + size_, count_));
+      work_.call(work_.context, begin, std::min(begin + size_, count_));
     }
   }
 
  private:
   std::size_t count_, size_;
-  const Work& work_;
+  PartFn work_;
   std::atomic<std::size_t> next_{0};
 };
 
@@ -81,22 +79,27 @@ class Pool {
   std::size_t num_threads_ = 0, wanted_ = 0, busy_ = 0;
 };
 
-// A forked child has no helpers: it gets a pool of its own.
+std::atomic<Pool*> pool{nullptr};
+
+// A forked child has no helpers, and its copies of the pool's locks may be held for ever by threads that it has not: it
+// gets a pool of its own. No lock guards the pointer, so that a fork at any moment leaves it whole.
+void forget_pool() {
+  pool.store(nullptr, std::memory_order_relaxed);
+}
+[[maybe_unused]] const int kForgetsWhenForked = pthread_atfork(nullptr, nullptr, forget_pool);
+
 Pool& pool_of_this_process() {
-  static std::mutex mutex;
-  static Pool* pool = nullptr;
-  static pid_t owner = 0;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (pool == nullptr || owner != getpid()) {
-    pool = new Pool;
-    owner = getpid();
-  }
-  return *pool;
+  Pool* current = pool.load(std::memory_order_acquire);
+  if (current != nullptr) return *current;
+  auto* made = new Pool;
+  if (pool.compare_exchange_strong(current, made, std::memory_order_acq_rel)) return *made;
+  delete made;
+  return *current;
 }
 
 }  // namespace
 
-void parallel_for(std::size_t count, std::size_t grain, int num_threads, const Work& work) {
+void run_parts(std::size_t count, std::size_t grain, int num_threads, PartFn work) {
   if (count == 0) return;
   const std::size_t grains = (count + grain - 1) / grain;
   const auto threads = static_cast<std::size_t>(std::max(num_threads, 1));
@@ -104,8 +107,8 @@ void parallel_for(std::size_t count, std::size_t grain, int num_threads, const W
     Parts(count, count, work).take_all();
     return;
   }
-  Pool& pool = pool_of_this_process();
-  const std::unique_lock<std::mutex> owned(pool.in_use, std::try_to_lock);
+  Pool& helpers = pool_of_this_process();
+  const std::unique_lock<std::mutex> owned(helpers.in_use, std::try_to_lock);
   if (!owned.owns_lock()) {
     Parts(count, count, work).take_all();
     return;
@@ -113,7 +116,7 @@ void parallel_for(std::size_t count, std::size_t grain, int num_threads, const W
   const std::size_t parts_per_thread = 4;
   const std::size_t size = (grains + threads * parts_per_thread - 1) / (threads * parts_per_thread) * grain;
   Parts parts(count, size, work);
-  pool.run(parts, static_cast<int>(std::min(threads, grains)) - 1);
+  helpers.run(parts, static_cast<int>(std::min(threads, grains)) - 1);
 }
 
 }  // namespace commlib

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import native_codecs, reference_ops
+from commlib.kernels import native, native_codecs, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS, F32, Floats, Stream
 
 IDS = {name: idx for idx, name in enumerate(BLOCK_CODECS, start=1)} | {"bf16": 11, "fp16": 12}
 STOCHASTIC = ("int8", "uint8_minmax", "int4", "int2")
+SLOW = os.environ.get("COMMLIB_SLOW_TESTS") == "1"
+CASES = 10_000 if SLOW else 300
 SIZES = (0, 1, 2, 3, 7, 15, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 5000)
 
 
@@ -159,12 +165,35 @@ def test_other_types_are_cast_first_and_last(dtype: torch.dtype, isa: str) -> No
         assert torch.equal(out, torch.from_numpy(BLOCK_CODECS[name].decode(payload.numpy(), 1000)).to(dtype))
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(sorted(BLOCK_CODECS)), st.integers(0, 600), st.integers(0, 2**31), st.integers(-120, 110))
-def test_any_floats(name: str, numel: int, seed: int, exponent: int) -> None:
+@pytest.mark.timeout(1800)
+@settings(deadline=None, max_examples=CASES)
+@given(
+    st.sampled_from(native.supported_isas()),
+    st.sampled_from(sorted(BLOCK_CODECS)),
+    st.integers(0, 600),
+    st.integers(0, 2**31),
+    st.integers(-120, 110),
+    st.booleans(),
+)
+def test_any_floats(isa: str, name: str, numel: int, seed: int, exponent: int, feeds: bool) -> None:
     rng, codec = np.random.default_rng(seed), BLOCK_CODECS[name]
     x = (rng.standard_normal(numel) * 2.0 ** (exponent + rng.integers(-8, 8, numel))).astype(F32)
-    np.testing.assert_array_equal(encode(name, x), codec.encode(x))
+    x[rng.random(numel) < rng.choice([0, 0.001])] = rng.choice(special_values())
+    before = native.isa()
+    native.load().select_isa(isa)
+    try:
+        if not feeds:
+            expected = codec.encode(x)
+            np.testing.assert_array_equal(encode(name, x), expected)
+            same(decode(name, expected, numel), codec.decode(expected, numel))
+            return
+        residual = (rng.standard_normal(numel) * 2.0**exponent).astype(F32)
+        payload, rest = reference_ops.encode_with_feedback(codec, x, residual, 0.5, 1.0)
+        own = torch.from_numpy(residual.copy())
+        np.testing.assert_array_equal(encode(name, x, feedback=Feedback(own, 0.5, 1.0)), payload)
+        same(own.numpy(), rest)
+    finally:
+        native.load().select_isa(before)
 
 
 @pytest.mark.parametrize("name", BLOCK_CODECS)
@@ -221,3 +250,84 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(CodecError, match="segments"):
         Random(0, segments=[(1, 0)])
     assert torch.equal(good, buffer(size)), "nothing may be written"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "onebit", "mxfp4"])
+def test_large_tensors_that_are_written_past_the_caches(name: str, isa: str) -> None:
+    numel = (36 << 20) // 4 + 77  # more than any machine's limit, and no multiple of a block
+    x = torch.randn(numel)
+    part = 512 * 1024
+    whole = torch.full((native_codecs.payload_bytes(IDS[name], numel),), 0xA5, dtype=torch.uint8)
+    native_codecs.encode(IDS[name], x, whole)
+    out = torch.full((numel + 32,), 7.0)[16:-16]
+    native_codecs.decode(IDS[name], whole, out)
+    piece, small = torch.empty(part), buffer(native_codecs.payload_bytes(IDS[name], part))
+    for first in range(0, numel - part, part):  # blocks do not depend on what else is in the tensor
+        native_codecs.encode(IDS[name], x[first : first + part], small)
+        native_codecs.decode(IDS[name], small, piece)
+        assert torch.equal(piece, out[first : first + part])
+    shifted = torch.empty(numel + 1)[1:]  # an address that only single elements are aligned to
+    native_codecs.decode(IDS[name], whole, shifted)
+    assert torch.equal(shifted, out)
+
+
+def test_index_arithmetic_is_of_64_bits() -> None:
+    numel = 2**31 + 257
+    for name, idx in IDS.items():
+        block = native_codecs.payload_bytes(idx, 1 << 20) - native_codecs.payload_bytes(idx, 1 << 19)
+        expected = block * (numel // (1 << 19))
+        got = native_codecs.payload_bytes(idx, numel)
+        assert expected <= got < expected + block + 1024, name
+        assert native_codecs.buffer_bytes(idx, numel, 1 << 20) > 2**27
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_more_elements_than_32_bits_count() -> None:
+    name, numel = "int8", 2**31 + 257
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 << 30:
+        pytest.skip("needs 8 GiB of free memory")
+    x = torch.zeros(numel, dtype=torch.bfloat16)
+    tail = torch.randn(1000).to(torch.bfloat16)
+    x[-1000:] = tail
+    out = torch.zeros(native_codecs.payload_bytes(IDS[name], numel), dtype=torch.uint8)
+    native_codecs.encode(IDS[name], x, out)
+    x.fill_(3)
+    native_codecs.decode(IDS[name], out, x)
+    assert not x[: 2**31 - 1000].any()
+    error = (x[-1000:] - tail).float().abs().max()
+    assert 0 < error < 0.02 * tail.float().abs().max()
+
+
+def _encode_in_child(x: torch.Tensor, payload: torch.Tensor, out: torch.Tensor) -> None:
+    native_codecs.encode(1, x, out)
+    os._exit(0 if np.array_equal(out.numpy(), payload.numpy()) else 1)  # torch's own threads did not survive the fork
+
+
+def test_a_fork_while_another_thread_encodes_leaves_the_child_able_to() -> None:
+    x = torch.randn(1 << 20)
+    payload = buffer(native_codecs.payload_bytes(1, x.numel()))
+    native_codecs.encode(1, x, payload)
+    own = torch.zeros_like(payload)
+    torch.set_num_threads(2)
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        out = torch.empty_like(payload)
+        while not stop.is_set():
+            native_codecs.encode(1, x, out)
+
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    try:
+        for _ in range(8):
+            child = multiprocessing.get_context("fork").Process(target=_encode_in_child, args=(x, payload, own))
+            child.start()
+            child.join(20)
+            if child.is_alive():
+                child.kill()
+            assert child.exitcode == 0
+    finally:
+        stop.set()
+        thread.join()
+        torch.set_num_threads(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from commlib.kernels import native_sparse, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import F32, Floats, Stream
 
+CASES = 10_000 if os.environ.get("COMMLIB_SLOW_TESTS") == "1" else 300
 LARGE = 300_000  # enough for the sampled threshold
 
 
@@ -79,7 +82,8 @@ def test_threads_change_nothing() -> None:
         np.testing.assert_array_equal(parallel, top_k(x, LARGE // 100), err_msg=label)
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.timeout(1800)
+@settings(deadline=None, max_examples=CASES)
 @given(st.integers(0, 400), st.floats(0, 1), st.integers(0, 2**31), st.sampled_from([1, 3, 1000]))
 def test_top_k_of_anything(numel: int, part: float, seed: int, levels: int) -> None:
     rng, places = np.random.default_rng(seed), int(part * numel)

@@ -1,0 +1,110 @@
+"""benchmarks/kernels.py: sizes, byte models, ratios, crossovers, and a real short run."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import kernel_cases  # noqa: E402
+import kernels  # noqa: E402
+
+from commlib import codecs  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4KiB", 4096), ("1 MiB", 1 << 20), ("0.5GiB", 1 << 29), ("2MB", 2 << 20), ("7B", 7)]
+)
+def test_sizes_are_read(text, expected):
+    assert kernels.parse_bytes(text) == expected
+
+
+def test_wrong_arguments_are_named(capsys):
+    for wrong in (["--sizes", "many"], ["--codecs", "int9"]):
+        with pytest.raises(SystemExit):
+            kernels.parse_args(wrong)
+        assert wrong[1] in capsys.readouterr().err
+
+
+def kernel(name: str, codec: str, moved: int, payload: int = 0, peer_of: tuple[str, str] | None = None):
+    return kernel_cases.Kernel(name, codec, moved, lambda: None, payload, peer_of)
+
+
+def test_ratios_are_to_the_memcpy_of_the_same_run():
+    made = [
+        kernel("memcpy", "-", 8000),
+        kernel("encode", "int8", 5000, 1000),
+        kernel("decode", "int8", 5000, 1000),
+        kernel("theirs", "other", 5000, peer_of=("encode", "int8")),
+    ]
+    copy, encode, decode = kernels.rows_of(made, [4.0, 5.0, 2.5, 20.0], 1000, "cpu", 1)
+    assert copy["to_memcpy"] == copy["fraction_of_limit"] == 1
+    assert encode["to_memcpy"] == 1.25
+    assert encode["limit_s"] == 2.5
+    assert encode["fraction_of_limit"] == 0.5
+    assert decode["fraction_of_limit"] == 1
+    assert encode["gb_per_s"] == pytest.approx(1e-6)
+    assert encode["peers_s"] == {"theirs": 20.0}
+    assert decode["peers_s"] == {}
+    # 3000 bytes saved for 7.5 s of work
+    assert kernels.crossovers([copy, encode, decode]) == {"int8": pytest.approx(3000 * 8 / 7.5 / 1e9)}
+
+
+def test_bytes_moved_are_those_of_the_tensors():
+    tensors = kernel_cases.new_tensors(1 << 16, "cpu")
+    full = tensors.x.nbytes
+    by_name = {made.name: made for made in kernel_cases.kernels_of("int8", tensors)}
+    size = codecs.by_name["int8"]().payload_bytes(1 << 16)
+    assert by_name["encode"].bytes_moved == by_name["decode"].bytes_moved == full + size
+    assert by_name["encode + feedback"].bytes_moved == 3 * full + size
+    small = codecs.by_name["int8"]().payload_bytes((1 << 16) // 8)
+    assert by_name["decode-sum-encode"].bytes_moved == 9 * small
+
+
+@pytest.mark.parametrize("name", [*codecs.by_name, kernel_cases.ROTATION])
+def test_every_kernel_and_peer_runs(name):
+    tensors = kernel_cases.new_tensors(4096, "cpu")
+    for made in [
+        *kernel_cases.copies(tensors),
+        *kernel_cases.kernels_of(name, tensors),
+        *kernel_cases.peers_of(name, tensors),
+    ]:
+        made.run()
+        assert made.bytes_moved > 0
+
+
+def test_the_non_temporal_copy_copies():
+    tensors = kernel_cases.new_tensors(100_003, "cpu")
+    kernel_cases.copies(tensors)[1].run()
+    assert torch.equal(tensors.x, tensors.out)
+
+
+@pytest.mark.timeout(120)
+def test_a_short_run_writes_rows_and_a_plot(tmp_path):
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    command = [sys.executable, str(BENCHMARKS / "kernels.py"), "--sizes", "4KiB,64KiB", "--codecs", "int8,topk"]
+    command += ["--reps", "3", "--json", str(out), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pays for itself below" in done.stdout
+    result = json.loads(out.read_text())
+    wanted = {"kernel", "codec", "device", "isa", "threads", "dtype", "numel", "bytes_moved", "median_s"}
+    assert all(wanted | {"memcpy_median_s", "peers_s"} <= set(row) for row in result["rows"])
+    assert {row["numel"] for row in result["rows"]} == {1024, 16384}
+    assert set(result["crossover_gbit_s"]) == {"int8", "topk"}
+    assert picture.stat().st_size > 10_000
+    again = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "kernels.py"), "--merge", str(out), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
