@@ -25,7 +25,16 @@ from commlib.kernels.cuda_args import SHAPES, TYPES, Kernel
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wno-unknown-pragmas",
+]
 # sm_80 and later find a warp's maximum by one instruction, older ones by shuffles; each way is taken by some groups.
 WITH_REDUX = ("Int8", "OneBit", "Bagua")
 STOCHASTIC = ("Int8", "MinMax", "Int4", "Int2")

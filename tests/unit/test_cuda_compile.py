@@ -79,7 +79,9 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not here")
-    chosen = [kernels(group)[1] for group in ("Int8", "MinMax", "OneBit", "MxFp4")] + [cuda_codecs.ROTATE_KERNEL]
+    chosen = [kernels(group)[1] for group in ("Int8", "MinMax", "OneBit", "MxFp4", "CastFloat16")] + [
+        cuda_codecs.ROTATE_KERNEL
+    ]
     chosen += cuda_sparse.all_kernels("BFloat16") if ALL else [cuda_sparse.compact_kernel("BFloat16", True, "kTopK")]
     source, target = tmp_path / "all.cu", tmp_path / "all.ptx"
     source.write_text("".join(kernel.source(f"kernel_{idx}") for idx, kernel in enumerate(chosen)))
@@ -94,6 +96,9 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
     assert "fma." not in text
     assert ".ftz" not in text
     assert "div.approx" not in text
+    # The accesses of full tiles.
+    assert text.count("ld.global.v4.") > 20
+    assert text.count("st.global.v4.f32") > 10
     assert ("redux.sync.max" in text) == (architecture >= 80)
 
 
