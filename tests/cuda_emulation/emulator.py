@@ -13,7 +13,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,8 +91,8 @@ def library(group: str) -> ctypes.CDLL:
         digest.update(path.read_bytes())
     flags = [*FLAGS, "-DCOMMLIB_EMULATE_REDUX"] if group in WITH_REDUX else FLAGS
     digest.update(" ".join(flags).encode())
-    folder = Path(tempfile.gettempdir(), f"commlib-cuda-emulation-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = HERE.parents[1] / "build" / "cuda-emulation"
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{group}-{digest.hexdigest()[:32]}.so"
     if not target.exists():
         built = target.with_suffix(f".{os.getpid()}")
