@@ -18,8 +18,9 @@ class BlockCodec:
     """A codec of independent blocks: bytes and values are those of docs/wire_format.md, on every device.
 
     A tensor of `numel` elements is cut into chunks of `chunk` elements (by default one chunk). Their payloads follow
-    one another at the distance of `payload_bytes(chunk)`. Nothing is allocated: the caller gives every buffer. Payload
-    buffers are uint8 and aligned to 16 bytes, which torch's own are.
+    one another at the distance of `payload_bytes(chunk)`. The caller gives every buffer; nothing else is allocated (but
+    for `uint8_bagua` on a CUDA device, which takes a little from torch's allocator). Payload buffers are uint8 and
+    aligned to 16 bytes, which torch's own are.
 
     Attributes:
         id: Its number on the wire.

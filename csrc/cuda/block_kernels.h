@@ -193,8 +193,8 @@ COMMLIB_DEVICE void store_codes(const int* q, Byte* block, int t) {
 #pragma unroll
     for (int r = 0; r < Codec::kRuns; ++r) {
       const int* run = q + 4 * r;
-      *reinterpret_cast<uint2*>(block + 2 * (r * Codec::kRunStride + 4 * t)) =
-          make_uint2(static_cast<Bits32>(run[0] | run[1] << 16), static_cast<Bits32>(run[2] | run[3] << 16));
+      store_vector(block + 2 * (r * Codec::kRunStride + 4 * t), static_cast<Bits32>(run[0] | run[1] << 16),
+                   static_cast<Bits32>(run[2] | run[3] << 16));
     }
   } else if constexpr (Codec::kBits == 8) {
 #pragma unroll
@@ -230,7 +230,7 @@ COMMLIB_DEVICE int code_at(const Byte* block, int m, int e) {
   if constexpr (kBits == 16) return block[2 * e] | block[2 * e + 1] << 8;
   if constexpr (kBits == 8) return block[e];
   if constexpr (kBits == 1) return block[e / 8] >> (e % 8) & 1;
-  constexpr int kPerByte = 8 / kBits;
+  constexpr int kPerByte = kBits < 8 ? 8 / kBits : 1;
   const int stride = (m + kPerByte - 1) / kPerByte;
   return block[e % stride] >> (e / stride * kBits) & ((1 << kBits) - 1);
 }
@@ -239,7 +239,7 @@ COMMLIB_DEVICE int code_at(const Byte* block, int m, int e) {
 template <int kBits>
 COMMLIB_DEVICE Byte byte_of_codes(const Bits16* codes, int m, int j) {
   if constexpr (kBits == 16) return static_cast<Byte>(codes[j / 2] >> (8 * (j % 2)));
-  constexpr int kPerByte = 8 / kBits;
+  constexpr int kPerByte = kBits < 8 ? 8 / kBits : 1;
   const int stride = kBits == 1 ? 1 : (m + kPerByte - 1) / kPerByte, first = kBits == 1 ? 8 * j : j;
   int byte = 0;
 #pragma unroll

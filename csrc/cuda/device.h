@@ -22,6 +22,33 @@ COMMLIB_DEVICE bool is_finite(float x) {
   return (to_bits(x) & kMagnitude) < kInfinityBits;
 }
 
+// Stores of 16 and 8 bytes to device memory. In words of the machine, because the compiler takes a store of a float4
+// apart where the other branch stores its elements one by one.
+#if defined(__CUDACC__)
+COMMLIB_DEVICE void store_vector(float* to, float a, float b, float c, float d) {
+  const Size address = __cvta_generic_to_global(to);
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+COMMLIB_DEVICE void store_vector(double* to, double a, double b) {
+  const Size address = __cvta_generic_to_global(to);
+  asm volatile("st.global.v2.f64 [%0], {%1, %2};" ::"l"(address), "d"(a), "d"(b) : "memory");
+}
+COMMLIB_DEVICE void store_vector(void* to, Bits32 a, Bits32 b) {
+  const Size address = __cvta_generic_to_global(to);
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(a), "r"(b) : "memory");
+}
+#else
+COMMLIB_DEVICE void store_vector(float* to, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(to) = make_float4(a, b, c, d);
+}
+COMMLIB_DEVICE void store_vector(double* to, double a, double b) {
+  *reinterpret_cast<double2*>(to) = make_double2(a, b);
+}
+COMMLIB_DEVICE void store_vector(void* to, Bits32 a, Bits32 b) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(a, b);
+}
+#endif
+
 // --- types of tensors: one element, or four neighbours at once where their address is a multiple of kVectorBytes -----
 
 struct Float32 {
@@ -34,7 +61,7 @@ struct Float32 {
     v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
   }
   COMMLIB_DEVICE void store4(float* to, const float* v) {
-    *reinterpret_cast<float4*>(to) = make_float4(store(v[0]), store(v[1]), store(v[2]), store(v[3]));
+    store_vector(to, store(v[0]), store(v[1]), store(v[2]), store(v[3]));
   }
 };
 
@@ -51,8 +78,8 @@ struct Float64 {
     v[0] = load(a.x), v[1] = load(a.y), v[2] = load(b.x), v[3] = load(b.y);
   }
   COMMLIB_DEVICE void store4(double* to, const float* v) {
-    *reinterpret_cast<double2*>(to) = make_double2(store(v[0]), store(v[1]));
-    *reinterpret_cast<double2*>(to + 2) = make_double2(store(v[2]), store(v[3]));
+    store_vector(to, store(v[0]), store(v[1]));
+    store_vector(to + 2, store(v[2]), store(v[3]));
   }
 };
 
@@ -69,7 +96,7 @@ struct Vector16 {
   COMMLIB_DEVICE void store4(Bits16* to, const float* v) {
     const Bits32 low = Half::store(v[0]) | static_cast<Bits32>(Half::store(v[1])) << 16;
     const Bits32 high = Half::store(v[2]) | static_cast<Bits32>(Half::store(v[3])) << 16;
-    *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+    store_vector(to, low, high);
   }
 };
 

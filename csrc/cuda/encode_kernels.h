@@ -71,7 +71,7 @@ COMMLIB_DEVICE void write_residual(const EncodeArgs& args, const Tile& tile, con
   if (tile.m == Codec::kTile && is_aligned(to, 16)) {
 #pragma unroll
     for (int i = 0; i < Codec::kPerLane; i += 4) {
-      *reinterpret_cast<float4*>(to + seat.place(i)) = make_float4(next[i], next[i + 1], next[i + 2], next[i + 3]);
+      store_vector(to + seat.place(i), next[i], next[i + 1], next[i + 2], next[i + 3]);
     }
   } else {
 #pragma unroll

@@ -224,8 +224,7 @@ COMMLIB_DEVICE void write_rests(const SparseArgs& args, Size first, Size count, 
 #pragma unroll
   for (int k = 0; k < kItems; k += 4) {
     if (is_whole) {
-      *reinterpret_cast<float4*>(args.residual + element_of(first, k)) =
-          make_float4(rest[k], rest[k + 1], rest[k + 2], rest[k + 3]);
+      store_vector(args.residual + element_of(first, k), rest[k], rest[k + 1], rest[k + 2], rest[k + 3]);
     } else {
 #pragma unroll
       for (int i = k; i < k + 4; ++i) {

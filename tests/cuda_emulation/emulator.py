@@ -13,7 +13,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,16 @@ from commlib.kernels.cuda_args import SHAPES, TYPES, Kernel
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-Wno-unknown-pragmas",
+]
 # sm_80 and later find a warp's maximum by one instruction, older ones by shuffles; each way is taken by some groups.
 WITH_REDUX = ("Int8", "OneBit", "Bagua")
 STOCHASTIC = ("Int8", "MinMax", "Int4", "Int2")
@@ -83,8 +91,8 @@ def library(group: str) -> ctypes.CDLL:
         digest.update(path.read_bytes())
     flags = [*FLAGS, "-DCOMMLIB_EMULATE_REDUX"] if group in WITH_REDUX else FLAGS
     digest.update(" ".join(flags).encode())
-    folder = Path(tempfile.gettempdir(), f"commlib-cuda-emulation-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = HERE.parents[1] / "build" / "cuda-emulation"
+    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{group}-{digest.hexdigest()[:32]}.so"
     if not target.exists():
         built = target.with_suffix(f".{os.getpid()}")

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from commlib import doctor
 from commlib.codecs import Int8, TopK
-from commlib.codecs.base import executor_of
+from commlib.codecs.base import executor_of, sparse_executor_of
 from commlib.codecs.sparse import raise_if_damaged
 from commlib.errors import CodecError
-from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs
+from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs, native_sparse
 from commlib.kernels.checks import CPU, Random
 from commlib.kernels.cuda_args import DecodeArgs, Kernel, random_source
 
@@ -64,6 +65,25 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch):
 def test_without_cupy_the_error_names_the_extra(without_cupy: None) -> None:
     with pytest.raises(CodecError, match=r"pip install 'commlib\[cuda1[23]\]'"):
         cuda.supported_architectures()
+
+
+def test_doctor_says_what_is_missing(without_cupy: None) -> None:
+    (finding,) = list(doctor._cuda_kernels())
+    assert (finding.name, finding.status) == ("CUDA kernels", "absent")
+    assert "pip install 'commlib[cuda1" in finding.value
+
+
+def test_doctor_says_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(cuda, "supported_architectures", lambda: [75, 90])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda idx: [(9, 0), (7, 0)][idx])
+    monkeypatch.setenv(cuda.CACHE_VARIABLE, str(tmp_path))
+    findings = {finding.name: finding for finding in doctor._cuda_kernels()}
+    assert findings["CUDA kernels"].value.startswith("NVRTC 13.5, for sm_75 to sm_90")
+    assert findings["compiled kernels"].value.startswith(f"0 in {tmp_path}")
+    assert findings["kernels for device 0"].value == "compiled for sm_90"
+    assert findings["kernels for device 1"].status == "absent"
 
 
 class FakeDriver:
@@ -139,6 +159,8 @@ def test_the_executor_is_that_of_the_tensor_s_device() -> None:
     assert executor_of(torch.empty(1, device="meta")) is native_codecs
     fake = SimpleNamespace(device=torch.device("cuda", 0))
     assert executor_of(fake) is cuda_codecs
+    assert sparse_executor_of(fake) is cuda_sparse
+    assert sparse_executor_of(torch.empty(1)) is native_sparse
     with pytest.raises(CodecError, match="expected the CPU or a CUDA device"):
         executor_of(SimpleNamespace(device=torch.device("xpu", 0)))
 

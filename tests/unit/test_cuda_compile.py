@@ -79,8 +79,10 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not here")
-    chosen = [kernels(group)[1] for group in ("Int8", "MinMax", "OneBit", "MxFp4")] + [cuda_codecs.ROTATE_KERNEL]
-    chosen += cuda_sparse.all_kernels("BFloat16") if ALL else [cuda_sparse.compact_kernel("BFloat16", True, "kTopK")]
+    chosen = [kernels(group)[1] for group in ("Int8", "MinMax", "OneBit", "MxFp4", "CastFloat16")] + [
+        cuda_codecs.ROTATE_KERNEL
+    ]
+    chosen += [cuda_sparse.compact_kernel("BFloat16", True, goal) for goal in ("kCandidates", "kTopK", "kThreshold")]
     source, target = tmp_path / "all.cu", tmp_path / "all.ptx"
     source.write_text("".join(kernel.source(f"kernel_{idx}") for idx, kernel in enumerate(chosen)))
     options = [option for option in cuda.options_for("") if not option.startswith("--gpu-architecture")]
@@ -89,7 +91,11 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = target.read_text()
-    assert all(f".entry kernel_{idx}(" in text for idx in range(len(chosen)))
+    bodies = text.split(".entry ")[1:]
+    assert sorted(body.partition("(")[0] for body in bodies) == [f"kernel_{idx}" for idx in range(len(chosen))]
+    for body in bodies:  # full tiles: 16 bytes at once
+        assert "ld.global.v4." in body
+        assert "st.global.v4.f32" in body
     # [Note: exactness] in codec_math.h: every operation is rounded by itself, and denormals count.
     assert "fma." not in text
     assert ".ftz" not in text

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import cuda_codecs, cuda_sparse, native_codecs, reference_ops
+from commlib.kernels import cuda, cuda_args, cuda_codecs, cuda_sparse, native_codecs, reference_ops
 from commlib.kernels.checks import CPU, Feedback, Random
 from commlib.kernels.cuda_args import SHAPES
 from commlib.kernels.reference import BLOCK_CODECS, F32
@@ -175,6 +175,20 @@ def test_one_launch_for_all_chunks(name: str, emulated: emulator.Launches) -> No
     emulated.calls.clear()
     cuda_codecs.decode(IDS[name], out, x, chunk=300)
     assert len(emulated.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "name", "value"),
+    [
+        ("device.h", "kWarpsPerBlock", cuda_args.WARPS_PER_BLOCK),
+        ("select_kernels.h", "kItems", cuda_sparse._ITEMS),
+        ("sparse_kernels.h", "kRange", cuda_sparse._RANGE),
+        ("sparse_kernels.h", "kBins", cuda_args.Selection.histogram.size // 4),
+        ("rotate_kernels.h", "kPiece", cuda_codecs._PIECE),
+    ],
+)
+def test_constants_are_those_of_the_sources(header: str, name: str, value: int) -> None:
+    assert f"constexpr int {name} = {value};" in cuda.headers()[header]
 
 
 @pytest.mark.parametrize("codec", SHAPES)
