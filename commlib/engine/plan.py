@@ -56,8 +56,8 @@ Cut = Callable[[Sequence[float], Sequence[int]], list[int]]
 
 
 def initial(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
-    """Return the plan before anything is known: reverse order of registration, joined by size."""
-    order = list(range(len(parameters)))[::-1]
+    """Return the plan before anything is known: parameters joined by size, the last registered bucket first."""
+    order = list(range(len(parameters)))  # within a bucket as registered, as in DDP's first step
     ready_s = [float(len(order) - idx) for idx in range(len(order))]
     return Plan(_cut(parameters, order, ready_s, _by_size(cap_bytes)), "initial")
 
