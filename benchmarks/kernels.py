@@ -173,13 +173,14 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
                 axis.plot(*zip(*line, strict=True), marker=marker, color=color, markersize=4)
         axis.set(title=name, xscale="log", ylim=(0, 1.6))
         axis.axhline(1, color="grey", linewidth=0.8)
+        axis.tick_params(labelbottom=True)
     for axis in axes.flat[len(names) :]:
         axis.axis("off")
     handles = [plt.Line2D([], [], color=styles[codec][0], marker=styles[codec][1], label=codec) for codec in drawn]
     figure.legend(handles=handles, loc="center right", fontsize=9)
     figure.supxlabel("bytes of the fp32 tensor", y=0.01)
     figure.supylabel(f"fraction of the limit at memcpy's rate, {threads} thread(s)", x=0.005)
-    figure.tight_layout(rect=(0.015, 0.02, 1 - 1.4 / (3.6 * columns + 2), 1))
+    figure.tight_layout(rect=(0.03, 0.02, 1 - 1.4 / (3.6 * columns + 2), 1))
     figure.savefig(path, dpi=110)
     harness.console.print(f"written to {path}")
 
