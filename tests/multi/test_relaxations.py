@@ -424,3 +424,56 @@ def test_nodes_of_different_sizes_are_refused() -> None:
             wrap(seeded(Mlp), algorithm=ByteGrad(hierarchical=True))
     finally:
         del os.environ["COMMLIB_NODE"]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "powersgd"])
+def test_residuals_are_kept_without_the_loss_scale(name: str) -> None:
+    """With a scale that changes under way the unscaled gradients are those of a run without one."""
+    options = {"powersgd": {"min_compression": 1.0}}.get(name, {})
+
+    def run(scaler: Any) -> list[ByName]:
+        model = seeded(Mlp)
+        algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, **options)
+        wrap(model, algorithm=algorithm, bucket_cap_mb=1.0, scaler=scaler)
+        optimizer, found = plain_sgd(model), []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = mlp_loss(model, step)
+            if scaler is None:
+                loss.backward()
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+            found.append(flat_gradients(model))
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update(2.0 ** (8 + step))
+        return found
+
+    plain, scaled = run(None), run(torch.amp.GradScaler("cpu", init_scale=2.0**7))
+    for step, (one, other) in enumerate(zip(plain, scaled, strict=True)):
+        for parameter, gradient in one.items():
+            scale = np.abs(gradient).max()
+            assert np.abs(other[parameter] - gradient).max() <= 1e-5 * scale, (step, parameter)
+
+
+@on_ranks(2, 3)
+def test_residuals_follow_the_learning_rate() -> None:
+    reference = QuantizedReference(BLOCK_CODECS["int4"], dist.get_world_size(), numels(), feedback=True)
+    model = seeded(Mlp)
+    optimizer = plain_sgd(model)
+    wrap(model, algorithm=EFQuantized(compress=EVERYTHING), optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    rates = [0.08, 0.08, 0.04, 0.04, 0.01, 0.16]
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        by_rank = gradients_of_all_ranks(model, step)
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        beta = rates[step - 1] / rate if step else 1.0
+        expected = reference.step(step, by_rank, [b.parameters for b in commlib.stats(model).buckets], beta)
+        for name, gradient in flat_gradients(model).items():
+            assert np.array_equal(gradient.view(np.uint32), expected[name].view(np.uint32)), (step, name)
+        optimizer.step()
