@@ -88,7 +88,7 @@ def _bytes(nbytes: int, like: torch.Tensor) -> torch.Tensor:
 def _block(codec: codecs.BlockCodec, tensors: Tensors) -> list[Kernel]:
     x, out = tensors.x, tensors.out
     full, size = x.nbytes, codec.payload_bytes(x.numel())
-    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual, gamma=0.0), Random(seed=1)
+    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual), Random(seed=1)
     codec.encode(x, payload)
 
     def made(name: str, moved: int, run: Callable[[], object]) -> Kernel:
@@ -118,7 +118,7 @@ def _block(codec: codecs.BlockCodec, tensors: Tensors) -> list[Kernel]:
 def _sparse(codec: Any, tensors: Tensors) -> list[Kernel]:
     x, out = tensors.x, tensors.out
     full, size, places = x.nbytes, codec.payload_bytes(x.numel()), codec.places(x.numel())
-    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual, gamma=0.0), Random(seed=1)
+    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual), Random(seed=1)
     read = min(64 * places, full) if isinstance(codec, codecs.RandomK) else full  # a cache line for each random element
     codec.encode(x, payload, random=random)
 

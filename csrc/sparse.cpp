@@ -26,8 +26,10 @@ namespace {
 
 using scalar_math::kInfinityBits;
 
-constexpr std::size_t kSamples = 1 << 15;
-constexpr std::size_t kRun = 16;  // neighbouring elements that are sampled together
+constexpr std::size_t kMostSamples = 1 << 15;
+constexpr std::size_t kElementsPerSample = 128;
+constexpr std::size_t kLeastGuessed = 1 << 16;  // elements
+constexpr std::size_t kRun = 16;                // neighbouring elements that are sampled together
 constexpr std::size_t kLeastRoom = 4096;
 constexpr std::size_t kGrain = 1 << 16;  // elements
 
@@ -183,12 +185,13 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
 
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
-  if (source.numel < 4 * kSamples || count == 0) return 0;
+  if (source.numel < kLeastGuessed || count == 0) return 0;
+  const std::size_t num_samples = std::min(kMostSamples, source.numel / kElementsPerSample);
   static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
   sample.clear();
-  sample.reserve(kSamples);
-  const std::size_t stride = source.numel / (kSamples / kRun);
-  for (std::size_t at = 0; at + kRun <= source.numel && sample.size() + kRun <= kSamples; at += stride) {
+  sample.reserve(num_samples);
+  const std::size_t stride = source.numel / (num_samples / kRun);
+  for (std::size_t at = 0; at + kRun <= source.numel && sample.size() + kRun <= num_samples; at += stride) {
     for (std::size_t i = 0; i < kRun; ++i) {
       const float v = kernels().value(source, at + i);
       std::uint32_t bits;

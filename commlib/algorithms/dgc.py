@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from typing_extensions import override
@@ -14,12 +13,33 @@ from commlib.algorithms._sparse import Sparse
 from commlib.algorithms.base import BucketView, Context
 from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
+from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.parts import cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste
 from commlib.primitives.sparse import SparseExchange, mark_not_finite
 from commlib.transport.base import Communication, Communicator
 
 _FIRST_RATIO = 0.25
+
+
+class MomentumExchange(SparseExchange):
+    """A `SparseExchange` with u, the local momentum: `velocity` [numel] fp32."""
+
+    def __init__(
+        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int = 0
+    ) -> None:
+        super().__init__(numel, device, codec, comm, begin=begin)
+        self.velocity = torch.zeros_like(self.residual)
+
+    @override
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
+        return {**super().save(parts), "velocity": cut(self.velocity, self.begin, parts)}
+
+    @override
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
+        self.velocity.zero_()
+        paste(saved["velocity"], self.velocity, parts)
+        return super().load(saved, parts, num_terms)
 
 
 class DGC(Sparse):
@@ -44,6 +64,8 @@ class DGC(Sparse):
     momentum; parameters that are not made sparse are averaged without momentum.
     """
 
+    kinds = ("worker", "velocity")
+
     def __init__(
         self,
         ratio: float = 0.001,
@@ -63,7 +85,6 @@ class DGC(Sparse):
         self.momentum = momentum
         self.clip = clip
         self.ratio_warmup_steps = ratio_warmup_steps
-        self._velocities: dict[int, torch.Tensor] = {}
         self._share: dict[int, float] = {}
 
     @override
@@ -71,13 +92,16 @@ class DGC(Sparse):
         groups = context.optimizer.param_groups if context.optimizer is not None else ()
         if any(group.get("momentum") for group in groups):
             raise ConfigError("DGC: the optimizer has a momentum of its own; use SGD(momentum=0)")
-        saved = self._save_velocities()
         super().setup(context)
         compressed = [bucket for bucket in context.buckets if bucket.index in self._exchanges]
         total = sum(bucket.flat.numel() for bucket in context.buckets)
         self._share = {bucket.index: bucket.flat.numel() / total for bucket in compressed}
-        self._velocities = {index: torch.zeros_like(exchange.residual) for index, exchange in self._exchanges.items()}
-        self._load_velocities(saved)
+
+    @override
+    def _make_exchange(
+        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
+    ) -> MomentumExchange:
+        return MomentumExchange(numel, device, self.codec, comm, begin=begin)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of round `step`."""
@@ -96,7 +120,8 @@ class DGC(Sparse):
         peers: Communicator,
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.step))
-        gradient, velocity, scale = tensor, self._velocities[bucket.index], self._units.scale
+        assert isinstance(exchange, MomentumExchange)
+        gradient, velocity, scale = tensor, exchange.velocity, self._units.scale
         own, everyone = exchange.payloads(codec)
         if comm.contributes:
             velocity.mul_(self.momentum).add_(self._clipped(bucket, comm, scale))
@@ -120,24 +145,3 @@ class DGC(Sparse):
             return gradient
         limit = self.clip * math.sqrt(self._share[bucket.index] / comm.world_size)
         return gradient * torch.clamp(limit / (torch.linalg.vector_norm(gradient) + 1e-12), max=1.0)
-
-    def _save_velocities(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {}
-        for index, velocity in self._velocities.items():
-            saved.update(cut(velocity, 0, self._parts[index]))
-        return saved
-
-    def _load_velocities(self, saved: dict[str, Any]) -> None:
-        for index, velocity in self._velocities.items():
-            velocity.zero_()
-            paste(saved, velocity, self._parts[index])
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "velocities": self._save_velocities()}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if "velocities" in state:
-            self._load_velocities(state["velocities"])
