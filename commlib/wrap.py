@@ -44,7 +44,8 @@ def wrap(
 
     Args:
         model: The model, on its device; changed in place.
-        algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` instance with options.
+        algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` instance with options, which is
+            copied.
         optimizer: Required by algorithms that act on weights or optimizer state; its steps are then counted.
         process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
         bucket_cap_mb: Size of a bucket in MiB. None lets commlib measure and plan the buckets.
@@ -75,8 +76,9 @@ def wrap(
         raise
     assert setup.algorithm is not None
     cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
-    prototype = copy.deepcopy(setup.algorithm)
-    engine = Engine(setup.parameters, transport, setup.algorithm, cap_bytes, optimizer, scaler)
+    prototype = setup.algorithm
+    algorithm = copy.deepcopy(prototype)  # what it remembers is this model's
+    engine = Engine(setup.parameters, transport, algorithm, cap_bytes, optimizer, scaler)
     if optimizer is not None and not setup.algorithm.traits.on_gradients:
         engine.follow_optimizer(optimizer, TorchTransport(group, setup.device, duration))
     replica = Replica(engine, model, setup.ignored, broadcast_buffers, group)

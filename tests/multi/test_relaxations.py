@@ -477,3 +477,13 @@ def test_residuals_follow_the_learning_rate() -> None:
         for name, gradient in flat_gradients(model).items():
             assert np.array_equal(gradient.view(np.uint32), expected[name].view(np.uint32)), (step, name)
         optimizer.step()
+
+
+@on_ranks(2)
+def test_one_instance_configures_several_models() -> None:
+    """What is remembered of one model is nothing to the other."""
+    algorithm = EFQuantized(compress=EVERYTHING)
+    alone = train(wrap(seeded(Mlp), algorithm=EFQuantized(compress=EVERYTHING)), mlp_loss, 6)
+    first = wrap(seeded(Mlp), algorithm=algorithm)
+    train(first, mlp_loss, 3)
+    assert_same_trace(train(wrap(seeded(Mlp), algorithm=algorithm), mlp_loss, 6), alone, exact=True)
