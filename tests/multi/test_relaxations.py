@@ -487,3 +487,28 @@ def test_one_instance_configures_several_models() -> None:
     first = wrap(seeded(Mlp), algorithm=algorithm)
     train(first, mlp_loss, 3)
     assert_same_trace(train(wrap(seeded(Mlp), algorithm=algorithm), mlp_loss, 6), alone, exact=True)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("COMMLIB_SLOW_TESTS"), reason="takes minutes: set COMMLIB_SLOW_TESTS=1 to run it"
+)
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize("across_nodes", [False, True])
+def test_replicas_are_identical_after_500_steps(across_nodes: bool) -> None:
+    names = [
+        "bytegrad",
+        "qsgd",
+        "ef_quantized",
+        "signsgd",
+        "topk",
+        "randomk",
+        *(["dgc", "powersgd"] * (not across_nodes)),
+    ]
+    for name in names:
+        options = {"hierarchical": True} if across_nodes else {}
+        algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, **options)
+        with two_nodes():
+            model = wrap(seeded(Mlp), algorithm=algorithm)
+        train(model, mlp_loss, 500, plain_sgd(model))
+        assert_replicas_identical(model)
+        commlib.unwrap(model)
