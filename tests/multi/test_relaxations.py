@@ -489,10 +489,9 @@ def test_one_instance_configures_several_models() -> None:
     assert_same_trace(train(wrap(seeded(Mlp), algorithm=algorithm), mlp_loss, 6), alone, exact=True)
 
 
-@pytest.mark.skipif(
-    not os.environ.get("COMMLIB_SLOW_TESTS"), reason="takes minutes: set COMMLIB_SLOW_TESTS=1 to run it"
-)
 @on_ranks(4, timeout=300)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_replicas_are_identical_after_500_steps(across_nodes: bool) -> None:
     names = [
