@@ -8,13 +8,12 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
+from commlib.algorithms._policy import Units
 from commlib.algorithms._quantized import Quantized
 from commlib.algorithms.base import BucketView, Context
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam
-from commlib.primitives.centralized import centralized_full_precision
-from commlib.primitives.low_precision import centralized_low_precision
 from commlib.transport.base import Communication, Communicator
 
 
@@ -42,6 +41,7 @@ class QuantizedMomentum(Quantized):
         self.traits = dataclasses.replace(
             self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False
         )
+        self._gradient_units = Units()
         self._optimizer: FrozenVarianceAdam | None = None
         self._betas: dict[torch.Tensor, float] = {}
 
@@ -56,18 +56,15 @@ class QuantizedMomentum(Quantized):
                 )
             self._optimizer = optimizer
             self._betas = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
-        super().setup(context)
+        self._gradient_units.follow(None, context.scaler)
+        # What is exchanged is the momentum: without a loss scale, and of no learning rate.
+        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        scale = self._units.scale
+        scale = self._gradient_units.scale
         self._to_momentum(bucket, scale)
-        exchange = self._exchanges.get(bucket.index)
-        if exchange is None:
-            yield from centralized_full_precision(bucket.flat, comm)
-            bucket.flat.div_(self.divisor(comm))
-        else:
-            yield from centralized_low_precision(bucket.flat, exchange, comm, divisor=self.divisor(comm))
+        yield from super().communicate(bucket, comm)
         bucket.flat.mul_(scale)  # the scaler will unscale it
         if self._optimizer is not None:
             self._optimizer.freeze()

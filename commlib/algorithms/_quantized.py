@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from typing_extensions import override
 
 from commlib.algorithms._compressed import Compressed
-from commlib.algorithms.base import BucketView
+from commlib.algorithms.base import BucketView, Part
 from commlib.codecs.base import BlockCodec, Random
 from commlib.errors import ConfigError
 from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
@@ -56,11 +56,13 @@ class Quantized(Compressed[LowPrecisionExchange]):
         self.seed = seed
         self.averaging = averaging
         self.reset_every = reset_every
+        self._segments: dict[int, list[tuple[int, int]]] = {}
 
     @override
     def _make_exchange(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> LowPrecisionExchange:
+        self._segments[bucket.index] = segments_from(begin, self._parts[bucket.index])
         return LowPrecisionExchange(
             numel, device, self.codec, comm, begin=begin, feedback=self.feedback, averaging=self.averaging
         )
@@ -83,13 +85,18 @@ class Quantized(Compressed[LowPrecisionExchange]):
             divisor=self.divisor(comm),
             scale=self._units.scale,
             decay=self._units.decay(comm.step),
-            random_of=lambda stage: self._random(bucket, exchange.begin, comm, stage),
+            random_of=lambda stage: self._random(bucket, comm, stage),
         )
 
-    def _random(self, bucket: BucketView, begin: int, comm: Communicator, stage: int) -> Random | None:
+    def _random(self, bucket: BucketView, comm: Communicator, stage: int) -> Random | None:
         if self.seed is None:
             return None
-        starts = [(part.start - begin, part.offset) for part in self._parts[bucket.index]]
-        first = max(idx for idx, (start, _) in enumerate(starts) if start <= 0)
-        start, offset = starts[first]
-        return Random(self.seed, comm.step, comm.rank, stage, [(0, offset - start), *starts[first + 1 :]])
+        return Random(self.seed, comm.step, comm.rank, stage, self._segments[bucket.index])
+
+
+def segments_from(begin: int, parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Return where each parameter begins in the stretch of a bucket from `begin` on, and in the model (`Random`)."""
+    starts = [(part.start - begin, part.offset) for part in parts]
+    first = max(idx for idx, (start, _) in enumerate(starts) if start <= 0)
+    start, offset = starts[first]
+    return [(0, offset - start), *starts[first + 1 :]]
