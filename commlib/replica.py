@@ -130,9 +130,9 @@ class Replica:
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
-        if self.engine.weights is not None:
-            self.engine.weights.drain()
-            self.engine.run("the mean of the weights", self.engine.weights.mean_of_weights())
+        if (weights := self.engine.weights) is not None:
+            weights.complete(max(self.engine.transport.gather_objects(weights.num_started)))
+            self.engine.run("the mean of the weights", weights.mean_of_weights())
         self.copy_buffers()
 
 

@@ -118,6 +118,8 @@ class Engine:
         self._trials: Trials | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
+        if self.weights is not None:
+            self.weights.adopt(self.parameters)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
