@@ -52,9 +52,9 @@ class Traits:
         period: For weights and state: optimizer steps from one round to the next.
         delay: For weights and state: optimizer steps that a round stays in flight in the background before its
             result is taken; 0 means that the step waits for it. At most `period`.
-        asynchronous: For weights and state: a round in the background is taken at the first step end at which its result
-            is there, however many steps that takes, and the next one starts no sooner. No step ever waits; ranks may be
-            a round apart. `period` is the least distance of two starts; `delay` is not given then.
+        asynchronous: For weights and state: a round in the background is taken at the first step end at which its
+            result is there, however many steps that takes, and the next one starts no sooner. No step ever waits; ranks
+            may be a round apart. `period` is the least distance of two starts; `delay` is not given then.
         mixing: For weights and state: how a result r enters tensors x. None: x becomes r, and in the background
             x + r - c, with c the copy that the round worked on; a number a: x becomes a x + (1 - a) r.
         fragments: For weights and state: round k carries the buckets whose index is k modulo this number.
@@ -93,15 +93,15 @@ class Traits:
                 "Traits: expected period >= 1, 0 <= delay <= period, warmup_steps >= 0 and window >= 1, got "
                 f"period={self.period}, delay={self.delay}, warmup_steps={self.warmup_steps}, window={self.window}"
             )
-        if self.fragments < 1 or not (self.mixing is None or 0 <= self.mixing <= 1) or (self.asynchronous and self.delay):
+        if self.fragments < 1 or not 0 <= (self.mixing or 0) <= 1 or (self.asynchronous and self.delay):
             raise ConfigError(
-                "Traits: expected fragments >= 1, mixing None or from 0 to 1, and no delay where rounds are asynchronous, "
+                "Traits: expected fragments >= 1, mixing None or from 0 to 1, no delay where rounds are asynchronous, "
                 f"got fragments={self.fragments}, mixing={self.mixing}, delay={self.delay}, {self.asynchronous=}"
             )
         if self.on_gradients and (self.period, self.in_background, self.mixing, self.fragments) != (1, False, None, 1):
             raise ConfigError(
-                "Traits: gradients are communicated in every synchronised backward; period, delay, asynchronous, mixing "
-                f"and fragments are for weights and optimizer state, got {self}"
+                "Traits: gradients are communicated in every synchronised backward; period, delay, asynchronous, "
+                f"mixing and fragments are for weights and optimizer state, got {self}"
             )
 
     @property

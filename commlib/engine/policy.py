@@ -153,13 +153,14 @@ class Schedule:
         """Count one optimizer step and return what is due at its end.
 
         Args:
-            has_arrived: Whether the result of the round in the background is there; asked for by asynchronous ones only.
+            has_arrived: Whether the result of the round in the background is there; matters to asynchronous ones.
         """
         was_warm_up = self.warming_up
         self.step += 1
         if self.traits.on_gradients or was_warm_up:
             return StepActions()
-        take = self._take_at is not None and self._take_at <= self.step and (has_arrived or not self.traits.asynchronous)
+        is_late_enough = self._take_at is not None and self._take_at <= self.step
+        take = is_late_enough and (has_arrived or not self.traits.asynchronous)
         if take:
             self._take_at = None
         start = self._take_at is None and self._is_due()

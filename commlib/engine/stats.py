@@ -53,9 +53,9 @@ class Stats:
         wire_bytes_per_step: The same for the last round over gradients.
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
-        consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the last
-            `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from the neighbours' mean
-            on a graph. None for algorithms on gradients, whose replicas are alike, and before the first round.
+        consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
+            last `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from that of the
+            neighbours on a graph. None for algorithms on gradients, whose replicas are alike, and before any round.
         exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
         cost: What a bucket was measured to cost, on rank 0; None where the plan was not measured.
         buckets: One entry per bucket.
