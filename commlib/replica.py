@@ -36,6 +36,7 @@ class Replica:
         self.original_class = model.__class__
         self.ignored = ignored
         self.options: dict[str, Any] = {}
+        self.restore: Callable[..., nn.Module]  # set by `wrap`: makes a copy of the model from `bare` and `options`
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
         self.is_running = False
@@ -210,9 +211,7 @@ class Parallel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         replica = self._commlib_replica
-        from commlib.wrap import restore  # which imports this file
-
-        return restore, (replica.bare, replica.options)
+        return replica.restore, (replica.bare, replica.options)
 
 
 def extend(model: nn.Module, replica: Replica) -> None:
