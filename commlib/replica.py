@@ -36,6 +36,7 @@ class Replica:
         self.original_class = model.__class__
         self.ignored = ignored
         self.options: dict[str, Any] = {}
+        self.restore: Callable[..., nn.Module]  # set by `wrap`: makes a copy of the model from `bare` and `options`
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
         self.is_running = False
@@ -130,9 +131,9 @@ class Replica:
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
-        if self.engine.weights is not None:
-            self.engine.weights.drain()
-            self.engine.run("the mean of the weights", self.engine.weights.mean_of_weights())
+        if (weights := self.engine.weights) is not None:
+            weights.complete(max(self.engine.transport.gather_objects(weights.num_started)))
+            self.engine.run("the mean of the weights", weights.mean_of_weights())
         self.copy_buffers()
 
 
@@ -210,9 +211,7 @@ class Parallel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         replica = self._commlib_replica
-        from commlib.wrap import restore  # which imports this file
-
-        return restore, (replica.bare, replica.options)
+        return replica.restore, (replica.bare, replica.options)
 
 
 def extend(model: nn.Module, replica: Replica) -> None:

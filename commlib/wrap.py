@@ -82,6 +82,7 @@ def wrap(
     if optimizer is not None and not setup.algorithm.traits.on_gradients:
         engine.follow_optimizer(optimizer, TorchTransport(group, setup.device, duration))
     replica = Replica(engine, model, setup.ignored, broadcast_buffers, group)
+    replica.restore = restore
     replica.options = {
         "algorithm": prototype,
         "bucket_cap_mb": bucket_cap_mb,

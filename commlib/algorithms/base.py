@@ -52,6 +52,12 @@ class Traits:
         period: For weights and state: optimizer steps from one round to the next.
         delay: For weights and state: optimizer steps that a round stays in flight in the background before its
             result is taken; 0 means that the step waits for it. At most `period`.
+        asynchronous: For weights and state: a round in the background is taken at the first step end at which its
+            result is there, however many steps that takes, and the next one starts no sooner. No step ever waits; ranks
+            may be a round apart. `period` is the least distance of two starts; `delay` is not given then.
+        mixing: For weights and state: how a result r enters tensors x. None: x becomes r, and in the background
+            x + r - c, with c the copy that the round worked on; a number a: x becomes a x + (1 - a) r.
+        fragments: For weights and state: round k carries the buckets whose index is k modulo this number.
         warmup_steps: Optimizer steps of plain full-precision gradient all-reduce before the algorithm starts.
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
@@ -67,6 +73,9 @@ class Traits:
     tensors: str = "gradients"
     period: int = 1
     delay: int = 0
+    asynchronous: bool = False
+    mixing: float | None = None
+    fragments: int = 1
     warmup_steps: int = 0
     needs_optimizer: bool = False
     reduces_flags: bool = False
@@ -84,16 +93,26 @@ class Traits:
                 "Traits: expected period >= 1, 0 <= delay <= period, warmup_steps >= 0 and window >= 1, got "
                 f"period={self.period}, delay={self.delay}, warmup_steps={self.warmup_steps}, window={self.window}"
             )
-        if self.on_gradients and (self.period != 1 or self.delay):
+        if self.fragments < 1 or not 0 <= (self.mixing or 0) <= 1 or (self.asynchronous and self.delay):
             raise ConfigError(
-                "Traits: gradients are communicated in every synchronised backward; period and delay are for weights "
-                f"and optimizer state, got period={self.period}, delay={self.delay}"
+                "Traits: expected fragments >= 1, mixing None or from 0 to 1, no delay where rounds are asynchronous, "
+                f"got fragments={self.fragments}, mixing={self.mixing}, delay={self.delay}, {self.asynchronous=}"
+            )
+        if self.on_gradients and (self.period, self.in_background, self.mixing, self.fragments) != (1, False, None, 1):
+            raise ConfigError(
+                "Traits: gradients are communicated in every synchronised backward; period, delay, asynchronous, "
+                f"mixing and fragments are for weights and optimizer state, got {self}"
             )
 
     @property
     def on_gradients(self) -> bool:
         """Whether the buckets hold gradients."""
         return self.tensors == "gradients"
+
+    @property
+    def in_background(self) -> bool:
+        """Whether rounds go on while the next steps are made."""
+        return self.asynchronous or self.delay > 0
 
 
 @dataclass(frozen=True)

@@ -69,16 +69,10 @@ class Engine:
         scaler: Any = None,
     ) -> None:
         self.transport = transport
-        self.algorithm = algorithm
         self.optimizer = optimizer
         self.scaler = scaler
         self.device = parameters[0].param.device
         self.comm = Communicator(transport.rank, transport.world_size)
-        if algorithm.traits.hierarchical and (groups := transport.split_by_node()) is not None:
-            self.comm.local, self.comm.across = groups
-        self.schedule = Schedule(algorithm.traits)
-        is_alone = transport.world_size == 1 and algorithm.traits.idle_alone
-        self.is_idle = is_alone or not self.schedule.ever_gradients
         self.require_sync = True
         self.found_frozen = False  # a parameter in a bucket does not require a gradient any more
         self.forward_ran = self.expects_sync = False  # since the last backward: any forward, a synchronised one
@@ -91,7 +85,6 @@ class Engine:
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
-        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
         self._warm_up = AllReduce()
         self._graph_task: int | None = None
         self._sync = False
@@ -103,6 +96,17 @@ class Engine:
         self._is_flushed = False
         self._hooks: list[Any] = []
         self.dense = []
+        self.use(algorithm, parameters)
+
+    def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
+        """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
+        self.algorithm = algorithm
+        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
+        self.schedule = Schedule(algorithm.traits)
+        is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
+        self.is_idle = is_alone or not self.schedule.ever_gradients
+        if algorithm.traits.hierarchical and self.comm.local is None:
+            self.comm.local, self.comm.across = self.transport.split_by_node() or (None, None)
         self.adopt(parameters)
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
@@ -118,6 +122,8 @@ class Engine:
         self._trials: Trials | None = None
         self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
+        if self.weights is not None:
+            self.weights.adopt(self.parameters)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 

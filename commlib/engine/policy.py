@@ -126,7 +126,8 @@ class Schedule:
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
         self.step = 0
-        self._take_at: int | None = None  # the step at which the round in the background is taken
+        self._take_at: int | None = None  # the step at which the round in the background is taken, at the earliest
+        self._started_at: int | None = None
 
     @property
     def warming_up(self) -> bool:
@@ -148,26 +149,38 @@ class Schedule:
         """Whether a round is under way in the background."""
         return self._take_at is not None
 
-    def end_step(self) -> StepActions:
-        """Count one optimizer step and return what is due at its end."""
+    def end_step(self, has_arrived: bool = False) -> StepActions:
+        """Count one optimizer step and return what is due at its end.
+
+        Args:
+            has_arrived: Whether the result of the round in the background is there; matters to asynchronous ones.
+        """
         was_warm_up = self.warming_up
         self.step += 1
         if self.traits.on_gradients or was_warm_up:
             return StepActions()
-        take = self._take_if(self.step)
-        start = (self.step - self.traits.warmup_steps) % self.traits.period == 0
-        background = start and self.traits.delay > 0
-        if background:
-            self._take_at = self.step + self.traits.delay
-        return StepActions(take, start, background)
+        is_late_enough = self._take_at is not None and self._take_at <= self.step
+        take = is_late_enough and (has_arrived or not self.traits.asynchronous)
+        if take:
+            self._take_at = None
+        start = self._take_at is None and self._is_due()
+        if start:
+            self.start()
+        return StepActions(take, start, start and self.traits.in_background)
+
+    def _is_due(self) -> bool:
+        """Whether a round starts now, if none is under way. Asynchronous ones start when the last is over."""
+        if self.traits.asynchronous:
+            return self._started_at is None or self.step - self._started_at >= self.traits.period
+        return (self.step - self.traits.warmup_steps) % self.traits.period == 0
+
+    def start(self) -> None:
+        """Take note that a round starts now."""
+        self._started_at = self.step
+        if self.traits.in_background:
+            self._take_at = self.step + max(1, self.traits.delay)
 
     def drain(self) -> bool:
         """Return whether a background round must be taken now (before saving, evaluation or exit)."""
         pending, self._take_at = self._take_at is not None, None
         return pending
-
-    def _take_if(self, step: int) -> bool:
-        due = self._take_at is not None and self._take_at <= step
-        if due:
-            self._take_at = None
-        return due

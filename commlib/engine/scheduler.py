@@ -127,6 +127,10 @@ class Driver(ABC):
             TransportError: A collective failed or timed out.
         """
 
+    @abstractmethod
+    def has_arrived(self, round_: Round) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+
     def cancel(self, round_: Round, error: BaseException) -> None:
         """End a round that cannot go on. Harmless when it has ended."""
         if not round_.done.is_set():
@@ -261,6 +265,10 @@ class ThreadDriver(Driver):
             raise round_.error
 
     @override
+    def has_arrived(self, round_: Round) -> bool:
+        return round_.done.is_set()
+
+    @override
     def close(self) -> None:
         self._events.put(None)
         if threading.current_thread() is not self._thread:
@@ -308,6 +316,10 @@ class StreamDriver(Driver):
         self._streams.join(range(len(round_.tasks)))
 
     @override
+    def has_arrived(self, round_: Round) -> bool:
+        return round_.done.is_set() and self._streams.are_idle(range(len(round_.tasks)))
+
+    @override
     def close(self) -> None:
         self._lanes.clear()
 
@@ -341,6 +353,9 @@ class _Streams:
     def wait_for(self, event: Any) -> None:
         if self._is_cuda:
             torch.cuda.current_stream(self._device).wait_event(event)
+
+    def are_idle(self, tasks: range) -> bool:
+        return all(stream.query() for stream in self._pool[: len(tasks)])
 
     def join(self, tasks: range) -> None:
         if self._is_cuda:

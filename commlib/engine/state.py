@@ -26,6 +26,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "rank": engine.comm.rank,
         "step": engine.schedule.step,
         "num_rounds": engine.num_rounds,
+        "num_weight_rounds": engine.weights.num_started if engine.weights else 0,
         "plan": None
         if pending.kind in ("initial", "trial")
         else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
@@ -55,6 +56,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     plan = _plan(engine, state["plan"])
     engine.schedule.step = int(state["step"])
     engine.num_rounds = int(state["num_rounds"])
+    if engine.weights is not None and not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
+        engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
     if plan is not None:
         engine.restore(plan, state["hook_counts"])
     engine.algorithm.load_state_dict(state["state"])

@@ -53,6 +53,9 @@ class Stats:
         wire_bytes_per_step: The same for the last round over gradients.
         raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
+        consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
+            last `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from that of the
+            neighbours on a graph. None for algorithms on gradients, whose replicas are alike, and before any round.
         exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
         cost: What a bucket was measured to cost, on rank 0; None where the plan was not measured.
         buckets: One entry per bucket.
@@ -67,6 +70,7 @@ class Stats:
     wire_bytes_per_step: float
     raw_bytes_per_step: float
     compression_ratio: float
+    consensus_distance: float | None
     exposed_s: float
     cost: Cost | None
     buckets: tuple[BucketStats, ...]
@@ -81,6 +85,8 @@ class Stats:
         if self.cost is not None:
             per_bucket, per_mib = self.cost.latency_s * 1e3, self.cost.s_per_byte * 2**20 * 1e3
             lines.append(f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB")
+        if self.consensus_distance is not None:
+            lines.append(f"  distance to the consensus: {self.consensus_distance:.3g}")
         for bucket in self.buckets:
             ready = "" if bucket.ready_s is None else f", ready at {bucket.ready_s * 1e3:.1f} ms"
             lines.append(
@@ -106,6 +112,7 @@ def collect(engine: Engine) -> Stats:
         wire_bytes_per_step=sent,
         raw_bytes_per_step=raw,
         compression_ratio=raw / sent if sent else 1.0,
+        consensus_distance=weights.consensus_distance if weights else None,
         exposed_s=engine.exposed_s,
         cost=engine.plan.cost,
         buckets=tuple(_of_bucket(engine, bucket) for bucket in engine.buckets),

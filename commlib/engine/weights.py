@@ -1,7 +1,8 @@
-"""Rounds over weights or optimizer state: at the end of optimizer steps, waited for at once or steps later."""
+"""Rounds over weights or optimizer state: at the end of optimizer steps, waited for at once or taken steps later."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,13 +16,16 @@ from commlib.engine.policy import Schedule
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.transport.base import Communication, Communicator, Transport
 
+#: Where steps wait for their round, how far it moved the weights is measured once in this many steps.
+_DISTANCE_EVERY = 10
+
 
 class WeightRounds:
     """The buckets of an algorithm whose `Traits.tensors` are weights or optimizer state, and their rounds.
 
     A round that is waited for replaces the tensors by its result. One in the background works on a copy taken at its
     start; its effect, `result - copy`, is added to the tensors when it is taken, so that the steps made meanwhile are
-    kept (BAGUA's asynchronous model averaging does the same).
+    kept (BAGUA's asynchronous model averaging does the same). `Traits.mixing` asks for a weighted mean instead.
 
     Args:
         parameters: The parameters, in the model's order.
@@ -44,79 +48,125 @@ class WeightRounds:
         cap_bytes: int = INITIAL_CAP_BYTES,
     ) -> None:
         self._algorithm = algorithm
+        self._traits = algorithm.traits
         self._schedule = schedule
         self._transport = transport
         self._driver = driver
         self._optimizer = optimizer
         self._comm = Communicator(transport.rank, transport.world_size)
+        if self._traits.hierarchical and (groups := transport.split_by_node()) is not None:
+            self._comm.local, self._comm.across = groups
+        self._cap_bytes = cap_bytes
+        self._round: Round | None = None
+        self.num_started = self.num_rounds = 0
+        self.adopt(parameters)
+
+    def adopt(self, parameters: Sequence[Parameter]) -> None:
+        """Communicate these parameters from now on; the result of a round under way is dropped."""
+        if self._round is not None:
+            self._schedule.drain()
+            self._round = None
         dense = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
+        num_bytes = sum(p.param.nbytes for p in dense)
+        cap_bytes = min(self._cap_bytes, -(-num_bytes // self._traits.fragments) or 1)
         built = plans.build(plans.initial(dense, cap_bytes), dense, plans.make_slots(dense))
         self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
-        self._copies = [torch.empty_like(b.flat) for b in self.buckets] if algorithm.traits.delay else []
-        self._round: Round | None = None
-        self.num_rounds = 0
-        algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, optimizer))
+        self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._traits.in_background else []
+        self._moved: dict[int, torch.Tensor] = {}  # per bucket, the square of how far its last round moved it
+        self._carried: list[Bucket] = []  # by the round under way
+        self._algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, self._optimizer))
 
     @property
     def bytes_sent(self) -> float:
         """Bytes that this rank has sent for these rounds."""
         return self._transport.bytes_sent
 
+    @property
+    def consensus_distance(self) -> float | None:
+        """The L2 distance between this rank's weights and what the last round, or mean, made of them; None before."""
+        if not self._moved or self._traits.tensors != "weights":
+            return None
+        return math.sqrt(sum(float(square) for square in self._moved.values()))
+
     @torch.no_grad()
     def end_step(self) -> None:
         """Do what is due at the end of an optimizer step."""
-        due = self._schedule.end_step()
+        due = self._schedule.end_step(self._round is not None and self._driver.has_arrived(self._round))
         if due.take_background:
             self._take()
         if due.start:
             self._start()
             if not due.in_background:
-                self._wait_and_replace()
+                self._take()
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Take the result of a round in the background now, if there is one."""
-        if self._schedule.drain():
+        """Take the result of a round in the background now, if there is one.
+
+        An asynchronous one is left where its result has not arrived: peers may come to it much later.
+        """
+        if self._round is None or (self._traits.asynchronous and not self._driver.has_arrived(self._round)):
+            return
+        self._schedule.drain()
+        self._take()
+
+    @torch.no_grad()
+    def complete(self, num_started: int) -> None:
+        """Take part in every round up to the given number, which another rank has started, and take the results."""
+        while self._round is not None or self.num_started < num_started:
+            if self._round is None:
+                self._start()
+            self._schedule.drain()
             self._take()
 
     def close(self) -> None:
         """Wait for what is in the background, keep the weights as they are, and release the communicator."""
-        if self._round is not None:
+        if self._round is not None and not self._traits.asynchronous:
             self._driver.wait(self._round)
-            self._round = None
+        self._round = None
         self._transport.close()
 
     def _start(self) -> None:
+        self._comm.step = self.num_started
+        self._carried = self.buckets[self.num_started % self._traits.fragments :: self._traits.fragments]
+        self.num_started += 1
         tasks = []
-        for idx, bucket in enumerate(self.buckets):
+        for bucket in self._carried:
             bucket.load(self._tensors(bucket))
             if self._copies:
-                self._copies[idx].copy_(bucket.flat)
+                self._copies[bucket.index].copy_(bucket.flat)
             tasks.append(Task(bucket.describe, lambda bucket=bucket: self._algorithm.communicate(bucket, self._comm)))
-        self._round = Round(self._transport, tasks, self._algorithm.traits.window)
+        self._round = Round(self._transport, tasks, self._traits.window)
         self._driver.open(self._round)
         for idx in range(len(tasks)):
             self._driver.ready(self._round, idx)
 
-    def _wait_and_replace(self) -> None:
-        self._wait()
-        for bucket in self.buckets:
-            bucket.store(self._tensors(bucket))
-
     def _take(self) -> None:
-        self._wait()
-        for bucket, copy in zip(self.buckets, self._copies, strict=True):
-            bucket.flat.sub_(copy)
-            torch._foreach_add_(self._tensors(bucket), [slot.view for slot in bucket.slots])
-
-    def _wait(self) -> None:
+        """Wait for the round under way and bring its result into the tensors."""
         round_, self._round = self._round, None
         assert round_ is not None
         self._driver.wait(round_)
         self.num_rounds += 1
+        for bucket in self._carried:
+            tensors, results = self._tensors(bucket), [slot.view for slot in bucket.slots]
+            self._measure(bucket, tensors)
+            if self._traits.mixing is not None:
+                torch._foreach_lerp_(tensors, results, 1.0 - self._traits.mixing)
+            elif self._copies:
+                bucket.flat.sub_(self._copies[bucket.index])
+                torch._foreach_add_(tensors, results)
+            else:
+                bucket.store(tensors)
+
+    def _measure(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        """Note how far the round moved the bucket: on a copy in every round, else now and then, as it costs a pass."""
+        if self._copies:
+            self._moved[bucket.index] = torch.dist(bucket.flat, self._copies[bucket.index]).float().square()
+        elif self._traits.period >= _DISTANCE_EVERY or self.num_rounds % _DISTANCE_EVERY == 1:
+            self._moved[bucket.index] = _distance_squared(tensors, bucket)
 
     def _tensors(self, bucket: Bucket) -> list[torch.Tensor]:
-        return tensors_of(bucket, self._algorithm.traits.tensors, self._optimizer)
+        return tensors_of(bucket, self._traits.tensors, self._optimizer)
 
     def mean_of_weights(self) -> Communication:
         """Replace every parameter by its mean over the ranks."""
@@ -125,4 +175,10 @@ class WeightRounds:
             bucket.load(weights)
             yield self._comm.all_reduce(bucket.flat)
             bucket.flat.div_(self._comm.world_size)
+            self._moved[bucket.index] = _distance_squared(weights, bucket)
             bucket.store(weights)
+
+
+def _distance_squared(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    squares = [torch.dist(t, slot.view).float().square() for t, slot in zip(tensors, bucket.slots, strict=True)]
+    return torch.stack(squares).sum()

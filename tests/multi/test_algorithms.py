@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import commlib
 from commlib.algorithms import Algorithm, AllReduce, BucketView, Traits
 from commlib.errors import ConfigError
+from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
 from tests.multi.common import (
     SMALL_BUCKET_MB,
@@ -267,6 +268,83 @@ def test_a_round_in_the_background_adds_its_effect_when_it_is_taken() -> None:
     for name, value in tensors(replicas[dist.get_rank()]).items():
         assert_close(tensors(model)[name], value, name, exact=False)
     commlib.unwrap(model)
+
+
+@on_ranks(2, 3)
+def test_fragments_take_turns_and_results_are_mixed_in() -> None:
+    """Round k carries the buckets k modulo 2; a delayed result r enters as x <- a x + (1 - a) r."""
+    period, delay, mixing, steps = 2, 1, 0.25, 9
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    algorithm = Average(tensors="weights", period=period, delay=delay, mixing=mixing, fragments=2)
+    wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    buckets = [[s.name for s in b.slots] for b in replica_of(model).engine.weights.buckets]
+    assert len(buckets) >= 3
+    train(model, mlp_loss, steps, optimizer)
+
+    replicas = [seeded(Mlp) for _ in range(dist.get_world_size())]
+    optimizers = [sgd(replica) for replica in replicas]
+    under_way: dict[str, Tensor] = {}
+    for step in range(1, steps + 1):
+        for rank, replica in enumerate(replicas):
+            optimizers[rank].zero_grad()
+            mlp_loss_of(replica, step - 1, rank).backward()
+            optimizers[rank].step()
+        if (step - delay) % period == 0:
+            for name, mean in under_way.items():
+                for replica in replicas:
+                    parameter = replica.get_parameter(name).data
+                    parameter.mul_(mixing).add_(mean, alpha=1 - mixing)
+        if step % period == 0:
+            turn = (step // period - 1) % 2
+            names = [name for members in buckets[turn::2] for name in members]
+            under_way = {n: torch.stack([r.get_parameter(n).detach() for r in replicas]).mean(dim=0) for n in names}
+    for name, value in tensors(replicas[dist.get_rank()]).items():
+        assert_close(tensors(model)[name], value, name, exact=False)
+
+
+@on_ranks(2, 3, 4)
+def test_asynchronous_rounds_never_wait_and_synchronize_completes_them() -> None:
+    """One rank is much slower: the others make all their steps meanwhile; then everyone ends at the same mean."""
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=Average(tensors="weights", asynchronous=True, period=2), optimizer=optimizer)
+    is_slow = dist.get_rank() == 0
+    begin = time.monotonic()
+    for step in range(3 if is_slow else 30):
+        time.sleep(0.5 if is_slow else 0.0)
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizer.step()
+    assert is_slow or time.monotonic() - begin < 1.0, "a step waited for the slow rank"
+    own = [parameter.detach().clone() for parameter in model.parameters()]
+    commlib.synchronize(model)
+    assert_replicas_identical_parameters(model)
+    rounds = [0] * dist.get_world_size()
+    dist.all_gather_object(rounds, commlib.stats(model).steps)
+    assert rounds == [rounds[0]] * len(rounds)
+    assert rounds[0] >= 1
+    distance = commlib.stats(model).consensus_distance
+    assert distance is not None
+    if rounds[0] == 1:  # the mean came after the last round that `own` does not hold yet
+        return
+    moved = sum((p.detach() - before).square().sum() for p, before in zip(model.parameters(), own, strict=True))
+    assert float(moved) > 0
+
+
+@on_ranks(2)
+def test_the_consensus_distance_is_that_from_the_mean() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=Average(tensors="weights", period=100), optimizer=optimizer)
+    assert commlib.stats(model).consensus_distance is None
+    train(model, mlp_loss, 3, optimizer)
+    own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    commlib.synchronize(model)
+    expected = torch.dist(own, torch.stack(everyone).mean(dim=0))
+    assert commlib.stats(model).consensus_distance == pytest.approx(float(expected), rel=1e-5)
 
 
 @on_ranks(2)

@@ -138,3 +138,13 @@ def test_many_rounds_of_the_same_plan_issue_the_same() -> None:
     orders = {tuple(drive([1, 2, 0, 3], 3, seed)) for seed in range(50)}
     assert len(orders) == 1
     assert len(next(iter(orders))) == sum(itertools.chain([1, 2, 0, 3]))
+
+
+def test_an_asynchronous_round_is_taken_when_it_has_arrived_and_the_next_one_starts_then() -> None:
+    schedule = Schedule(Traits(tensors="weights", asynchronous=True, period=2))
+    arrived = [False, False, False, True, False, True, True]
+    got = [schedule.end_step(has_arrived=each) for each in arrived]
+    start = StepActions(start=True, in_background=True)
+    took = StepActions(take_background=True)
+    took_and_start = StepActions(take_background=True, start=True, in_background=True)
+    assert got == [start, StepActions(), StepActions(), took_and_start, StepActions(), took_and_start, took]
