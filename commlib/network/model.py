@@ -1,0 +1,270 @@
+"""What a simulation is about: a network, a device and a workload, as plain data.
+
+Units are in the names: `_s` seconds, `_us` microseconds, `_gbps` 10^9 bits a second, `_gbytes_s` 10^9 bytes a second.
+Every object says where its figures come from (`source`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commlib.errors import ConfigError
+
+#: The dtypes that a workload may have, by the name that files and the command line use.
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes of the same kind around a switch that carries all of their traffic at once.
+
+    Attributes:
+        name: What it is called.
+        nodes: How many there are.
+        gpus_per_node: Ranks of each node.
+        bandwidth_gbps: Of a node's network adapter, in each direction at once; its ranks share it.
+        latency_us: From one node to another: the time of an empty message.
+        intra_gbps: Of each rank to the others of its node, in each direction at once.
+        intra_latency_us: From one rank to another of its node.
+        efficiency: The part of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
+        source: Where the figures come from.
+    """
+
+    name: str
+    nodes: int
+    gpus_per_node: int = 1
+    bandwidth_gbps: float = 10.0
+    latency_us: float = 25.0
+    intra_gbps: float = 1000.0
+    intra_latency_us: float = 5.0
+    efficiency: float = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "nodes", "gpus_per_node")
+        _check_numbers(self, "bandwidth_gbps", "intra_gbps", "efficiency", above_zero=True)
+        _check_numbers(self, "latency_us", "intra_latency_us")
+        if self.efficiency > 1:
+            raise ConfigError(f"Network.efficiency: expected at most 1, got {self.efficiency!r}")
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second of a node's adapter that arrive, in each direction."""
+        return self.bandwidth_gbps * 1e9 / 8 * self.efficiency
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """Bytes a second from a rank to the others of its node."""
+        return self.intra_gbps * 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with, and what local work costs there.
+
+    An operation costs its launch, and the longer of its memory traffic and its arithmetic. A codec kernel costs its
+    launch and its memory traffic at a fraction of the copy rate.
+
+    On a processor that runs the collectives as well (`shares_compute`), sending takes processor time, and all ranks of
+    a machine share its cores: a rank has `cores / ranks_per_machine` of them, which its threads (the computation, the
+    communication) divide evenly. A workload's times are then those of all ranks computing at once.
+
+    Attributes:
+        name: What it is called.
+        memory_gbytes_s: Bytes read and written by a large copy, together, a second.
+        tflops: 10^12 floating-point operations a second of large matrix products, by dtype ("fp32", "bf16", ...);
+            a dtype that is not there costs as much as "fp32", which must be.
+        launch_us: Of each operation or kernel.
+        codec_fractions: Which part of `memory_gbytes_s` a codec kernel reaches, by "<codec>.<kernel>", by
+            "<codec>", by "<kernel>" (docs/simulator.md lists them), or "" for all others.
+        contention: Seconds that the computation loses for each second of local communication work beside it (0: it
+            costs nothing, 1: they take turns). Ignored where `shares_compute`.
+        shares_compute: Whether collectives run on the processor that computes.
+        cpu_s_per_byte: Processor seconds of a rank for each byte that it sends and the byte that it receives meanwhile.
+        cpu_s_per_message: Processor seconds of a rank for each message that it sends.
+        cores: Of the machine.
+        ranks_per_machine: How many ranks share them.
+        source: Where the figures come from.
+    """
+
+    name: str
+    memory_gbytes_s: float
+    tflops: Mapping[str, float]
+    launch_us: float = 0.0
+    codec_fractions: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
+    contention: float = 0.0
+    shares_compute: bool = False
+    cpu_s_per_byte: float = 0.0
+    cpu_s_per_message: float = 0.0
+    cores: int = 1
+    ranks_per_machine: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "cores", "ranks_per_machine")
+        _check_numbers(self, "memory_gbytes_s", above_zero=True)
+        _check_numbers(self, "launch_us", "contention", "cpu_s_per_byte", "cpu_s_per_message")
+        if "fp32" not in self.tflops or any(not value > 0 for value in self.tflops.values()):
+            raise ConfigError(f"Device.tflops: expected positive numbers, 'fp32' among them, got {dict(self.tflops)}")
+        if "" not in self.codec_fractions or any(not value > 0 for value in self.codec_fractions.values()):
+            raise ConfigError(
+                f"Device.codec_fractions: expected positive numbers, '' (all others) among them, got "
+                f"{dict(self.codec_fractions)}"
+            )
+
+    @property
+    def share(self) -> float:
+        """Cores that a rank has."""
+        return self.cores / self.ranks_per_machine
+
+    def flops_per_s(self, dtype: torch.dtype) -> float:
+        """Return the rate of large matrix products of `dtype`, per second."""
+        names = {value: key for key, value in DTYPES.items()}
+        return self.tflops.get(names.get(dtype, "fp32"), self.tflops["fp32"]) * 1e12
+
+    def codec_fraction(self, codec: str, kernel: str) -> float:
+        """Return which part of the copy rate a codec's kernel reaches."""
+        known = self.codec_fractions
+        return next(known[key] for key in (f"{codec}.{kernel}", codec, kernel, "") if key in known)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A stretch of the model whose gradients become ready together.
+
+    Attributes:
+        name: Its name in the model; a parameter's name is "<layer>.<name>".
+        shapes: Name and shape of each parameter, in the order of registration; none for a layer without parameters.
+        weight: Its part of the time of forward and of backward, relative to the other layers' (such as its
+            floating-point operations).
+        tied: Names of parameters of other layers ("<layer>.<name>") that this layer uses too.
+    """
+
+    name: str
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    weight: float
+    tied: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "weight")
+        for name, shape in self.shapes:
+            if any(size < 1 for size in shape):
+                raise ConfigError(f"Layer {self.name!r}: expected positive sizes, got {shape} for {name!r}")
+
+    @property
+    def numel(self) -> int:
+        """How many elements its parameters have."""
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model in training: its parameters, and how long a step takes on one rank that does not communicate.
+
+    Attributes:
+        name: What it is called.
+        layers: In the order of forward.
+        batch_per_rank: Samples of a rank and step.
+        forward_s: Of a step on the stated device.
+        backward_s: Of a step on the stated device; layers take their parts (`Layer.weight`) in reverse order.
+        optimizer_s: Of a step of the optimizer.
+        device: The device that the times are of, by name.
+        dtype: Of parameters and gradients: a key of `DTYPES`.
+        optimizer: "sgd" or "adam": which state tensors there are.
+        samples_per_epoch: Samples of all ranks together in an epoch; 0 where it is not known.
+        source: Where shapes and times come from.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    batch_per_rank: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    device: str = ""
+    dtype: str = "fp32"
+    optimizer: str = "sgd"
+    samples_per_epoch: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "batch_per_rank")
+        _check_numbers(self, "forward_s", "backward_s", above_zero=True)
+        _check_numbers(self, "optimizer_s", "samples_per_epoch")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"Workload.dtype: expected one of {sorted(DTYPES)}, got {self.dtype!r}")
+        if self.optimizer not in ("sgd", "adam"):
+            raise ConfigError(f"Workload.optimizer: expected 'sgd' or 'adam', got {self.optimizer!r}")
+        names = [name for name, _ in self.parameters()]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError(f"Workload {self.name!r}: expected parameters with different names, got {len(names)}")
+        if not sum(layer.weight for layer in self.layers) > 0:
+            raise ConfigError(f"Workload {self.name!r}: expected a layer with a positive weight, got none")
+        unknown = {name for layer in self.layers for name in layer.tied} - set(names)
+        if unknown:
+            raise ConfigError(f"Workload {self.name!r}: tied parameters that no layer has: {sorted(unknown)}")
+
+    @property
+    def numel(self) -> int:
+        """How many elements the parameters have."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step without communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    def parameters(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the full name and the shape of each parameter, in the order of registration."""
+        return [(f"{layer.name}.{name}", shape) for layer in self.layers for name, shape in layer.shapes]
+
+    def ready_s(self) -> list[float]:
+        """Return when each gradient is ready, in seconds from the start of backward, in the order of `parameters`.
+
+        The parameters of a layer are ready when its backward ends; tied ones when that of the last layer to use them
+        does.
+        """
+        total = sum(layer.weight for layer in self.layers)
+        at: dict[str, float] = {}
+        done = 0.0
+        for layer in reversed(self.layers):
+            done += layer.weight
+            for name in [*(f"{layer.name}.{name}" for name, _ in layer.shapes), *layer.tied]:
+                at[name] = done / total * self.backward_s
+        return [at[name] for name, _ in self.parameters()]
+
+
+def _check_counts(owner: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{type(owner).__name__}.{name}: expected a whole number of 1 or more, got {value!r}")
+
+
+def _check_numbers(owner: Any, *names: str, above_zero: bool = False) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not is_number or value < 0 or (above_zero and value == 0):
+            expected = "a number above 0" if above_zero else "a number of 0 or more"
+            raise ConfigError(f"{type(owner).__name__}.{name}: expected {expected}, got {value!r}")
