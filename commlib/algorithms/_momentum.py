@@ -27,6 +27,8 @@ class QuantizedMomentum(Quantized):
         compress: Which parameters are compressed; the momentum of the others is averaged in full precision.
     """
 
+    optimizer_type = FrozenVarianceAdam
+
     def __init__(
         self,
         codec: BlockCodec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -156,6 +156,9 @@ class Algorithm:
 
     #: Set by `wrap`: the name under which it is registered (for commlib's own the file's), else the class's.
     name: str = ""
+
+    #: The optimizer that it is one half of and must be given; None where any will do.
+    optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Return the group of a parameter; a bucket holds parameters of one group. The same on all ranks."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from commlib.errors import CodecError
-from commlib.kernels import cuda_codecs, cuda_sparse, native_codecs, native_sparse
+from commlib.kernels import cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
 from commlib.kernels.checks import Feedback, Random
 
 __all__ = ["BlockCodec", "Feedback", "Random"]
@@ -136,28 +135,26 @@ class BlockCodec:
         return f"{type(self).__name__}()"
 
 
-def executor_of(tensor: torch.Tensor) -> ModuleType:
-    """Return the module whose kernels run where the tensor is.
+def executor_of(tensor: torch.Tensor) -> Any:
+    """Return the executor of the block codecs whose kernels run where the tensor is.
 
     Raises:
         CodecError: There are none for its device.
     """
-    return _choose(tensor, native_codecs, cuda_codecs)
+    return _choose(tensor, cpu=native_codecs, cuda=cuda_codecs, meta=meta)
 
 
-def sparse_executor_of(tensor: torch.Tensor) -> ModuleType:
-    """Return the module of the sparse codecs whose kernels run where the tensor is.
+def sparse_executor_of(tensor: torch.Tensor) -> Any:
+    """Return the executor of the sparse codecs whose kernels run where the tensor is.
 
     Raises:
         CodecError: There are none for its device.
     """
-    return _choose(tensor, native_sparse, cuda_sparse)
+    return _choose(tensor, cpu=native_sparse, cuda=cuda_sparse, meta=meta.Sparse)
 
 
-def _choose(tensor: torch.Tensor, native: ModuleType, cuda: ModuleType) -> ModuleType:
+def _choose(tensor: torch.Tensor, **executors: Any) -> Any:
     kind = tensor.device.type if hasattr(tensor, "device") else "cpu"
-    if kind == "cuda":
-        return cuda
-    if kind not in ("cpu", "meta"):
+    if kind not in executors:
         raise CodecError(f"no codec kernels for tensors on {tensor.device}; expected the CPU or a CUDA device")
-    return native
+    return executors[kind]

@@ -56,7 +56,7 @@ class LowRankExchange:
         for batch in self.batches:  # each Q has a seed of its own: the same on all ranks, whatever the plan
             for part, q in zip(batch.parts, batch.q, strict=True):
                 generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + part.offset) % 2**63)
-                q.copy_(torch.randn(q.shape, generator=generator))
+                q.copy_(torch.randn(q.shape, generator=generator, device="cpu"))
         self._first_q = self.q.clone()
 
     def renew_unless_finite(self) -> None:

@@ -1,0 +1,176 @@
+"""The codecs on `meta` tensors: arguments are checked, nothing is computed, and the work is reported.
+
+A simulator listens (`reporting`) and says what the work costs. Both executors are here, of the block codecs and of the
+sparse ones; the functions are those of native_codecs.py and native_sparse.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from commlib.kernels import checks
+from commlib.kernels.checks import Feedback, Random
+from commlib.kernels.native_codecs import buffer_bytes, payload_bytes
+from commlib.kernels.native_sparse import payload_bytes as sparse_payload_bytes
+
+META = torch.device("meta")
+
+#: The codec's id in reports of the sparse codecs' kernels.
+SPARSE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A call of a codec's kernel.
+
+    Attributes:
+        name: The function.
+        codec: The block codec's id, or `SPARSE`.
+        nbytes: What it reads and writes, each byte counted once: the values, the payloads, the residual.
+    """
+
+    name: str
+    codec: int
+    nbytes: int
+
+
+_listeners: list[Callable[[Kernel], None]] = []
+
+
+@contextlib.contextmanager
+def reporting(listener: Callable[[Kernel], None]) -> Iterator[None]:
+    """Call `listener` with every kernel that is called on meta tensors within the context, in this process."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def encode(
+    codec: int,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    chunk: int | None = None,
+    feedback: Feedback | None = None,
+    random: Random | None = None,
+) -> None:
+    """Report the encoding of `x` into `out`."""
+    checks.check_values("x", x, META)
+    chunk = checks.chunk_or_whole(chunk, x.numel())
+    checks.check_payload("out", out, buffer_bytes(codec, x.numel(), chunk), META)
+    _report("encode", codec, x.nbytes + out.nbytes + _of_feedback(feedback, x.numel()))
+
+
+def encode_sum(
+    codec: int,
+    payloads: torch.Tensor,
+    numel: int,
+    out: torch.Tensor,
+    *,
+    divisor: float = 1.0,
+    feedback: Feedback | None = None,
+    random: Random | None = None,
+    first: int = 0,
+) -> None:
+    """Report the encoding of the sum of payloads."""
+    checks.check_payloads(payloads, payload_bytes(codec, numel), META)
+    checks.check_payload("out", out, payload_bytes(codec, numel), META)
+    _report("encode_sum", codec, payloads.nbytes + out.nbytes + _of_feedback(feedback, numel))
+
+
+def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
+    """Report the decoding of payloads."""
+    _check_decoding(codec, payload, out, chunk)
+    _report("decode", codec, payload.nbytes + out.nbytes)
+
+
+def decode_add(
+    codec: int, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
+) -> None:
+    """Report the decoding of payloads, added to `out`."""
+    _check_decoding(codec, payload, out, chunk)
+    _report("decode_add", codec, payload.nbytes + 2 * out.nbytes)
+
+
+def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
+    """Report the decoding of a sum of payloads."""
+    checks.check_values("out", out, META)
+    checks.check_payloads(payloads, payload_bytes(codec, out.numel()), META)
+    _report("decode_sum", codec, payloads.nbytes + out.nbytes)
+
+
+def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
+    """Report the random rotation of a chunk."""
+    checks.check_tensor("x", x, (torch.float32,), META)
+    checks.check_tensor("out", out, (torch.float32,), META)
+    _report("rotate", SPARSE, x.nbytes + out.nbytes)
+
+
+class Sparse:
+    """The executor of the sparse codecs; see native_sparse.py."""
+
+    @staticmethod
+    def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+        """Report the choice of the largest elements."""
+        _encode_sparse("encode_top_k", x, places, out, feedback)
+
+    @staticmethod
+    def encode_above(
+        x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
+    ) -> None:
+        """Report the choice of the elements above a threshold."""
+        checks.threshold_bits(threshold)
+        _encode_sparse("encode_above", x, places, out, feedback)
+
+    @staticmethod
+    def encode_random_k(
+        x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
+    ) -> None:
+        """Report the choice of random elements."""
+        _encode_sparse("encode_random_k", x, places, out, feedback)
+
+    @staticmethod
+    def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+        """Report the decoding of a sum of payloads; every named element is read and written once more."""
+        checks.check_tensor("out", out, (torch.float32,), META)
+        count = checks.check_payloads(payloads, sparse_payload_bytes(places), META)
+        _report("decode_sparse", SPARSE, payloads.nbytes + out.nbytes + 8 * count * places)
+
+    @staticmethod
+    def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
+        """Report the addition of the named elements."""
+        checks.check_tensor("out", out, (torch.float32,), META)
+        checks.check_payloads(payload.view(1, -1), sparse_payload_bytes(places), META)
+        _report("decode_sparse", SPARSE, payload.nbytes + 8 * places)
+
+
+def _encode_sparse(name: str, x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
+    checks.check_sparse_values(x, META)
+    checks.check_places(places, x.numel())
+    checks.check_payload("out", out, sparse_payload_bytes(places), META)
+    _report(name, SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback, x.numel()))
+
+
+def _check_decoding(codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None) -> None:
+    checks.check_values("out", out, META)
+    chunk = checks.chunk_or_whole(chunk, out.numel())
+    checks.check_payload("payload", payload, buffer_bytes(codec, out.numel(), chunk), META)
+
+
+def _of_feedback(feedback: Feedback | None, numel: int) -> int:
+    """Return the bytes of the residual, which is read and written."""
+    if feedback is None:
+        return 0
+    checks.check_feedback(feedback, numel, device=META)
+    return 2 * feedback.residual.nbytes
+
+
+def _report(name: str, codec: int, nbytes: int) -> None:
+    for listener in _listeners:
+        listener(Kernel(name, codec, nbytes))

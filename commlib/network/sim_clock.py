@@ -1,0 +1,275 @@
+"""The third driver: the same rounds in the same order as on a CPU thread or CUDA streams, on a virtual clock.
+
+[Note: virtual time] Times are vectors: one clock where all ranks are alike, else one for each. Whatever happens is handled
+in the order of its mean time over the ranks, so where ranks differ, that decides in which order a rank's local work is
+done. One rank's algorithm object stands for all of them.
+
+A rank computes, and communicates beside it. Its communication does one piece of local work (a resumed generator) at a
+time, in the order in which they become possible. Local work and, on processors that carry the collectives, the collectives
+themselves slow the computation down while both last (`Load`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from commlib.engine.policy import Event
+from commlib.engine.scheduler import Driver, Round, Task
+from commlib.errors import CommlibError
+from commlib.network.model import Device
+from commlib.network.sim_links import Links
+from commlib.network.sim_meter import Meter
+from commlib.transport.base import AllReduce, Request, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        lane: Where: "compute", "local work" or "network".
+        name: What: "forward", "backward", "optimizer", "wait", "rounds at the step's end", "work", or a verb.
+        start_s: From the beginning of the simulation.
+        end_s: The same.
+        bucket: Its index, -1 where it is of none.
+        rank: Of which rank.
+        nbytes: What the rank sends for it.
+    """
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    bucket: int = -1
+    rank: int = 0
+    nbytes: float = 0.0
+
+
+@dataclass
+class Load:
+    """What slows the computation from `start_s` to `end_s`: it loses `share` seconds in each of them."""
+
+    start_s: np.ndarray
+    end_s: np.ndarray
+    share: float
+
+
+@dataclass
+class _Progress:
+    """How far a round has come: the turn of the next collective, its end so far, when tasks were ready and have asked."""
+
+    turn_s: Any = -np.inf
+    end_s: Any = -np.inf
+    ready_s: dict[int, np.ndarray] = field(default_factory=dict)
+    asked_s: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class VirtualDriver(Driver):
+    """Runs rounds on virtual clocks.
+
+    Args:
+        links: Carries the collectives.
+        meter: Tells the cost of local work.
+        device: What a rank computes with.
+        pace: [num_clocks] How much longer than the device's figures local work takes on each rank.
+        traced: Ranks (or clocks) whose spans are kept.
+
+    Attributes:
+        now_s: [num_clocks] The time of the computation on each rank.
+        waited_s: [num_clocks] How long it has waited for rounds so far.
+        adapter_bytes: Bytes that have left a node so far.
+        spans: What the traced ranks did.
+    """
+
+    def __init__(self, links: Links, meter: Meter, device: Device, pace: np.ndarray, traced: tuple[int, ...]) -> None:
+        super().__init__()
+        self._links = links
+        self._meter = meter
+        self._device = device
+        self._pace = pace
+        self._traced = traced
+        self.now_s = np.zeros_like(pace)
+        self.waited_s = np.zeros_like(pace)
+        self.adapter_bytes = 0.0
+        self.spans: list[Span] = []
+        self._worker_free_s = np.zeros_like(pace)
+        self._heap: list[tuple[float, int, np.ndarray, Round, Event, int]] = []
+        self._count = itertools.count()
+        self._at_s: dict[tuple[int, int], np.ndarray] = {}  # of the event of a round's task that is being handled
+        self._progress: dict[int, _Progress] = {}
+        self._last_end_s: dict[int, Any] = {}  # by communicator, the end of its last round
+        self._loads: list[Load] = []
+        self._until_s: np.ndarray | None = None  # the end of the computation that is under way
+
+    # --- the computation ----------------------------------------------------------------------------------------------
+
+    def compute(self, seconds: np.ndarray, name: str) -> None:
+        """Compute for `seconds` [num_clocks], and longer where communication beside it takes its part."""
+        begin_s = self.now_s
+        self._until_s = begin_s + seconds
+        for load in self._loads:
+            self._slow_down(load)
+        while self._heap and self._heap[0][0] <= self._until_s.mean():
+            self._handle_next()
+        self.now_s, self._until_s = self._until_s, None
+        self._loads = [load for load in self._loads if (load.end_s > self.now_s).any()]
+        self._note("compute", name, begin_s, self.now_s)
+
+    def flush(self, name: str) -> None:
+        """Let the computation take the time of what the meter has counted."""
+        seconds = self._meter.take()
+        if seconds:
+            self.compute(seconds * self._pace, name)
+
+    def _slow_down(self, load: Load) -> None:
+        """Move the end of the computation under way by what it loses to a load."""
+        assert self._until_s is not None
+        start_s = np.maximum(load.start_s, self.now_s)
+        whole = self._until_s + load.share * np.maximum(0.0, load.end_s - start_s)
+        # Where the load outlasts the computation: until - now is what is computed at the full rate, then at the rest.
+        part = (self._until_s - load.share * start_s) / max(1.0 - load.share, 1e-9)
+        self._until_s = np.where(start_s < self._until_s, np.minimum(whole, part), self._until_s)
+
+    def _add_load(self, start_s: np.ndarray, end_s: np.ndarray, share: float) -> None:
+        if share > 0:
+            self._loads.append(Load(start_s, end_s, share))
+            if self._until_s is not None:
+                self._slow_down(self._loads[-1])
+
+    # --- what the engine calls ----------------------------------------------------------------------------------------
+
+    @override
+    def ready(self, round_: Round, task: int) -> None:
+        self.flush("gather")
+        self._of(round_).ready_s[task] = self.now_s
+        self._push(self.now_s, round_, Event.READY, task)
+
+    @override
+    def wait(self, round_: Round) -> None:
+        self.flush("gather")
+        while not round_.done.is_set():
+            if not self._heap:
+                raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
+            self._handle_next()
+        if round_.error is not None:
+            raise round_.error
+        begin_s, self.now_s = self.now_s, np.maximum(self.now_s, self._of(round_).end_s)
+        self.waited_s = self.waited_s + (self.now_s - begin_s)
+        del self._progress[id(round_)]
+        self._note("compute", "wait", begin_s, self.now_s)
+
+    @override
+    def has_arrived(self, round_: Round) -> bool:
+        self.flush("gather")
+        while self._heap and self._heap[0][0] <= self.now_s.mean():
+            self._handle_next()
+        return round_.done.is_set() and bool((self._of(round_).end_s <= self.now_s).all())
+
+    @override
+    def close(self) -> None:
+        self._lanes.clear()
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _push(self, at_s: np.ndarray, round_: Round, event: Event, task: int) -> None:
+        heapq.heappush(self._heap, (float(at_s.mean()), next(self._count), at_s, round_, event, task))
+
+    def _handle_next(self) -> None:
+        _, _, at_s, round_, event, task = heapq.heappop(self._heap)
+        self._at_s[id(round_), task] = at_s
+        self._handle(round_, event, task)
+
+    def _of(self, round_: Round) -> _Progress:
+        return self._progress.setdefault(id(round_), _Progress())
+
+    @override
+    def _advance(self, round_: Round, event: Event, task_idx: int) -> None:
+        self._current = round_
+        super()._advance(round_, event, task_idx)
+        if round_.order.complete:
+            self._last_end_s[id(round_.transport)] = self._of(round_).end_s
+
+    @override
+    def _resume(self, task: Task, task_idx: int) -> Event:
+        round_, progress = self._current, self._of(self._current)
+        was_awaited = round_.order.waits_for == task_idx
+        at_s = self._at_s.pop((id(round_), task_idx))
+        at_s = np.maximum(at_s, self._last_end_s.get(id(round_.transport), -np.inf))  # rounds in a row
+        event = super()._resume(task, task_idx)
+        end_s = self._work(at_s, self._meter.take(), task_idx)
+        progress.asked_s[task_idx] = end_s
+        if event is Event.FINISHED:
+            progress.end_s = np.maximum(progress.end_s, end_s)
+            if was_awaited and self._device.shares_compute:
+                progress.turn_s = np.maximum(progress.turn_s, end_s)
+        return event
+
+    def _work(self, at_s: np.ndarray, seconds: float, task_idx: int) -> np.ndarray:
+        """Do local work as soon as the worker is free; return when it is done."""
+        if not seconds:
+            return at_s
+        start_s = np.maximum(at_s, self._worker_free_s)
+        alone, beside = self._rates()
+        computes = np.zeros_like(start_s, dtype=bool) if self._until_s is None else start_s < self._until_s
+        end_s = start_s + seconds * self._pace / np.where(computes, beside, alone)
+        self._worker_free_s = end_s
+        self._add_load(start_s, end_s, self._share_of_work())
+        self._note("local work", "work", start_s, end_s, task_idx)
+        return end_s
+
+    def _rates(self) -> tuple[float, float]:
+        """Return how fast local work is alone, and beside computation."""
+        if not self._device.shares_compute:
+            return 1.0, 1.0
+        return min(1.0, self._device.share), min(1.0, self._device.share / 2)
+
+    def _share_of_work(self) -> float:
+        if not self._device.shares_compute:
+            return self._device.contention
+        alone, beside = self._rates()
+        return 1.0 - beside / alone
+
+    @override
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        request = task.request
+        assert request is not None
+        progress = self._of(round_)
+        # The thread of a processor issues when it has done the work before; the host of an accelerator runs ahead, and
+        # only the collective itself waits for the work.
+        issued_s = (progress.asked_s if self._device.shares_compute else progress.ready_s)[task_idx]
+        progress.turn_s = np.maximum(progress.turn_s, issued_s)
+        start_s = end_s = np.maximum(progress.turn_s, progress.asked_s[task_idx])
+        round_.transport.issue(request)
+        if request.size > 1 and not request.is_empty():
+            start_s, end_s = self._carry(round_.transport, request, start_s)
+            self._note("network", request.verb, start_s, end_s, task_idx, request.wire_bytes())
+        self._push(end_s, round_, Event.ARRIVED, task_idx)
+
+    def _carry(self, transport: Transport, request: Request, at_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cost = self._links.cost(request)
+        start_s, end_s = self._links.carry(id(transport), request, at_s)
+        self.adapter_bytes += cost.adapter_bytes
+        if self._links.blocks_worker:
+            self._worker_free_s = np.maximum(self._worker_free_s, end_s)
+        if cost.cpu_s:
+            alone, _ = self._rates()
+            lost_s = max(0.0, cost.cpu_s - (self._device.share - alone) * cost.seconds) / alone
+            self._add_load(start_s, end_s, min(lost_s / cost.seconds, 0.95))
+        return start_s, end_s
+
+    def _note(
+        self, lane: str, name: str, start_s: np.ndarray, end_s: np.ndarray, bucket: int = -1, nbytes: float = 0.0
+    ) -> None:
+        for rank in self._traced:
+            clock = rank if len(start_s) > 1 else 0
+            if end_s[clock] > start_s[clock]:
+                self.spans.append(
+                    Span(lane, name, float(start_s[clock]), float(end_s[clock]), bucket, rank, nbytes)
+                )

@@ -1,0 +1,230 @@
+"""What a training step takes on a network, from the same algorithm objects that train (docs/simulator.md)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from commlib import algorithms
+from commlib.algorithms.base import Algorithm, Context
+from commlib.engine import plan as plans
+from commlib.engine.plan import Parameter, Plan
+from commlib.engine.planner import Cost
+from commlib.engine.profile import Scratch
+from commlib.engine.scheduler import Round, Task
+from commlib.errors import ConfigError
+from commlib.network.model import Device, Network, Workload
+from commlib.network.sim_clock import Span, VirtualDriver
+from commlib.network.sim_links import Links
+from commlib.network.sim_meter import Meter
+from commlib.network.sim_training import META, Options, Training, connect, parameters_of
+
+#: Bytes of the scratch buckets that tell what a bucket costs, and how many of them are in flight at once.
+_PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
+#: Steps of a warm-up that are simulated; all are alike.
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a simulation found. Times and bytes are means of a step and rank after the warm-up.
+
+    Attributes:
+        algorithm: Its name.
+        network: The network's name.
+        workload: The workload's name.
+        world_size: The number of ranks.
+        step_s: Seconds of a step.
+        compute_s: Seconds of a step without communication, stragglers and jitter included.
+        exposed_s: `step_s - compute_s`: waiting, and what communication takes from the computation.
+        waited_s: Seconds in which the computation waited for communication.
+        wire_bytes: Bytes that a rank sends, by the verbs' optimal formulas (as `commlib.stats` counts them).
+        adapter_bytes: Bytes that leave a node through its adapter.
+        memory_bytes: What the algorithm keeps on a rank beside parameters, gradients and the optimizer's state.
+        samples_per_s: Samples of all ranks a second.
+        num_buckets: How many buckets the plan has.
+        steps_s: The simulated steps after the warm-up, mean over the ranks.
+        phases: Seconds of a step, by phase: "warm-up" (where there is one) and "steady".
+        spans: What the traced ranks did, from the first step on.
+    """
+
+    algorithm: str
+    network: str
+    workload: str
+    world_size: int
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    waited_s: float
+    wire_bytes: float
+    adapter_bytes: float
+    memory_bytes: int
+    samples_per_s: float
+    num_buckets: int
+    steps_s: tuple[float, ...]
+    phases: Mapping[str, float]
+    spans: Sequence[Span]
+
+
+def simulate(
+    workload: Workload,
+    network: Network,
+    device: Device,
+    algorithm: str | Algorithm = "allreduce",
+    options: Options | None = None,
+) -> Result:
+    """Simulate training steps.
+
+    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks; see docs/simulator.md.
+
+    Args:
+        workload: What is trained.
+        network: What connects the ranks.
+        device: What each rank computes with.
+        algorithm: A registered name or an instance, which is copied.
+        options: How the simulation is made.
+
+    Raises:
+        ConfigError: Options that make no sense, or an algorithm that cannot be simulated.
+    """
+    options = options or Options()
+    _check(options, network)
+    prototype = algorithms.create(algorithm)
+    plan = _plan(workload, network, device, prototype, options) if prototype.traits.on_gradients else None
+    training = Training(workload, network, device, prototype, options, plan)
+    return _measure(training, workload, network, prototype, options)
+
+
+def _check(options: Options, network: Network) -> None:
+    if options.steps < 1 or options.jitter < 0 or (options.bucket_cap_mb is not None and not options.bucket_cap_mb > 0):
+        raise ConfigError(
+            "simulate: expected steps of 1 or more, jitter of 0 or more and bucket_cap_mb above 0 or None, got "
+            f"steps={options.steps}, jitter={options.jitter}, bucket_cap_mb={options.bucket_cap_mb}"
+        )
+    ranks = {*(options.stragglers or {}), *options.traced}
+    if any(not 0 <= rank < network.world_size for rank in ranks):
+        raise ConfigError(f"simulate: expected ranks 0..{network.world_size - 1}, got {sorted(ranks)}")
+    if any(not factor > 0 for factor in (options.stragglers or {}).values()):
+        raise ConfigError(f"simulate: expected factors above 0, got stragglers={dict(options.stragglers or {})}")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    training: Training, workload: Workload, network: Network, prototype: Algorithm, options: Options
+) -> Result:
+    """Simulate a few steps of the warm-up, a period that fills what is in flight, and the steps that count."""
+    traits, driver = prototype.traits, training.driver
+    num_warm_up = min(traits.warmup_steps, _WARM_UP_STEPS)
+    training.schedule.step = traits.warmup_steps - num_warm_up
+    phases = {}
+    if num_warm_up:
+        for _ in range(num_warm_up):
+            training.step()
+        phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
+    cycle = traits.period * traits.fragments
+    if traits.in_background:
+        for _ in range(cycle):
+            training.step()
+    begin = _Totals.of(training)
+    ends_s = [begin.now_s.mean()]
+    count = math.ceil(options.steps / cycle) * cycle
+    for _ in range(count):
+        training.step()
+        ends_s.append(driver.now_s.mean())
+    end = _Totals.of(training)
+    step_s = (end.now_s - begin.now_s) / count
+    compute_s = float((end.computed_s - begin.computed_s).mean()) / count
+    phases["steady"] = float(step_s.mean())
+    num_per_clock = network.world_size / len(step_s)
+    return Result(
+        algorithm=prototype.name,
+        network=network.name,
+        workload=workload.name,
+        world_size=network.world_size,
+        step_s=float(step_s.mean()),
+        compute_s=compute_s,
+        exposed_s=float(step_s.mean()) - compute_s,
+        waited_s=float((end.waited_s - begin.waited_s).mean()) / count,
+        wire_bytes=(end.bytes_sent - begin.bytes_sent) / count,
+        adapter_bytes=(end.adapter_bytes - begin.adapter_bytes) / count,
+        memory_bytes=training.meter.allocated_bytes,
+        samples_per_s=float((workload.batch_per_rank / step_s).sum()) * num_per_clock,
+        num_buckets=training.num_buckets,
+        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        phases=phases,
+        spans=driver.spans,
+    )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What has been counted up to a moment."""
+
+    now_s: np.ndarray
+    computed_s: np.ndarray
+    waited_s: np.ndarray
+    bytes_sent: float
+    adapter_bytes: float
+
+    @classmethod
+    def of(cls, training: Training) -> _Totals:
+        driver = training.driver
+        return cls(driver.now_s, training.computed_s, driver.waited_s, training.bytes_sent, driver.adapter_bytes)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Plan:
+    """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates."""
+    parameters, ready_s = parameters_of(workload, prototype), workload.ready_s()
+    if options.cap_bytes is not None:
+        return plans.fixed(parameters, options.cap_bytes, ready_s)
+    alike = replace(options, stragglers=None, jitter=0.0, traced=())
+    cost = _cost(network, device, prototype, alike, _main_group(parameters))
+    found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
+
+    def seconds(plan: Plan) -> float:
+        training = Training(workload, network, device, prototype, alike, plan)
+        training.schedule.step = prototype.traits.warmup_steps
+        training.step()
+        return float(training.driver.now_s[0])
+
+    return min(found, key=seconds)
+
+
+def _main_group(parameters: Sequence[Parameter]) -> Hashable:
+    """Return the group of parameters with the most bytes."""
+    nbytes: dict[Hashable, int] = {}
+    for parameter in parameters:
+        nbytes[parameter.group] = nbytes.get(parameter.group, 0) + parameter.param.nbytes
+    return max(nbytes, key=nbytes.__getitem__)
+
+
+def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
+    """Return what a bucket costs, from scratch buckets as in `engine.profile.measure_cost`."""
+    samples = []
+    for nbytes, count in _PROBES:
+        buckets = [Scratch(idx, nbytes, META, group) for idx in range(count)]
+        algorithm = copy.deepcopy(prototype)
+        comm, transport = connect(network, prototype)
+        meter = Meter(device)
+        driver = VirtualDriver(Links(network, options.transport, device), meter, device, options.pace(1), ())
+        with meter.active():
+            algorithm.setup(Context(comm, buckets, META))
+            meter.take()
+            tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, comm)) for bucket in buckets]
+            round_ = Round(transport, tasks, prototype.traits.window)
+            driver.open(round_)
+            for idx in range(count):
+                driver.ready(round_, idx)
+            driver.wait(round_)
+        samples.append((nbytes, float(driver.now_s[0]) / count))
+    return Cost(tuple(samples))

@@ -1,0 +1,58 @@
+"""Requests by their sizes alone: the transport of a simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from commlib.errors import TransportError
+from commlib.transport.base import Communicator, Request, Transport, Work
+from commlib.transport.torch_dist import DONE
+
+
+class SimulatedTransport(Transport):
+    """One rank's view of a group that does not exist: it counts bytes and moves none.
+
+    Time is the business of the driver. Every rank is taken to say what this one says.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        ranks_per_node: Consecutive ranks that share a node.
+    """
+
+    def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.bytes_sent = 0.0
+        self.timeout_s = float("inf")
+        self._ranks_per_node = ranks_per_node
+
+    @override
+    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+        node, place = divmod(self.rank, self._ranks_per_node)
+        num_nodes = self.world_size // self._ranks_per_node
+        if num_nodes == 1 or self._ranks_per_node == 1:
+            return None
+        return Communicator(place, self._ranks_per_node, "local"), Communicator(node, num_nodes, "across")
+
+    @override
+    def issue(self, request: Request) -> Work:
+        if request.size > 1 and not request.is_empty():
+            self.bytes_sent += request.wire_bytes()
+        return DONE
+
+    @override
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    @override
+    def diagnose(self, error: BaseException, what: str) -> Exception:
+        return TransportError(f"{what} failed in a simulation: {error}")
+
+    @override
+    def abort(self) -> None: ...
+
+    @override
+    def close(self) -> None: ...
