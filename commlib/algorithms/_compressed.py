@@ -45,6 +45,7 @@ class Compressed(Algorithm, Generic[E]):
     """
 
     traits = Traits(idle_alone=True, window=4)
+    exactness = "compensated"
 
     #: The kinds of state that the exchanges keep.
     kinds: tuple[str, ...] = ("worker",)

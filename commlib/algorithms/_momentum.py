@@ -40,6 +40,7 @@ class QuantizedMomentum(Quantized):
         if warmup_steps < 1:
             raise ConfigError(f"{type(self).__name__}.warmup_steps: expected at least 1, got {warmup_steps}")
         super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress)
+        self.exactness = "any"  # another optimizer
         self.traits = dataclasses.replace(
             self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False
         )

@@ -52,6 +52,7 @@ class Quantized(Compressed[LowPrecisionExchange]):
                 f"{averaging=}, {reset_every=}"
             )
         self.codec = codec
+        self.exactness = "compensated" if feedback else "8bit" if _has_8_bits(codec) else "any"
         self.feedback = feedback
         self.seed = seed
         self.averaging = averaging
@@ -92,6 +93,11 @@ class Quantized(Compressed[LowPrecisionExchange]):
         if self.seed is None:
             return None
         return Random(self.seed, comm.step, comm.rank, stage, self._segments[bucket.index])
+
+
+def _has_8_bits(codec: BlockCodec) -> bool:
+    numel = 1 << 16
+    return codec.payload_bytes(numel) >= numel
 
 
 def segments_from(begin: int, parts: Sequence[Part]) -> list[tuple[int, int]]:

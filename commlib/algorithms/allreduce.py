@@ -47,6 +47,7 @@ class AllReduce(Algorithm):
                 f"AllReduce.predivide: expected a positive number with op='mean', got {predivide!r}, {op=}"
             )
         self.wire_dtype = wire_dtype
+        self.exactness = "exact" if wire_dtype == "fp32" else "8bit"
         self.op = op
         self.predivide = predivide
         self.traits = dataclasses.replace(self.traits, prompt=wire_dtype == "fp32")

@@ -42,6 +42,13 @@ class BucketView(Protocol):
         ...
 
 
+#: What an algorithm may do to the optimisation, each class wider than the one before: "exact", the full-precision mean of
+#: the gradients in every step; "8bit", that mean rounded to no less than 8 bits per element; "compensated", what is not
+#: sent now is remembered and sent later (error feedback); "any", everything else, such as weights that differ between
+#: ranks or another optimizer.
+EXACTNESS = ("exact", "8bit", "compensated", "any")
+
+
 @dataclass(frozen=True)
 class Traits:
     """What the engine must know of an algorithm.
@@ -153,6 +160,9 @@ class Algorithm:
 
     #: What the engine must know; a class attribute, or set in `__init__` where options decide.
     traits: Traits = Traits()
+
+    #: What it may do to the optimisation: one of `EXACTNESS`. A class attribute, or set in `__init__`.
+    exactness: str = "any"
 
     #: Set by `wrap`: the name under which it is registered (for commlib's own the file's), else the class's.
     name: str = ""

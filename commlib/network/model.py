@@ -37,6 +37,7 @@ class Network:
         intra_gbps: Of each rank to the others of its node, in each direction at once.
         intra_latency_us: From one rank to another of its node.
         efficiency: The part of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
+        ceiling_gbps: The most that the transport carries, however fast the adapter is: TCP's limit is the processor.
         source: Where the figures come from.
     """
 
@@ -48,6 +49,7 @@ class Network:
     intra_gbps: float = 1000.0
     intra_latency_us: float = 5.0
     efficiency: float = 1.0
+    ceiling_gbps: float = math.inf
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -56,6 +58,8 @@ class Network:
         _check_numbers(self, "latency_us", "intra_latency_us")
         if self.efficiency > 1:
             raise ConfigError(f"Network.efficiency: expected at most 1, got {self.efficiency!r}")
+        if not self.ceiling_gbps > 0:
+            raise ConfigError(f"Network.ceiling_gbps: expected a number above 0, got {self.ceiling_gbps!r}")
 
     @property
     def world_size(self) -> int:
@@ -65,7 +69,7 @@ class Network:
     @property
     def bytes_per_s(self) -> float:
         """Bytes a second of a node's adapter that arrive, in each direction."""
-        return self.bandwidth_gbps * 1e9 / 8 * self.efficiency
+        return min(self.bandwidth_gbps * self.efficiency, self.ceiling_gbps) * 1e9 / 8
 
     @property
     def intra_bytes_per_s(self) -> float:
