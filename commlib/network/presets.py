@@ -18,6 +18,7 @@ _BAGUA = (
 _NVLINK2 = "NVLink 2: 150 GB/s of a V100 in each direction (NVIDIA V100 data sheet)"
 # TCP over Ethernet frames of 1,500 bytes: 1,448 bytes of data in 1,538 on the wire.
 _TCP_EFFICIENCY = 1448 / 1538
+_NCCL_TCP_GBPS = 23.0
 _TCP_LATENCY = "25 us: a message through two kernels' TCP and a switch"
 
 
@@ -31,7 +32,9 @@ def _v100_cluster(name: str, bandwidth_gbps: float) -> Network:
         intra_gbps=1200.0,
         intra_latency_us=5.0,
         efficiency=_TCP_EFFICIENCY,
-        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes",
+        ceiling_gbps=_NCCL_TCP_GBPS,
+        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: what NCCL "
+        "carries over TCP, fitted to BAGUA's figures (commlib/network/bagua.py)",
     )
 
 

@@ -134,6 +134,12 @@ def get(name: str) -> Workload:
     )
 
 
+def with_optimizer(workload: Workload, optimizer: str) -> Workload:
+    """Return a workload of a preset device with another optimizer, "sgd" or "adam", and what its step takes."""
+    optimizer_s = _optimizer_s(optimizer, workload.nbytes, workload.device)
+    return dataclasses.replace(workload, optimizer=optimizer, optimizer_s=optimizer_s)
+
+
 def save(workload: Workload, path: Path | str) -> None:
     """Write a workload as JSON, for `commlib compare --workload <path>`."""
     content = {"format": _FORMAT, **dataclasses.asdict(workload)}
@@ -181,7 +187,7 @@ def _workload(
     source: str,
 ) -> Workload:
     nbytes = sum(layer.numel for layer in layers) * DTYPES[dtype].itemsize
-    optimizer_s = _OPTIMIZER_PASSES[optimizer] * nbytes / (presets.device(device).memory_gbytes_s * 1e9)
+    optimizer_s = _optimizer_s(optimizer, nbytes, device)
     compute_s = step_s - optimizer_s
     return Workload(
         name=name,
@@ -196,6 +202,10 @@ def _workload(
         samples_per_epoch=samples_per_epoch,
         source=source,
     )
+
+
+def _optimizer_s(optimizer: str, nbytes: int, device: str) -> float:
+    return _OPTIMIZER_PASSES[optimizer] * nbytes / (presets.device(device).memory_gbytes_s * 1e9)
 
 
 def _by_arithmetic(
