@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class TransportProfile:
         all_reduce: Its algorithms, of which the fastest is taken: "ring", "tree", "hierarchical", "leaders".
         broadcast: The same: "chain", "binomial".
         efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
+        efficiency_of: The part of that rate that a verb reaches ("all_to_all", ...); 1 where it is not named.
         op_us: Of each collective, before it starts.
         message_us: Of each message that a rank sends in a collective.
         in_flight: How many collectives of one communicator are under way at once.
@@ -59,6 +60,7 @@ class TransportProfile:
     all_reduce: tuple[str, ...] = ("ring",)
     broadcast: tuple[str, ...] = ("chain",)
     efficiency: float = 1.0
+    efficiency_of: Mapping[str, float] = field(default_factory=dict)
     op_us: float = 0.0
     message_us: float = 0.0
     in_flight: int = 1
@@ -264,7 +266,7 @@ class Links:
         return self._costs[key]
 
     def _price(self, request: Request, nbytes: float) -> Cost:
-        group = self._group(request.group)
+        group = self._group(request.group, request.verb)
         if request.size != group.size:
             raise ConfigError(
                 f"a {request.verb} of the group {request.group!r} says {request.size} ranks, expected {group.size}"
@@ -300,14 +302,14 @@ class Links:
     def _sharers(self) -> int:
         return 1 if self._profile.leaders_only else self._network.gpus_per_node
 
-    def _group(self, name: str) -> _Group:
+    def _group(self, name: str, verb: str) -> _Group:
         network = self._network
         p, q = {
             "all": (network.nodes, network.gpus_per_node),
             "local": (1, network.gpus_per_node),
             "across": (network.nodes, 1),
         }[name]
-        w = network.bytes_per_s * self._profile.efficiency / (self._sharers if name == "across" else 1)
+        w = network.bytes_per_s * self._profile.efficiency * self._profile.efficiency_of.get(verb, 1.0) / (self._sharers if name == "across" else 1)
         return _Group(p, q, w, network.intra_bytes_per_s, network.latency_us * 1e-6, network.intra_latency_us * 1e-6)
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
