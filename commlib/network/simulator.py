@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,18 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commlib import algorithms
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm
 from commlib.engine import plan as plans
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import Cost
 from commlib.engine.profile import Scratch
-from commlib.engine.scheduler import Round, Task
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.sim_clock import Span, VirtualDriver
-from commlib.network.sim_links import Links
-from commlib.network.sim_meter import Meter
-from commlib.network.sim_training import META, Options, Training, connect, parameters_of
+from commlib.network.sim_clock import Span
+from commlib.network.sim_training import META, Options, Training, parameters_of, time_round
 
 #: Bytes of the scratch buckets that tell what a bucket costs, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
@@ -213,18 +209,5 @@ def _cost(network: Network, device: Device, prototype: Algorithm, options: Optio
     samples = []
     for nbytes, count in _PROBES:
         buckets = [Scratch(idx, nbytes, META, group) for idx in range(count)]
-        algorithm = copy.deepcopy(prototype)
-        comm, transport = connect(network, prototype)
-        meter = Meter(device)
-        driver = VirtualDriver(Links(network, options.transport, device), meter, device, options.pace(1), ())
-        with meter.active():
-            algorithm.setup(Context(comm, buckets, META))
-            meter.take()
-            tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, comm)) for bucket in buckets]
-            round_ = Round(transport, tasks, prototype.traits.window)
-            driver.open(round_)
-            for idx in range(count):
-                driver.ready(round_, idx)
-            driver.wait(round_)
-        samples.append((nbytes, float(driver.now_s[0]) / count))
+        samples.append((nbytes, time_round(network, device, prototype, options, buckets) / count))
     return Cost(tuple(samples))
