@@ -63,7 +63,7 @@ class Load:
 
 @dataclass
 class _Progress:
-    """How far a round has come: the next collective's turn, the end so far, when tasks were ready and when they asked."""
+    """How far a round has come: the next collective's turn, the end so far, when tasks were ready and had asked."""
 
     turn_s: Any = -np.inf
     end_s: Any = -np.inf

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from commlib.transport.simulated import SimulatedTransport
 
 META = torch.device("meta")
 
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
+_OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,7 @@ class Training:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
-        kind: Callable[..., torch.optim.Optimizer] = (
-            self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
-        )
+        kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
         if self._algorithm.traits.needs_optimizer or self._algorithm.traits.tensors.startswith("state:"):
             self._receive_gradients()
@@ -155,11 +154,6 @@ class Training:
     def num_buckets(self) -> int:
         """How many buckets there are."""
         return len(self._weights.buckets if self._weights else self._buckets)
-
-    @property
-    def num_rounds(self) -> int:
-        """How many rounds over weights or state have started."""
-        return self._weights.num_started if self._weights else 0
 
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
@@ -220,8 +214,8 @@ class Training:
 
 def time_round(
     network: Network, device: Device, prototype: Algorithm, options: Options, buckets: Sequence[BucketView]
-) -> float:
-    """Return the seconds of one round of an algorithm over buckets that are ready at once, with idle links."""
+) -> tuple[float, float]:
+    """Return the seconds of one round over buckets that are ready at once, on idle links, and the bytes of a rank."""
     algorithm = copy.deepcopy(prototype)
     comm, transport = connect(network, prototype)
     meter = Meter(device)
@@ -235,7 +229,7 @@ def time_round(
         for idx in range(len(tasks)):
             driver.ready(round_, idx)
         driver.wait(round_)
-    return float(driver.now_s[0])
+    return float(driver.now_s[0]), transport.bytes_sent
 
 
 def connect(network: Network, algorithm: Algorithm) -> tuple[Communicator, SimulatedTransport]:
