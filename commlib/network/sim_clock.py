@@ -1,12 +1,12 @@
 """The third driver: the same rounds in the same order as on a CPU thread or CUDA streams, on a virtual clock.
 
-[Note: virtual time] Times are vectors: one clock where all ranks are alike, else one for each. Whatever happens is handled
-in the order of its mean time over the ranks, so where ranks differ, that decides in which order a rank's local work is
-done. One rank's algorithm object stands for all of them.
+[Note: virtual time] Times are vectors: one clock where all ranks are alike, else one for each. Whatever happens is
+handled in the order of its mean time over the ranks, so where ranks differ, that decides in which order a rank's local
+work is done. One rank's algorithm object stands for all of them.
 
 A rank computes, and communicates beside it. Its communication does one piece of local work (a resumed generator) at a
-time, in the order in which they become possible. Local work and, on processors that carry the collectives, the collectives
-themselves slow the computation down while both last (`Load`).
+time, in the order in which they become possible. Local work and, on processors that carry the collectives, the
+collectives themselves slow the computation down while both last (`Load`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from commlib.errors import CommlibError
 from commlib.network.model import Device
 from commlib.network.sim_links import Links
 from commlib.network.sim_meter import Meter
-from commlib.transport.base import AllReduce, Request, Transport
+from commlib.transport.base import Request, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Load:
 
 @dataclass
 class _Progress:
-    """How far a round has come: the turn of the next collective, its end so far, when tasks were ready and have asked."""
+    """How far a round has come: the next collective's turn, the end so far, when tasks were ready and had asked."""
 
     turn_s: Any = -np.inf
     end_s: Any = -np.inf
@@ -270,6 +270,4 @@ class VirtualDriver(Driver):
         for rank in self._traced:
             clock = rank if len(start_s) > 1 else 0
             if end_s[clock] > start_s[clock]:
-                self.spans.append(
-                    Span(lane, name, float(start_s[clock]), float(end_s[clock]), bucket, rank, nbytes)
-                )
+                self.spans.append(Span(lane, name, float(start_s[clock]), float(end_s[clock]), bucket, rank, nbytes))

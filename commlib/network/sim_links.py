@@ -1,9 +1,9 @@
 """What a collective takes: its algorithm's latency and bytes, and who else uses the links.
 
-[Note: the links] Every node has one adapter, shared by its ranks, every rank a link to the others of its node; both carry
-each direction at once. A collective of p nodes with q ranks each, N = p q, is described by the seconds that it keeps the
-adapter and the ranks' links busy, and by a latency that keeps nothing busy. With B the bytes of a rank's tensor (of the
-result for an all-gather), w and i the bytes a second of adapter and local link, L and l their latencies:
+[Note: the links] Every node has one adapter, shared by its ranks, every rank a link to the others of its node; both
+carry each direction at once. A collective of p nodes with q ranks each, N = p q, is described by the seconds that it
+keeps the adapter and the ranks' links busy, and by a latency that keeps nothing busy. With B the bytes of a rank's
+tensor (of the result for an all-gather), w and i the bytes a second of adapter and local link, L and l their latencies:
 
     ring all-reduce        max(2 (N-1)/N B / w, 2 (N-1)/N B / i) + 2 ((p-1) L + (N-p) l)
     ring all-gather        half of that
@@ -14,12 +14,12 @@ result for an all-gather), w and i the bytes a second of adapter and local link,
     chain broadcast        max(B / w, B / i) + (p-1) L + (N-p) l
     binomial broadcast     ceil(log2 p) (B / w + L) + ceil(log2 q) (B / i + l)
 
-Terms in w and L are there where p > 1, those in i and l where q > 1. A ring passes through the nodes one after the other,
-so one of its edges leaves each adapter. Groups of ranks with the same place in every node ("across") share the adapters:
-w is divided by their number.
+Terms in w and L are there where p > 1, those in i and l where q > 1. A ring passes through the nodes one after the
+other, so one of its edges leaves each adapter. Groups of ranks with the same place in every node ("across") share the
+adapters: w is divided by their number.
 
-Collectives of one communicator start in the order in which they were issued, at most `in_flight` at once; a link carries
-one after the other.
+Collectives of one communicator start in the order in which they were issued, at most `in_flight` at once; a link
+carries one after the other.
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def _hierarchical(group: _Group, nbytes: float) -> _Move:
 
 def _leaders(group: _Group, nbytes: float) -> _Move:
     p, q = group.p, group.q
-    return _in_series(
-        group.move(2 * (p - 1) / p * nbytes, 2 * nbytes, (2 * (p - 1), 2 * (q - 1)), 2 * (p - 1 + q - 1))
-    )
+    return _in_series(group.move(2 * (p - 1) / p * nbytes, 2 * nbytes, (2 * (p - 1), 2 * (q - 1)), 2 * (p - 1 + q - 1)))
 
 
 def _in_series(move: _Move) -> _Move:
@@ -186,9 +184,7 @@ def _binomial(group: _Group, nbytes: float) -> _Move:
 
 def _all_to_all(group: _Group, nbytes: float) -> _Move:
     p, q, size = group.p, group.q, group.size
-    return group.move(
-        q * (size - q) / size * nbytes, (q - 1) / size * nbytes, (1, 0) if p > 1 else (0, 1), size - 1
-    )
+    return group.move(q * (size - q) / size * nbytes, (q - 1) / size * nbytes, (1, 0) if p > 1 else (0, 1), size - 1)
 
 
 def _log2(count: int) -> int:
@@ -238,9 +234,7 @@ class Links:
     def carry(self, communicator: Hashable, request: Request, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return when a collective that each rank issues at `at` starts and ends, and take note of it."""
         cost = self.cost(request)
-        under_way = self._under_way.setdefault(
-            (communicator, request.group), deque(maxlen=self._profile.in_flight)
-        )
+        under_way = self._under_way.setdefault((communicator, request.group), deque(maxlen=self._profile.in_flight))
         start = at + self._profile.op_us * 1e-6
         if len(under_way) == under_way.maxlen:
             start = np.maximum(start, under_way[0])

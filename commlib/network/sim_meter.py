@@ -1,9 +1,10 @@
 """What local work costs: torch operations and codec kernels on meta tensors, counted while they are called.
 
-[Note: the cost of an operation] An operation takes its launch, and the longer of its memory traffic at the copy rate and
-its floating-point operations at the rate of matrix products. Traffic is what the operation reads and what it writes,
-each once: operands that are overwritten are not read, indexed access counts the elements that the index names, and
-views and allocations cost nothing. A codec kernel takes its launch and its traffic at its own fraction of the copy rate.
+[Note: the cost of an operation] An operation takes its launch, and the longer of its memory traffic at the copy rate
+and its floating-point operations at the rate of matrix products. Traffic is what the operation reads and what it
+writes, each once: operands that are overwritten are not read, indexed access counts the elements that the index names,
+and views and allocations cost nothing. A codec kernel takes its launch and its traffic at its own fraction of the copy
+rate.
 """
 
 from __future__ import annotations

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from commlib.algorithms.allreduce import AllReduce
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.engine import plan as plans
 from commlib.engine.bucket import Bucket
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
+from commlib.engine.scheduler import Round, Task
 from commlib.engine.weights import WeightRounds
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.network.sim_clock import VirtualDriver
@@ -36,7 +38,7 @@ class Options:
 
     Attributes:
         steps: Steps after the warm-up; rounded up to whole periods of the algorithm.
-        bucket_cap_mb: Size of a bucket in MiB. None takes the transport's, or else plans the buckets as the engine does.
+        bucket_cap_mb: Size of a bucket in MiB. None takes the transport's, or else plans as the engine does.
         stragglers: How many times longer ranks compute than the others, by rank.
         jitter: Standard deviation of the logarithm of each rank's and step's compute time.
         seed: Of the jitter.
@@ -123,10 +125,10 @@ class Training:
         self.meter.take()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Make the optimizer, with its state where the algorithm communicates that."""
-        kind = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
+        """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
+        kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
-        if self._algorithm.traits.tensors.startswith("state:"):
+        if self._algorithm.traits.needs_optimizer or self._algorithm.traits.tensors.startswith("state:"):
             self._receive_gradients()
             optimizer.step()
         return optimizer
@@ -152,6 +154,11 @@ class Training:
     def num_buckets(self) -> int:
         """How many buckets there are."""
         return len(self._weights.buckets if self._weights else self._buckets)
+
+    @property
+    def weight_buckets(self) -> Sequence[Bucket]:
+        """The buckets of rounds over weights or state."""
+        return self._weights.buckets if self._weights else ()
 
     @property
     def bytes_sent(self) -> float:
@@ -203,6 +210,26 @@ class Training:
         """Give every parameter a gradient, as backward does after `zero_grad`."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.param.grad = gradient
+
+
+def time_round(
+    network: Network, device: Device, prototype: Algorithm, options: Options, buckets: Sequence[BucketView]
+) -> tuple[float, float]:
+    """Return the seconds of one round over buckets that are ready at once, on idle links, and the bytes of a rank."""
+    algorithm = copy.deepcopy(prototype)
+    comm, transport = connect(network, prototype)
+    meter = Meter(device)
+    driver = VirtualDriver(Links(network, options.transport, device), meter, device, np.ones(1), ())
+    with meter.active():
+        algorithm.setup(Context(comm, buckets, META))
+        meter.take()
+        tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, comm)) for bucket in buckets]
+        round_ = Round(transport, tasks, prototype.traits.window)
+        driver.open(round_)
+        for idx in range(len(tasks)):
+            driver.ready(round_, idx)
+        driver.wait(round_)
+    return float(driver.now_s[0]), transport.bytes_sent
 
 
 def connect(network: Network, algorithm: Algorithm) -> tuple[Communicator, SimulatedTransport]:

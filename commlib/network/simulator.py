@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,18 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commlib import algorithms
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm
 from commlib.engine import plan as plans
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import Cost
 from commlib.engine.profile import Scratch
-from commlib.engine.scheduler import Round, Task
 from commlib.errors import ConfigError
+from commlib.network import sim_async
 from commlib.network.model import Device, Network, Workload
-from commlib.network.sim_clock import Span, VirtualDriver
-from commlib.network.sim_links import Links
-from commlib.network.sim_meter import Meter
-from commlib.network.sim_training import META, Options, Training, connect, parameters_of
+from commlib.network.sim_clock import Span
+from commlib.network.sim_training import META, Options, Training, parameters_of, time_round
 
 #: Bytes of the scratch buckets that tell what a bucket costs, and how many of them are in flight at once.
 _PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
@@ -50,7 +47,8 @@ class Result:
         num_buckets: How many buckets the plan has.
         steps_s: The simulated steps after the warm-up, mean over the ranks.
         phases: Seconds of a step, by phase: "warm-up" (where there is one) and "steady".
-        spans: What the traced ranks did, from the first step on.
+        spans: What the traced ranks did, from the first step on. Of asynchronous algorithms on ranks that differ, what
+            it would be if they did not; so are the warm-up's seconds.
     """
 
     algorithm: str
@@ -95,9 +93,16 @@ def simulate(
     options = options or Options()
     _check(options, network)
     prototype = algorithms.create(algorithm)
-    plan = _plan(workload, network, device, prototype, options) if prototype.traits.on_gradients else None
-    training = Training(workload, network, device, prototype, options, plan)
-    return _measure(training, workload, network, prototype, options)
+    try:
+        if prototype.traits.asynchronous and len(options.pace(network.world_size)) > 1:
+            return _apart(workload, network, device, prototype, options)
+        plan = _plan(workload, network, device, prototype, options) if prototype.traits.on_gradients else None
+        training = Training(workload, network, device, prototype, options, plan)
+        return _measure(training, workload, network, prototype, options)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"simulate: {prototype.name} failed on meta tensors, whose values nothing may ask for: {error}"
+        ) from error
 
 
 def _check(options: Options, network: Network) -> None:
@@ -163,6 +168,35 @@ def _measure(
     )
 
 
+def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
+    """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (sim_async.py)."""
+    traits, pace = prototype.traits, options.pace(network.world_size)
+    alike = replace(options, stragglers=None, jitter=0.0)
+    training = Training(workload, network, device, prototype, alike)
+    base = _measure(training, workload, network, prototype, alike)
+    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
+    overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
+    rng = np.random.default_rng(options.seed)
+    steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
+    outcome = sim_async.run(traits, steps_s, round_s, overhead_s * pace)
+    step_s = outcome.ends_s[:, -1] / options.steps
+    wire_bytes = outcome.rounds_per_step * round_bytes
+    steady_s = float(step_s.mean())
+    ends_s = [0.0, *outcome.ends_s.mean(axis=0)]
+    return replace(
+        base,
+        step_s=steady_s,
+        compute_s=float(steps_s.mean()),
+        exposed_s=steady_s - float(steps_s.mean()),
+        waited_s=0.0,
+        wire_bytes=wire_bytes,
+        adapter_bytes=base.adapter_bytes * wire_bytes / base.wire_bytes if base.wire_bytes else 0.0,
+        samples_per_s=float((workload.batch_per_rank / step_s).sum()),
+        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        phases={**base.phases, "steady": steady_s},
+    )
+
+
 @dataclass(frozen=True)
 class _Totals:
     """What has been counted up to a moment."""
@@ -213,18 +247,6 @@ def _cost(network: Network, device: Device, prototype: Algorithm, options: Optio
     samples = []
     for nbytes, count in _PROBES:
         buckets = [Scratch(idx, nbytes, META, group) for idx in range(count)]
-        algorithm = copy.deepcopy(prototype)
-        comm, transport = connect(network, prototype)
-        meter = Meter(device)
-        driver = VirtualDriver(Links(network, options.transport, device), meter, device, options.pace(1), ())
-        with meter.active():
-            algorithm.setup(Context(comm, buckets, META))
-            meter.take()
-            tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, comm)) for bucket in buckets]
-            round_ = Round(transport, tasks, prototype.traits.window)
-            driver.open(round_)
-            for idx in range(count):
-                driver.ready(round_, idx)
-            driver.wait(round_)
-        samples.append((nbytes, float(driver.now_s[0]) / count))
+        seconds, _ = time_round(network, device, prototype, options, buckets)
+        samples.append((nbytes, seconds / count))
     return Cost(tuple(samples))
