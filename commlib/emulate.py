@@ -1,7 +1,8 @@
 """Real training processes on emulated hosts, and what the simulator says of them: `commlib compare --emulate`.
 
-A workload is shrunk (`network.synthetic`) and its network scaled, so that communication takes as long beside computation
-as it does there: with B bytes of parameters, C seconds of computation, p nodes and w bytes a second out of each,
+A workload is shrunk (`network.synthetic`) and its network scaled, so that communication takes as long beside
+computation as it does there: with B bytes of parameters, C seconds of computation, p nodes and w bytes a second out
+of each,
 
     (2 (N-1)/N B / w) / C   of the reference   =   (2 (h-1)/h B' / w') / C'   of h emulated hosts.
 
@@ -118,7 +119,7 @@ def emulate(
     workload: Workload,
     targets: Sequence[Network | float],
     systems: Sequence[str],
-    setting: Setting = Setting(),  # noqa: B008 (it is frozen)
+    setting: Setting = Setting(),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Emulation]:
     """Train on emulated hosts at each rate, and simulate the same.

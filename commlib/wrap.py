@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from commlib import algorithms, verify
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
@@ -20,6 +21,7 @@ from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.replica import KEY, Replica, extend, owned, replica_of
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
+from commlib.tuner import Tuner
 
 
 def wrap(
@@ -90,6 +92,9 @@ def wrap(
         "ignored_parameters": tuple(sorted(setup.ignored)),
         "timeout": timeout,
     }
+    if isinstance(algorithm, Auto):
+        connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
+        replica.tuner = Tuner(engine, algorithm, connect, replica.synchronize)
     extend(model, replica)
     if init_sync:
         replica.broadcast_model()
@@ -141,7 +146,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The model is not wrapped, or the state is of another algorithm, model or world size.
     """
-    checkpoints.load(replica_of(model).engine, dict(state))
+    replica = replica_of(model)
+    if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
+        replica.tuner.adopt(str(state["algorithm"]))
+    checkpoints.load(replica.engine, dict(state))
 
 
 def synchronize(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
@@ -34,6 +35,7 @@ __all__ = [
     "QSGD",
     "Algorithm",
     "AllReduce",
+    "Auto",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",

@@ -105,7 +105,8 @@ def candidates(names: str = "all", exactness: str = "any") -> list[str]:
     """
     if exactness not in EXACTNESS:
         raise ConfigError(f"exactness: expected one of {', '.join(EXACTNESS)}, got {exactness!r}")
-    wanted = algorithms.list() if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    known = [name for name in algorithms.list() if name != "auto"]  # which becomes one of the others
+    wanted = known if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
     allowed = EXACTNESS[: EXACTNESS.index(exactness) + 1]
     chosen = [name for name in dict.fromkeys(wanted) if algorithms.create(name).exactness in allowed]
     if not chosen:

@@ -1,10 +1,11 @@
 """What this machine and this network can do, measured by the ranks that will use them.
 
-[Note: what is fitted] A small all-reduce gives the latency of a message, a large one the bandwidth of a link; other verbs
-are measured at the same size, and the part of that bandwidth that they reach is the profile's. Processor seconds for each
-byte are those that the process spends meanwhile. How many cores a rank has is what two busy threads of every rank get.
-Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a scratch bucket with requests that
-move nothing, and its time is compared with what the simulator's cost model says (`work_factor`).
+[Note: what is fitted] A small all-reduce gives the latency of a message, a large one the bandwidth of a link; other
+verbs are measured at the same size, and the part of that bandwidth that they reach is the profile's. Processor
+seconds for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy
+threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a
+scratch bucket with requests that move nothing, and its time is compared with what the simulator's cost model says
+(`work_factor`).
 """
 
 from __future__ import annotations
