@@ -303,7 +303,8 @@ class Links:
             "local": (1, network.gpus_per_node),
             "across": (network.nodes, 1),
         }[name]
-        w = network.bytes_per_s * self._profile.efficiency * self._profile.efficiency_of.get(verb, 1.0) / (self._sharers if name == "across" else 1)
+        efficiency = self._profile.efficiency * self._profile.efficiency_of.get(verb, 1.0)
+        w = network.bytes_per_s * efficiency / (self._sharers if name == "across" else 1)
         return _Group(p, q, w, network.intra_bytes_per_s, network.latency_us * 1e-6, network.intra_latency_us * 1e-6)
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
