@@ -19,8 +19,12 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
+from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
+from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.onebit_adam import OneBitAdam
+from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
@@ -38,8 +42,12 @@ __all__ = [
     "ByteGrad",
     "CompressionPolicy",
     "Context",
+    "DiLoCo",
     "EFQuantized",
+    "HierarchicalLocalSGD",
+    "LocalSGD",
     "OneBitAdam",
+    "PostLocalSGD",
     "PowerSGD",
     "QAdam",
     "RandomK",

@@ -66,6 +66,8 @@ class Traits:
             bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
+        portable: Whether the algorithm's state is the same on all ranks and of any number of them, so that every rank may
+            load any rank's, also in a group of another size.
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """
@@ -82,6 +84,7 @@ class Traits:
     prompt: bool = False
     idle_alone: bool = False
     hierarchical: bool = False
+    portable: bool = False
     window: int = 2
 
     def __post_init__(self) -> None:
@@ -163,6 +166,13 @@ class Algorithm:
 
     def setup(self, context: Context) -> None:
         """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
+
+    def begin(self, bucket: BucketView) -> None:
+        """For weights: look at them (in `bucket.flat`) as they are before the first step that is counted.
+
+        That is the first optimizer step after the warm-up, when the ranks hold what `wrap` broadcast, or what was loaded
+        since.
+        """
 
     def divisor(self, comm: Communicator) -> float:
         """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.

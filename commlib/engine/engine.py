@@ -383,7 +383,10 @@ class Engine:
             self._cap_bytes or INITIAL_CAP_BYTES,
         )
         rounds = weakref.ref(self.weights)
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step())
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(lambda *_: (own := rounds()) and own.begin_step()),
+            optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
+        ]
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -417,7 +420,8 @@ class Engine:
             hook.remove()
         self._hooks = []
         if self.weights is not None:
-            self._step_hook.remove()
+            for hook in self._step_hooks:
+                hook.remove()
             self.weights.close()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))

@@ -41,12 +41,9 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     Raises:
         ConfigError: The state is of another format, algorithm, rank, world size or model. Nothing was changed then.
     """
-    expected = {
-        "format": _FORMAT,
-        "algorithm": engine.algorithm.name,
-        "world_size": engine.comm.world_size,
-        "rank": engine.comm.rank,
-    }
+    expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
+    if not engine.algorithm.traits.portable:
+        expected |= {"world_size": engine.comm.world_size, "rank": engine.comm.rank}
     for key, value in expected.items():
         if state.get(key) != value:
             raise ConfigError(

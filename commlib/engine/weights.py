@@ -89,6 +89,16 @@ class WeightRounds:
         return math.sqrt(sum(float(square) for square in self._moved.values()))
 
     @torch.no_grad()
+    def begin_step(self) -> None:
+        """Show the algorithm the weights that its first period starts from, if the coming optimizer step begins it."""
+        traits = self._algorithm.traits
+        if traits.tensors != "weights" or self._schedule.step != traits.warmup_steps:
+            return
+        for bucket in self.buckets:
+            bucket.load(self._tensors(bucket))
+            self._algorithm.begin(bucket)
+
+    @torch.no_grad()
     def end_step(self) -> None:
         """Do what is due at the end of an optimizer step."""
         due = self._schedule.end_step(self._round is not None and self._driver.has_arrived(self._round))
