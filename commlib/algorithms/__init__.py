@@ -30,6 +30,7 @@ from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
+from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
 from commlib.errors import ConfigError
 
@@ -52,6 +53,7 @@ __all__ = [
     "QAdam",
     "RandomK",
     "SignSGD",
+    "StreamingDiLoCo",
     "TopK",
     "Traits",
     "create",

@@ -16,7 +16,7 @@ from commlib.algorithms.base import BucketView, Context
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
-from commlib.primitives.parts import Pieces, cut, paste
+from commlib.primitives.parts import Pieces, cut
 from commlib.transport.base import Communication, Communicator
 
 _NOTHING = CompressionPolicy(skip=("*",))
@@ -80,6 +80,7 @@ class OuterSGD(Quantized):
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
+        self._loaded: dict[str, Pieces] = {"common": {}, "velocity": {}}  # until `begin` puts them into buckets
 
     @override
     def setup(self, context: Context) -> None:
@@ -87,9 +88,10 @@ class OuterSGD(Quantized):
         self._buckets = {bucket.index: bucket for bucket in context.buckets if self._has_common(bucket)}
         self._common.clear()
         self._velocity.clear()
+        self._loaded = {"common": {}, "velocity": {}}
         # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
-        self._load_outer(saved)
+        self._loaded = saved
 
     def _has_common(self, bucket: BucketView) -> bool:
         is_mean = self.outer_lr == 1 and self.outer_momentum == 0
@@ -97,13 +99,20 @@ class OuterSGD(Quantized):
 
     @override
     def begin(self, bucket: BucketView) -> None:
-        if self._has_common(bucket):
-            self._keep(bucket.index, bucket.flat.clone())
-
-    def _keep(self, index: int, common: torch.Tensor) -> None:
-        self._common[index] = common
+        """Keep the weights as the common ones, but for parameters of which an earlier plan or a checkpoint has them."""
+        if not self._has_common(bucket):
+            return
+        common = self._common[bucket.index] = bucket.flat.clone()
+        self._take_loaded("common", common, bucket)
         if self.outer_momentum:
-            self._velocity[index] = torch.zeros_like(common)
+            velocity = self._velocity[bucket.index] = torch.zeros_like(common)
+            self._take_loaded("velocity", velocity, bucket)
+
+    def _take_loaded(self, kind: str, values: torch.Tensor, bucket: BucketView) -> None:
+        for part in bucket.parts:
+            _, piece = self._loaded[kind].pop(part.name, (0, None))
+            if piece is not None:
+                values[part.start : part.start + part.numel] = piece
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
@@ -128,28 +137,21 @@ class OuterSGD(Quantized):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._load_outer(state)
+        names = {part.name for bucket in self._buckets.values() for part in bucket.parts}
+        missing = sorted(names - state["common"].keys())
+        if state["common"] and missing:
+            raise ConfigError(
+                f"{type(self).__name__}: the saved common weights are of another model or other options: "
+                f"{len(missing)} of {len(names)} parameters are missing, the first is {missing[0]!r}"
+            )
+        self._common.clear()
+        self._velocity.clear()
+        self._loaded = {kind: dict(state[kind]) for kind in self._loaded}
         super().load_state_dict(state)
 
     def _save_outer(self) -> dict[str, Pieces]:
-        saved: dict[str, Pieces] = {"common": {}, "velocity": {}}
+        saved = {kind: dict(pieces) for kind, pieces in self._loaded.items()}
         for kind, by_bucket in (("common", self._common), ("velocity", self._velocity)):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
         return saved
-
-    def _load_outer(self, saved: dict[str, Pieces]) -> None:
-        names = {part.name for bucket in self._buckets.values() for part in bucket.parts}
-        if saved["common"] and saved["common"].keys() != names:
-            different = sorted(saved["common"].keys() ^ names)
-            raise ConfigError(
-                f"{type(self).__name__}: the saved common weights are of another model or other options: "
-                f"{len(saved['common'])} parameters, expected {len(names)}; first difference {different[0]!r}"
-            )
-        self._common.clear()
-        self._velocity.clear()
-        for index, bucket in self._buckets.items() if saved["common"] else ():
-            self._keep(index, torch.zeros_like(bucket.flat))
-            paste(saved["common"], self._common[index], bucket.parts)
-            if self.outer_momentum:
-                paste(saved["velocity"], self._velocity[index], bucket.parts)

@@ -66,8 +66,8 @@ class Traits:
             bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
-        portable: Whether the algorithm's state is the same on all ranks and of any number of them, so that every rank may
-            load any rank's, also in a group of another size.
+        portable: Whether the algorithm's state is the same on all ranks, whatever their number: every rank may then load
+            any rank's, also in a group of another size.
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """
@@ -168,10 +168,10 @@ class Algorithm:
         """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
 
     def begin(self, bucket: BucketView) -> None:
-        """For weights: look at them (in `bucket.flat`) as they are before the first step that is counted.
+        """For weights: look at them (in `bucket.flat`) before the first step that is counted.
 
-        That is the first optimizer step after the warm-up, when the ranks hold what `wrap` broadcast, or what was loaded
-        since.
+        That is the first optimizer step after the warm-up, when all ranks hold what `wrap` broadcast or was loaded
+        since. Called again for all buckets, before the next step, after they were made anew or state was loaded.
         """
 
     def divisor(self, comm: Communicator) -> float:

@@ -21,10 +21,10 @@ class HierarchicalLocalSGD(Algorithm):
 
     Args:
         period: Optimizer steps from one average to the next.
-        global_every: Every so many-th average is over all ranks.
+        global_every: How many averages make one over all ranks: 3 means two inside the node, then one over all.
 
-    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), appendix on hierarchical local SGD:
-    `period` is its H, `global_every` its H^b.
+    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): hierarchical local SGD; `period`
+    is its H, `global_every` its H^b.
     Deviations: the local optimizer is the user's, and its state stays local.
     """
 

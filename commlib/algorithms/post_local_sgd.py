@@ -22,7 +22,7 @@ class PostLocalSGD(OuterSGD):
         feedback: As in `LocalSGD`.
         compress: As in `LocalSGD`.
 
-    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 2.
+    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): post-local SGD.
     Deviations: the switch is a number of steps. The local optimizer is the user's; its state stays local after the
     switch.
     """

@@ -58,6 +58,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     if plan is not None:
         engine.restore(plan, state["hook_counts"])
     engine.algorithm.load_state_dict(state["state"])
+    if engine.weights is not None:
+        engine.weights.begins = engine.algorithm.traits.tensors == "weights"
 
 
 def _plan(engine: Engine, saved: dict[str, Any] | None) -> Plan | None:

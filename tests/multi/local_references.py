@@ -34,8 +34,8 @@ class OuterReference:
         average: How differences to the common weights are averaged.
         warm_up: Steps with averaged gradients.
         delay: Steps that a round takes.
-        mixing: What a replica keeps of its own when a delayed result comes; None adds the result's difference to what was
-            sent.
+        mixing: What a replica keeps of its own when a delayed result comes; None adds the result's difference to the
+            copy.
     """
 
     def __init__(
