@@ -66,8 +66,8 @@ class Traits:
             bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
-        portable: Whether the algorithm's state is the same on all ranks, whatever their number: every rank may then load
-            any rank's, also in a group of another size.
+        portable: Whether the algorithm's state is the same on all ranks, whatever their number: every rank may load any
+            rank's then, also in a group of another size.
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """

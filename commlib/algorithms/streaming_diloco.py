@@ -65,8 +65,8 @@ class StreamingDiLoCo(OuterSGD):
             )
         if not 0 <= delay <= period // fragments:
             raise ConfigError(
-                "StreamingDiLoCo.delay: expected 0 to period / fragments, since a fragment is merged before the next is "
-                f"sent; got {delay=}, {period=}, {fragments=}"
+                "StreamingDiLoCo.delay: expected 0 to period / fragments, as a fragment is merged before the next one "
+                f"is sent; got {delay=}, {period=}, {fragments=}"
             )
         if not 0 <= mixing < 1:
             raise ConfigError(f"StreamingDiLoCo.mixing: expected 0 <= mixing < 1, got {mixing}")
