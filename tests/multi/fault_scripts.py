@@ -95,6 +95,38 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
         raise
 
 
+def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
+    """Train; the victim runs into `kind` at the end of an optimizer step, where the others begin a round."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Deep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traps: list[Callable[[], None]] = []
+    optimizer.register_step_post_hook(lambda *_: [trap() for trap in traps] and None)  # before commlib's own
+    instance = commlib.algorithms.get(algorithm)(period=2)
+    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+
+    def train_steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model(data(step, 4, 32)).square().mean().backward()
+            if rank == VICTIM and step == 5:
+                traps.append(TRAPS[kind])
+            optimizer.step()
+
+    train_steps(0, 5)
+    report(event="trained", rounds=commlib.stats(model).steps)
+    began = time.monotonic()
+    try:
+        train_steps(5, 9)
+    except commlib.errors.CommlibError as error:
+        waited_s = time.monotonic() - began
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        raise
+
+
 def skip_backward_on_one_rank() -> None:
     """The victim leaves the loop one step early and goes on to something else: a classic of uneven data."""
     import commlib
