@@ -39,7 +39,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     """Take over what `save` returned; see `commlib.load_state_dict`.
 
     Raises:
-        ConfigError: The state is of another format, algorithm, rank, world size or model. Nothing was changed then.
+        ConfigError: The state is of another format, algorithm or model, or, where it is not the same on all ranks, of
+            another rank or world size. Nothing was changed then.
     """
     expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
     if not engine.algorithm.traits.portable:
@@ -51,15 +52,15 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
     plan = _plan(engine, state["plan"])
-    engine.schedule.step = int(state["step"])
-    engine.num_rounds = int(state["num_rounds"])
-    if engine.weights is not None and not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
-        engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
     if plan is not None:
         engine.restore(plan, state["hook_counts"])
     engine.algorithm.load_state_dict(state["state"])
+    engine.schedule.step = int(state["step"])
+    engine.num_rounds = int(state["num_rounds"])
     if engine.weights is not None:
-        engine.weights.begins = engine.algorithm.traits.tensors == "weights"
+        engine.weights.begins = True
+        if not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
+            engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
 
 
 def _plan(engine: Engine, saved: dict[str, Any] | None) -> Plan | None:

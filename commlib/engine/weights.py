@@ -74,7 +74,7 @@ class WeightRounds:
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._traits.in_background else []
         self._moved: dict[int, torch.Tensor] = {}  # per bucket, the square of how far its last round moved it
         self._carried: list[Bucket] = []  # by the round under way
-        self.begins = self._traits.tensors == "weights"  # whether the algorithm has yet to see the weights
+        self.begins = True  # the algorithm has yet to see the weights
         self._algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, self._optimizer))
 
     @property
@@ -92,7 +92,7 @@ class WeightRounds:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Before an optimizer step: show the algorithm the weights, if it has not seen those of these buckets."""
-        if not self.begins or self._schedule.warming_up:
+        if not self.begins or self._schedule.warming_up or self._traits.tensors != "weights":
             return
         self.begins = False
         for bucket in self.buckets:
