@@ -139,8 +139,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Take over what `state_dict` returned. Local; every rank loads its own (`Traits.portable`: or any rank's).
 
     Raises:
-        ConfigError: The model is not wrapped, or the state is of another algorithm or model; or of another rank or world
-            size, where it is not the same on all ranks (`Traits.portable`).
+        ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
+            same on all ranks (`Traits.portable`), of another rank or world size.
     """
     checkpoints.load(replica_of(model).engine, dict(state))
 
