@@ -282,7 +282,7 @@ def resume_and_train(saved: tuple[Any, Any, Any]) -> Any:
     alone = seeded(Mlp)
     alone.load_state_dict(saved[0])
     own = sgd(alone)
-    own.load_state_dict(saved[1])
+    own.load_state_dict(copy.deepcopy(saved[1]))
     for step in (7, 8):
         one_step(model, optimizer, step)
         one_step(alone, own, step)
@@ -367,14 +367,14 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.double = nn.Parameter(torch.randn(40, dtype=torch.float64))
-        self.half = nn.Parameter(torch.randn(40).bfloat16())
-        self.complex = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(40, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(40).bfloat16())
+        self.paired = nn.Parameter(torch.randn(7, dtype=torch.complex64))
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
     def forward(self, rank: int) -> Tensor:
-        real = sum((p - rank).float().square().sum() for p in (self.double, self.half, self.frozen))
-        return real + self.complex.abs().square().sum()
+        real = sum((p - rank).float().square().sum() for p in (self.wide, self.narrow, self.frozen))
+        return real + self.paired.abs().square().sum()
 
 
 @on_ranks(2, 3)
@@ -390,10 +390,10 @@ def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any)
         model(dist.get_rank()).backward()
         optimizer.step()
     target = (dist.get_world_size() - 1) / 2
-    assert torch.allclose(model.double.detach(), torch.full((40,), target, dtype=torch.float64), atol=0.05)
-    assert torch.allclose(model.half.detach().float(), torch.full((40,), target), atol=0.05)
+    assert torch.allclose(model.wide.detach(), torch.full((40,), target, dtype=torch.float64), atol=0.05)
+    assert torch.allclose(model.narrow.detach().float(), torch.full((40,), target), atol=0.05)
     assert torch.allclose(model.frozen.detach(), torch.full((3,), target), atol=0.05)
-    assert float(model.complex.detach().abs().max()) < 0.05
+    assert float(model.paired.detach().abs().max()) < 0.05
     optimizer.zero_grad()
     assert_replicas_identical(model)
 
