@@ -222,6 +222,25 @@ def shut_down(way: str) -> None:
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
 
 
+def shut_down_in_flight(way: str) -> None:
+    """Train until a round over weights is under way in the background, then end the process."""
+    import commlib
+
+    default_group_from_env(timeout_s=20)
+    before = num_threads()
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    algorithm = commlib.algorithms.StreamingDiLoCo(period=8, fragments=2, delay=4)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=10)
+    for step in range(8):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizer.step()
+    report(event="ending", at_s=time.monotonic())
+    ENDINGS[way](model)
+    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+
+
 def just_end(model: nn.Module) -> None:
     return
 
