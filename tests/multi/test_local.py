@@ -415,6 +415,16 @@ def test_synchronize_takes_the_round_in_flight_and_gives_the_mean() -> None:
     commlib.unwrap(model)
 
 
+@on_ranks(2)
+def test_the_plan_of_a_warm_up_is_measured_without_the_weights() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=PostLocalSGD(8, period=4, codec=Int8()), optimizer=optimizer)
+    train(model, mlp_loss, 16, optimizer)
+    assert commlib.stats(model).plan in ("trial", "planned")
+    assert are_identical(model)
+
+
 BAD: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {
     "outer_lr": (lambda: DiLoCo(outer_lr=0.0), ("DiLoCo", "outer_lr", "0.0")),
     "outer_momentum": (lambda: DiLoCo(outer_momentum=1.0), ("outer_momentum", "1.0")),
