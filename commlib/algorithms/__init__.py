@@ -16,11 +16,13 @@ from typing import Any
 
 from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.ef_quantized import EFQuantized
 from commlib.algorithms.onebit_adam import OneBitAdam
+from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
@@ -34,12 +36,14 @@ __all__ = [
     "QSGD",
     "Algorithm",
     "AllReduce",
+    "AsyncAveraging",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",
     "Context",
     "EFQuantized",
     "OneBitAdam",
+    "PassiveGossip",
     "PowerSGD",
     "QAdam",
     "RandomK",

@@ -23,6 +23,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
+from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
@@ -82,6 +83,7 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
+        self.attached: Attached | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
@@ -385,6 +387,10 @@ class Engine:
         rounds = weakref.ref(self.weights)
         self._step_hook = optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step())
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
+        self.attached = Attached(self, optimizer)
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -419,6 +425,8 @@ class Engine:
         if self.weights is not None:
             self._step_hook.remove()
             self.weights.close()
+        if self.attached is not None:
+            self.attached.close()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()

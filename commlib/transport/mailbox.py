@@ -11,9 +11,9 @@ exchanged over their communicator. A rank *asks* on its own connections and *ans
 Questions to one peer are sent one after the other; each waits for its reply, however long that takes: a stopped process
 is not a dead one. Nothing runs while idle but blocked receives.
 
-[Note: how a peer ends] A rank that closes its mailbox says goodbye on its own connections first. What a peer is, is told
-by the connection that it made: present; *left* (a goodbye); *failed* (a goodbye while an exception ends the process); *lost*
-(the connection ended without one: the process was killed). A machine that is gone is found by TCP's own probes.
+[Note: how a peer ends] A rank that closes its mailbox says goodbye on its own connections first. What a peer is tells
+the connection that it made: *here*; *left* (a goodbye); *failed* (a goodbye while an exception ends the process);
+*lost* (the connection ended without one: the process was killed). TCP's own probes find a machine that is gone.
 
 CUDA tensors are the caller's matter: payloads are host memory.
 """
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
 from commlib.transport.base import Transport
+from commlib.transport.torch_dist import address_towards
 
 _log = logging.getLogger("commlib")
 
@@ -109,7 +110,7 @@ class Mailbox:
             raise
 
     def ask(self, peer: int, message: Message, on_reply: Callable[[Message], None], into: Any = None) -> None:
-        """Send a question to `peer`; returns at once.
+        """Send a question to `peer`; returns at once. Nothing is sent to a peer that has ended.
 
         Args:
             peer: Another rank.
@@ -117,7 +118,8 @@ class Mailbox:
             on_reply: Called on the line's thread with the reply; never, if the peer ends before.
             into: A writable buffer of bytes for the reply's payload, which must fit; None for replies without one.
         """
-        self._state.lines[peer].jobs.put((message, on_reply, into))
+        if self._state.presence[peer] is Presence.HERE:
+            self._state.lines[peer].jobs.put((message, on_reply, into))
 
     def presence(self, peer: int) -> Presence:
         """Return what is known of a peer now."""
@@ -140,7 +142,9 @@ class Mailbox:
         gone = [r for r, state in enumerate(self._state.presence) if state in (Presence.FAILED, Presence.LOST)]
         if gone:
             how = ", ".join(f"rank {rank} {_HOW[self._state.presence[rank]]}" for rank in gone)
-            raise PeerFailure(f"rank {self.rank} of {len(self._state.presence)}: {how}; the others cannot go on with it")
+            raise PeerFailure(
+                f"rank {self.rank} of {len(self._state.presence)}: {how}; the others cannot go on with it"
+            )
 
     @property
     def bytes_sent(self) -> float:
@@ -220,8 +224,9 @@ def _serve(state: _State, peer: int, connection: socket.socket) -> None:
         return memoryview(buffer)[:nbytes]
 
     def reply(message: Message) -> None:
-        _send(connection, message)
-        state.bytes_sent += len(message.payload)
+        with contextlib.suppress(OSError):  # the peer has ended; its goodbye, if it said one, is still to be read
+            _send(connection, message)
+            state.bytes_sent += len(message.payload)
 
     try:
         while (message := _receive(connection, room)).kind < _LEFT:
@@ -302,7 +307,9 @@ def _connect(state: _State, transport: Transport) -> None:
         everyone = transport.gather_objects((*listener.getsockname()[:2], token))
         failed = [rank for rank, where in enumerate(everyone) if isinstance(where, str)]
         if failed:
-            raise TransportError(f"rank {state.rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}")
+            raise TransportError(
+                f"rank {state.rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}"
+            )
         for peer, (host, port, secret) in enumerate(everyone):
             if peer != state.rank:
                 state.lines[peer] = _Line(state, peer, _dial(host, port, secret, state.rank, deadline))
@@ -322,9 +329,7 @@ def _reachable(address: str, transport: Transport) -> str:
     far = [other for other in transport.gather_objects(address) if not _is_loopback(other)]
     if not far or not _is_loopback(address):
         return address
-    with socket.socket(_family(far[0]), socket.SOCK_DGRAM) as probe:
-        probe.connect((far[0], 9))  # of a datagram socket: chooses the way, sends nothing
-        return probe.getsockname()[0]
+    return address_towards(far[0])
 
 
 def _is_loopback(address: str) -> bool:
