@@ -17,10 +17,12 @@ from typing import Any
 from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
+from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.powersgd import PowerSGD
@@ -37,11 +39,13 @@ __all__ = [
     "Algorithm",
     "AllReduce",
     "AsyncAveraging",
+    "AsyncSGD",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",
     "Context",
     "EFQuantized",
+    "Hogwild",
     "OneBitAdam",
     "PassiveGossip",
     "PowerSGD",

@@ -51,7 +51,7 @@ class Copy:
     @property
     def payload(self) -> memoryview:
         """The buffer's bytes, for a message."""
-        return memoryview(self.buffer.numpy())
+        return self.buffer.numpy().data
 
 
 class Published:

@@ -42,7 +42,7 @@ class Attached:
                 timeout_s=engine.transport.timeout_s,
             )
         )
-        own = weakref.ref(self)
+        own: weakref.ref[Attached] = weakref.ref(self)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: _call(own, lambda a: a._before(args, kwargs))),
             optimizer.register_step_post_hook(lambda *_: _call(own, lambda a: a._after())),

@@ -103,7 +103,8 @@ class Engine:
     def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
         self.algorithm = algorithm
-        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
+        # Without buffers, to measure with: what communicates gradients, in the warm-up only or always.
+        self._blank = copy.deepcopy(algorithm) if algorithm.traits.on_gradients else AllReduce()
         self.schedule = Schedule(algorithm.traits)
         is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients

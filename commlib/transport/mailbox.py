@@ -113,13 +113,16 @@ class Mailbox:
         """Send a question to `peer`; returns at once. Nothing is sent to a peer that has ended.
 
         Args:
-            peer: Another rank.
+            peer: Another rank, or this one, which answers itself on a thread of its own.
             message: The question. Its payload must not change until the reply is there.
             on_reply: Called on the line's thread with the reply; never, if the peer ends before.
             into: A writable buffer of bytes for the reply's payload, which must fit; None for replies without one.
         """
-        if self._state.presence[peer] is Presence.HERE:
-            self._state.lines[peer].jobs.put((message, on_reply, into))
+        state = self._state
+        if peer == self.rank and peer not in state.lines:
+            state.lines[peer] = _OwnLine(state)
+        if state.presence[peer] is Presence.HERE:
+            state.lines[peer].jobs.put((message, on_reply, into))
 
     def presence(self, peer: int) -> Presence:
         """Return what is known of a peer now."""
@@ -171,7 +174,7 @@ class _State:
         self.answer: Callable[[], Answer | None] = weakref.WeakMethod(answer)
         self.max_request = max_request
         self.presence = [Presence.HERE] * world_size
-        self.lines: dict[int, _Line] = {}
+        self.lines: dict[int, _Line | _OwnLine] = {}
         self.servers: list[tuple[socket.socket, threading.Thread]] = []
         self.is_closing = False
         self.error: BaseException | None = None
@@ -210,6 +213,33 @@ class _Line:
             state.set_presence(self.peer, Presence.LOST, str(error))
         except BaseException as error:
             state.error = error
+
+
+class _OwnLine:
+    """How a rank asks itself: a thread that answers; made when it is needed."""
+
+    def __init__(self, state: _State) -> None:
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = _thread("commlib-ask-self", self._run, state)
+        self.thread.start()
+
+    def _run(self, state: _State) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                message, on_reply, into = job
+                answer = state.answer()
+                if answer is None:
+                    return
+                answer(state.rank, message, lambda reply, into=into, on_reply=on_reply: on_reply(_handed(reply, into)))
+                del job, message, on_reply, into, answer
+        except BaseException as error:
+            state.error = error
+
+
+def _handed(message: Message, into: Any) -> Message:
+    payload = _room(into, len(message.payload))
+    payload[:] = message.payload
+    return message._replace(payload=payload)
 
 
 def _serve(state: _State, peer: int, connection: socket.socket) -> None:
@@ -417,13 +447,15 @@ def _close(state: _State, goodbye: int | None) -> None:
         goodbye = _LEFT if getattr(sys, "last_value", None) is None else _FAILED
     state.is_closing = True
     deadline = time.monotonic() + _GOODBYE_S
+    lines = [line for line in state.lines.values() if isinstance(line, _Line)]
     for line in state.lines.values():
         line.jobs.put(None)
+    for line in lines:
         if line.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(OSError):
                 line.connection.settimeout(max(0.1, deadline - time.monotonic()))
                 _send(line.connection, Message(goodbye))
-    for connection in [*(line.connection for line in state.lines.values()), *(own for own, _ in state.servers)]:
+    for connection in [*(line.connection for line in lines), *(connection for connection, _ in state.servers)]:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
     threads = [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]
@@ -431,5 +463,5 @@ def _close(state: _State, goodbye: int | None) -> None:
     for thread in threads:
         if thread.is_alive() and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
-    for line in state.lines.values():
+    for line in lines:
         line.connection.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,11 @@ from torch import nn
 from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, seeded
 from tests.multi.pool import on_ranks
 
-NAMES = ["async_averaging", "passive_gossip"]
+AVERAGING = ["async_averaging", "passive_gossip"]
+NAMES = [*AVERAGING, "async_sgd"]
+
+
+STEADY = ["async_sgd", "hogwild"]  # which have no period
 
 
 def make(name: str, **options: Any) -> Any:
@@ -28,7 +31,7 @@ def wrapped(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
 
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    return commlib.wrap(model, make(name, **options), optimizer=optimizer), optimizer
+    return commlib.wrap(model, make(name, **({} if name in STEADY else options)), optimizer=optimizer), optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, pause_s: float = 0.0) -> None:
@@ -51,18 +54,19 @@ def until(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, limit
     return step
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "hogwild"])
 @on_ranks(1, 2, 3, 4)
-def test_synchronize_gives_the_mean_of_the_weights(name: str) -> None:
+def test_synchronize_gives_all_ranks_the_same_weights(name: str) -> None:
     import commlib
 
     model, optimizer = wrapped(name, period=2)
-    train(model, optimizer, range(7))
-    dist.barrier()
+    train(model, optimizer, range(3 + 4 * dist.get_rank()))
     commlib.synchronize(model)
     assert_replicas_identical_weights(model)
+    dist.barrier()
     train(model, optimizer, range(7, 9))
     commlib.synchronize(model)
+    assert_replicas_identical_weights(model)
     commlib.unwrap(model)
 
 
@@ -72,7 +76,7 @@ def assert_replicas_identical_weights(model: nn.Module) -> None:
     assert_replicas_identical(model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", AVERAGING)
 @on_ranks(3)
 def test_rounds_go_on_and_ranks_without_gradients_come_together(name: str) -> None:
     """With a learning rate of 0 the only thing that moves weights is the averaging."""
@@ -147,7 +151,7 @@ def test_a_rank_that_unwraps_ends_it_quietly(name: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", AVERAGING)
 @on_ranks(2)
 def test_warm_up_averages_gradients(name: str) -> None:
     model, optimizer = wrapped(name, period=50, warmup_steps=4)
@@ -156,6 +160,3 @@ def test_warm_up_averages_gradients(name: str) -> None:
     train(model, optimizer, range(4, 8))
     own = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert spread(own) > 0
-
-
-BUILDERS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp}
