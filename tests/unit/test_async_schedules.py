@@ -132,7 +132,7 @@ def gradient_of(weights: np.ndarray, step: int, rank: int) -> np.ndarray:
     return (0.5 * weights.astype(np.float64) + noise).astype(np.float32)
 
 
-def script(world_size: int, seed: int, length: int = 150) -> list[tuple[int, int | None]]:
+def script(world_size: int, seed: int, length: int) -> list[tuple[int, int | None]]:
     """Steps `(rank, None)` and deliveries `(asking, answering)` in random order; rank 0 makes few steps."""
     rng = random.Random(seed)
     events: list[tuple[int, int | None]] = []
@@ -216,7 +216,7 @@ class ReferenceSgd:
 def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
     ranks = Ranks(AsyncSGD(**options), world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
     reference = ReferenceSgd(ranks.weights(0), world_size, 0.5, **options)
-    for number, (rank, shard) in enumerate(script(world_size, seed=world_size)):
+    for number, (rank, shard) in enumerate(script(world_size, seed=world_size, length=300)):
         if shard is None:
             gradient = gradient_of(ranks.weights(rank), number, rank)
             ranks.step(rank, gradient)
