@@ -74,6 +74,17 @@ class Attached:
             self._engine.error = error
             raise
 
+    def refuse_change(self) -> None:
+        """Parameters were frozen, unfrozen, moved or cast: a runner keeps those that it was given.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"rank {self._engine.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm "
+            f"{self._engine.algorithm.name!r} keeps those it was given. Unwrap the model and wrap it again on all ranks"
+        )
+
     def close(self) -> None:
         """Remove the hooks and end what is under way. Harmless when called twice."""
         for hook in self._hooks:

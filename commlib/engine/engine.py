@@ -126,7 +126,10 @@ class Engine:
         self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
         if self.weights is not None:
+            self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
+        if self.attached is not None:
+            self.attached.refuse_change()
 
     # --- plans ------------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,10 @@ class WeightRounds:
         self.adopt(parameters)
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on; the result of a round under way is dropped."""
+        """Communicate these parameters from now on; the result of a round under way is dropped.
+
+        Asynchronous rounds are settled before: a rank may be in one to which others have not come.
+        """
         if self._round is not None:
             self._schedule.drain()
             self._round = None
@@ -135,6 +138,16 @@ class WeightRounds:
                 self._start()
             self._schedule.drain()
             self._take()
+
+    def settle(self, num_started: int) -> None:
+        """Take part in every asynchronous round up to the given number, and drop what comes of them."""
+        while self._traits.asynchronous and (self._round is not None or self.num_started < num_started):
+            if self._round is None:
+                self._start()
+            assert self._round is not None
+            round_, self._round = self._round, None
+            self._schedule.drain()
+            self._driver.wait(round_)
 
     def close(self) -> None:
         """Wait for what is in the background, keep the weights as they are, and release the communicator.
