@@ -104,7 +104,7 @@ class ShardServer:
         num_workers: int,
         rule: Rule,
     ) -> None:
-        self._user_groups = optimizer.param_groups
+        self._user = optimizer
         self._rule = rule
         self.version = 0
         tensors = [parameter.data for parameter in parameters]
@@ -112,28 +112,26 @@ class ShardServer:
         self.layout = Layout(self.weights)
         for weight in self.weights:
             weight.requires_grad_()
-        self._optimizer = self._own_optimizer(pieces, parameters, optimizer) if pieces else None
+        self._optimizer = self._own_optimizer(pieces, parameters) if pieces else None
         depth = 2 if rule.compensation else 1  # a gradient was computed on the reply before the last one
         self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
 
     def _own_optimizer(
-        self, pieces: Sequence[Piece], parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer
+        self, pieces: Sequence[Piece], parameters: Sequence[torch.nn.Parameter]
     ) -> torch.optim.Optimizer:
-        group_of = {id(p): idx for idx, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        groups: list[dict[str, Any]] = [{"params": []} for _ in optimizer.param_groups]
+        """Make an optimizer of the user's class for the pieces, with the state that the user's has so far."""
+        user = self._user
+        group_of = {id(p): idx for idx, group in enumerate(user.param_groups) for p in group["params"]}
+        members: dict[int, list[torch.Tensor]] = {}
         for piece, weight in zip(pieces, self.weights, strict=True):
-            groups[group_of[id(parameters[piece.index])]]["params"].append(weight)
-        self._groups = [(own, user) for own, user in zip(groups, self._user_groups, strict=True) if own["params"]]
-        made = type(optimizer)([{**own, **self._options(user)} for own, user in self._groups])  # pyright: ignore[reportCallIssue]
+            members.setdefault(group_of[id(parameters[piece.index])], []).append(weight)
+        self._group_indices = list(members)
+        groups = [{"params": own, **self._options(user.param_groups[idx])} for idx, own in members.items()]
+        made = type(user)(groups)  # pyright: ignore[reportCallIssue]
         for piece, weight in zip(pieces, self.weights, strict=True):
             parameter = parameters[piece.index]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                is_elementwise = torch.is_tensor(value) and value.shape == parameter.shape
-                made.state[weight][key] = (
-                    cut([value], [Piece(0, piece.start, piece.end)])[0].to("cpu", copy=True)
-                    if is_elementwise
-                    else (value.to("cpu", copy=True) if torch.is_tensor(value) else value)
-                )
+            state = user.state.get(parameter, {})
+            made.state[weight] = {key: _of_piece(value, parameter, piece) for key, value in state.items()}
         return made
 
     def _options(self, user: dict[str, Any]) -> dict[str, Any]:
@@ -167,8 +165,8 @@ class ShardServer:
             gradient = [self._compensated(*each) for each in zip(gradient, self.weights, old.tensors, strict=True)]
         if staleness > self._rule.max_staleness:
             torch._foreach_mul_(gradient, self._rule.max_staleness / staleness)
-        for own, (_, user) in zip(self._optimizer.param_groups, self._groups, strict=True):
-            own.update(self._options(user))
+        for own, idx in zip(self._optimizer.param_groups, self._group_indices, strict=True):
+            own.update(self._options(self._user.param_groups[idx]))
         for weight, each in zip(self.weights, gradient, strict=True):
             weight.grad = each
         self._optimizer.step()
@@ -206,6 +204,14 @@ class ShardServer:
         for worker, replies in enumerate(self._replies):
             for _ in range(len(replies)):
                 self.reply(worker)
+
+
+def _of_piece(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
+    """Copy the piece's part of an entry of the optimizer's state; what has not the parameter's shape, as a whole."""
+    if not torch.is_tensor(value):
+        return value
+    own = cut([value], [Piece(0, piece.start, piece.end)])[0] if value.shape == parameter.shape else value
+    return own.to("cpu", copy=True)
 
 
 def _cloned(value: Any) -> Any:

@@ -157,7 +157,6 @@ class _Worker(Runner):
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
         self._shards = [_Shard(r, pieces, self._weights) for r, pieces in enumerate(of_ranks) if pieces]
         self._server = ShardServer(of_ranks[rank], self._parameters, optimizer, world_size, rule)
-        self._received = [Copy(self._server.layout) for _ in range(world_size)]
         self._mailbox = attachment.connect(self._answer, self._server.layout.nbytes)
 
     @property
@@ -173,11 +172,10 @@ class _Worker(Runner):
 
     @torch.no_grad()
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
-        if message.kind == _PUSH:
-            self._received[peer].payload[:] = message.payload
         with self._lock:
             if message.kind == _PUSH:
-                self._server.push(peer, message.number, self._received[peer].tensors)
+                gradient = self._server.layout.views(torch.frombuffer(message.payload, dtype=torch.uint8))
+                self._server.push(peer, message.number, gradient)
             newest = self._server.reply(peer)
         reply(Message(message.kind, newest.number, newest.payload))
 

@@ -244,13 +244,13 @@ def _handed(message: Message, into: Any) -> Message:
 
 def _serve(state: _State, peer: int, connection: socket.socket) -> None:
     """Answer one peer until it says goodbye. The body of a thread."""
-    buffer = bytearray()
+    buffer = None
 
     def room(nbytes: int) -> memoryview:
+        nonlocal buffer
         if nbytes > state.max_request:
             raise _Malformed(f"a payload of {nbytes} bytes; expected at most {state.max_request}")
-        if len(buffer) < nbytes:
-            buffer.extend(bytes(nbytes - len(buffer)))
+        buffer = buffer or bytearray(state.max_request)
         return memoryview(buffer)[:nbytes]
 
     def reply(message: Message) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, seeded
+from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, raises_on_every_rank, seeded
 from tests.multi.pool import on_ranks
 
 AVERAGING = ["async_averaging", "passive_gossip"]
@@ -160,3 +164,208 @@ def test_warm_up_averages_gradients(name: str) -> None:
     train(model, optimizer, range(4, 8))
     own = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert spread(own) > 0
+
+
+# --- asynchronous averaging under a scripted order of events ---------------------------------------------------------
+
+NUMEL = 12
+PERIOD = 2
+LR = 0.1
+
+
+class Vector(nn.Module):
+    """One parameter, whose gradients a test gives."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values, dtype=torch.float32))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight * inputs
+
+
+class ReferenceAveraging:
+    """The ranks' weights, copies and rounds, in float64; one rank makes a step at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self.weights = [np.random.default_rng(rank).standard_normal(NUMEL) for rank in range(world_size)]
+        self.steps = [0] * world_size
+        self.started_at: list[int | None] = [None] * world_size
+        self.round: list[int | None] = [None] * world_size  # under way
+        self.copies: list[list[np.ndarray]] = [[] for _ in range(world_size)]  # by round
+        self.num_taken = 0
+
+    def is_there(self, rank: int) -> bool:
+        number = self.round[rank]
+        return number is not None and all(len(copies) > number for copies in self.copies)
+
+    def step(self, rank: int, gradient: np.ndarray) -> None:
+        self.weights[rank] = self.weights[rank] - LR * gradient
+        self.steps[rank] += 1
+        if self.is_there(rank):
+            of_round = [copies[self.round[rank]] for copies in self.copies]  # type: ignore[index]
+            self.weights[rank] = self.weights[rank] + np.mean(of_round, axis=0) - of_round[rank]
+            self.round[rank] = None
+            self.num_taken += 1
+        started = self.started_at[rank]
+        if self.round[rank] is None and (started is None or self.steps[rank] - started >= PERIOD):
+            self.round[rank] = len(self.copies[rank])
+            self.copies[rank].append(self.weights[rank].copy())
+            self.started_at[rank] = self.steps[rank]
+
+
+@on_ranks(1, 2, 3, 4)
+def test_async_averaging_follows_the_reference() -> None:
+    import commlib
+    from commlib.replica import replica_of
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = ReferenceAveraging(world_size)
+    model = Vector(reference.weights[rank])
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    commlib.wrap(model, make("async_averaging", period=PERIOD), optimizer=optimizer, init_sync=False)
+    rounds = replica_of(model).engine.weights
+    order = random.Random(world_size)
+    for number in range(60):
+        acting = order.randrange(world_size)
+        gradient = np.random.default_rng((number, acting)).standard_normal(NUMEL)
+        if acting == rank:
+            model.weight.grad = torch.tensor(gradient, dtype=torch.float32)
+            optimizer.step()
+        reference.step(acting, gradient)
+        np.testing.assert_allclose(model.weight.detach().numpy(), reference.weights[rank], rtol=1e-5, atol=1e-5)
+        dist.barrier()
+        deadline = time.monotonic() + 10
+        while reference.is_there(rank) and not rounds._round.done.wait(0.01):
+            assert time.monotonic() < deadline, "every rank has come to the round, and there is no result"
+        assert rounds._round is None or rounds._round.done.is_set() == reference.is_there(rank)
+        dist.barrier()
+    assert reference.num_taken >= 5
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def digits_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "hogwild"])
+@on_ranks(2, 4, timeout=55.0)
+def test_digits_are_learnt(name: str) -> None:
+    """Each rank has its own part of the data; the consensus model knows all of it."""
+    import commlib
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    images, labels = digits()
+    model = seeded(digits_model)
+    lr = 0.2 / world_size if name == "hogwild" else 0.2
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.5)
+    options = {} if name in STEADY else {"period": 2}
+    commlib.wrap(model, make(name, **options), optimizer=optimizer)
+    own = torch.arange(rank, len(images), world_size)
+    order = torch.Generator().manual_seed(rank)
+    for _ in range(300):
+        batch = own[torch.randint(len(own), (32,), generator=order)]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        time.sleep(0.001)  # ranks that share a core take turns
+    commlib.synchronize(model)
+    loss = float(nn.functional.cross_entropy(model.module(images), labels))
+    assert loss < 0.25, f"loss {loss:.3f} after 300 steps"
+    assert_replicas_identical_weights(model)
+    dist.barrier()
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    found = pytest.importorskip("sklearn.datasets").load_digits()
+    return torch.tensor(found.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(found.target)
+
+
+# --- Hogwild, and what is refused ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_hogwild_shares_one_memory_until_unwrapped() -> None:
+    import commlib
+
+    model, _ = wrapped("hogwild")
+    weight = model.first.weight
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            weight[0, 0] = 42.0
+    dist.barrier()
+    assert float(weight[0, 0]) == 42.0
+    dist.barrier()
+    commlib.unwrap(model)
+    assert float(weight[0, 0]) == 42.0
+    with torch.no_grad():
+        weight[0, 0] = dist.get_rank()
+    dist.barrier()
+    assert float(weight[0, 0]) == dist.get_rank()
+    assert not list(Path("/dev/shm").glob("commlib-hogwild-*"))
+
+
+@on_ranks(2)
+def test_hogwild_refuses_ranks_that_do_not_share_a_machine() -> None:
+    import commlib
+    from commlib.algorithms import hogwild
+    from commlib.errors import ConfigError
+
+    make_file = hogwild._make_file
+
+    def elsewhere(nbytes: int, token: bytes) -> tuple[str | None, str | None]:
+        path, error = make_file(nbytes, token)
+        with open(str(path), "r+b") as file:
+            file.write(bytes(len(token)))  # what another machine would find under this name
+        return path, error
+
+    hogwild._make_file = elsewhere
+    try:
+        model = seeded(Mlp)
+        with raises_on_every_rank(ConfigError, "must be on one machine"):
+            commlib.wrap(model, "hogwild", optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    finally:
+        hogwild._make_file = make_file
+    assert type(model) is Mlp
+    assert not list(Path("/dev/shm").glob("commlib-hogwild-*"))
+
+
+@on_ranks(2)
+def test_what_async_sgd_cannot_do_is_refused_and_leaves_the_model_bare() -> None:
+    import commlib
+    from commlib.errors import ConfigError
+
+    model = seeded(Mlp)
+    before = {thread.name for thread in threading.enumerate()}
+    with raises_on_every_rank(ConfigError, "elementwise optimizer", "got Adagrad"):
+        commlib.wrap(model, "async_sgd", optimizer=torch.optim.Adagrad(model.parameters(), 0.1))
+    assert type(model) is Mlp
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    commlib.wrap(model, "async_sgd", optimizer=optimizer)
+    with raises_on_every_rank(ConfigError, "optimizer.step(closure)"):
+        optimizer.step(lambda: mlp_loss(model, 0))
+    commlib.unwrap(model)
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+@pytest.mark.parametrize("name", [*AVERAGING, "async_sgd"])
+@on_ranks(2)
+def test_unfreezing_is_followed_or_refused(name: str) -> None:
+    import commlib
+    from commlib.errors import ConfigError
+
+    model = seeded(Mlp)
+    model.first.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    commlib.wrap(model, make(name), optimizer=optimizer)
+    train(model, optimizer, range(3 + 20 * dist.get_rank()))
+    model.first.weight.requires_grad_(True)
+    if name == "async_averaging":
+        train(model, optimizer, range(3))
+        commlib.synchronize(model)
+        assert_replicas_identical_weights(model)
+    else:
+        with raises_on_every_rank(ConfigError, "keeps those it was given"):
+            mlp_loss(model, 0)

@@ -254,6 +254,33 @@ def test_async_sgd_follows_the_learning_rate_of_the_users_optimizer() -> None:
     np.testing.assert_allclose(ranks.weights(0), before - 0.5, rtol=1e-6)
 
 
+def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
+    """Wrapped after some steps, momenta go on; cut into the shards of two ranks."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(parameters, LR)
+        for parameter in parameters:
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        optimizer.step()
+        return optimizer
+
+    ranks = Ranks(AsyncSGD(lr_scale=1.0), 2, make, alike=True)
+    plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
+    optimizer = torch.optim.Adam(plain, LR)
+    optimizer.load_state_dict(ranks.optimizers[0].state_dict())
+    gradient = gradient_of(ranks.weights(0), 0, 0)
+    for _ in range(2):
+        ranks.step(0, gradient)
+        ranks.network.deliver(0, 0)
+        ranks.network.deliver(0, 1)
+    start = 0
+    for parameter in plain:
+        parameter.grad = torch.tensor(gradient[start : start + parameter.numel()].reshape(parameter.shape))
+        start += parameter.numel()
+    optimizer.step()
+    np.testing.assert_array_equal(ranks.weights(0), np.concatenate([p.detach().numpy().reshape(-1) for p in plain]))
+
+
 def test_async_sgd_resumes_from_its_state() -> None:
     def run(ranks: Ranks, steps: range) -> None:
         for number in steps:

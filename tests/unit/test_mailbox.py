@@ -227,3 +227,36 @@ def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:
     del ranks
     gc.collect()
     assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
+class Neighbourhood(FakeTransport):
+    """Knows what every rank says of its own address."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        super().__init__(0, Meeting(1))
+        self._addresses = addresses
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._addresses
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),  # all on one machine
+        (["10.1.2.3", "127.0.0.1"], "10.1.2.3"),
+        (["127.0.1.1", "127.0.0.2"], "127.0.1.1"),
+    ],
+)
+def test_the_address_is_one_that_others_reach(addresses: list[str], expected: str) -> None:
+    assert mailboxes._reachable(addresses[0], Neighbourhood(addresses)) == expected
+
+
+def test_a_loopback_address_is_replaced_where_others_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes, "address_towards", lambda host: f"towards {host}")
+    assert mailboxes._reachable("127.0.1.1", Neighbourhood(["127.0.1.1", "10.1.2.3"])) == "towards 10.1.2.3"
+
+
+def test_a_rank_asks_itself(ranks: Ranks) -> None:
+    reply, payload = ranks.ask(1, 1, Message(2, 5, b"xyz"))
+    assert (reply.number, payload) == (6, b"zyx")
