@@ -202,6 +202,8 @@ class _Line:
             while (job := self.jobs.get()) is not None:
                 message, on_reply, into = job
                 with self.sending:
+                    if state.is_closing:  # the goodbye is the last message
+                        return
                     _send(self.connection, message)
                 state.bytes_sent += len(message.payload)
                 on_reply(_receive(self.connection, lambda nbytes, into=into: _room(into, nbytes)))
@@ -455,6 +457,7 @@ def _close(state: _State, goodbye: int | None) -> None:
             with contextlib.suppress(OSError):
                 line.connection.settimeout(max(0.1, deadline - time.monotonic()))
                 _send(line.connection, Message(goodbye))
+            line.sending.release()
     for connection in [*(line.connection for line in lines), *(connection for connection, _ in state.servers)]:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

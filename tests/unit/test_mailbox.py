@@ -153,6 +153,20 @@ def test_a_goodbye_is_read_though_the_answer_cannot_be_sent(ranks: Ranks) -> Non
     ranks.boxes[1].check()
 
 
+def test_closing_with_questions_in_the_queue_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    ranks = Ranks(2)
+    ranks.echoes[1].hold.clear()
+    for number in range(3):
+        ranks.boxes[0].ask(1, Message(0, number), lambda _: None)
+    time.sleep(0.05)
+    ranks.boxes[0].close()
+    ranks.echoes[1].hold.set()
+    assert eventually(lambda: ranks.boxes[1].presence(0) is Presence.LEFT)
+    ranks.boxes[1].close()
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
 def test_a_process_that_ends_with_an_exception_has_failed(ranks: Ranks) -> None:
     mailboxes._close(ranks.boxes[2]._state, mailboxes._FAILED)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.FAILED)
