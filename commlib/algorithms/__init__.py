@@ -16,14 +16,18 @@ from typing import Any
 
 from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.async_averaging import AsyncAveraging
+from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
+from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.onebit_adam import OneBitAdam
+from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
@@ -39,6 +43,8 @@ __all__ = [
     "QSGD",
     "Algorithm",
     "AllReduce",
+    "AsyncAveraging",
+    "AsyncSGD",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",
@@ -46,8 +52,10 @@ __all__ = [
     "DiLoCo",
     "EFQuantized",
     "HierarchicalLocalSGD",
+    "Hogwild",
     "LocalSGD",
     "OneBitAdam",
+    "PassiveGossip",
     "PostLocalSGD",
     "PowerSGD",
     "QAdam",

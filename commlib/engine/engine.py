@@ -23,6 +23,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
+from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
@@ -82,6 +83,7 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
+        self.attached: Attached | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
@@ -124,7 +126,10 @@ class Engine:
         self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
         if self.weights is not None:
+            self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
+        if self.attached is not None:
+            self.attached.refuse_change()
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -389,6 +394,10 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
         ]
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
+        self.attached = Attached(self, optimizer)
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -424,6 +433,8 @@ class Engine:
             for hook in self._step_hooks:
                 hook.remove()
             self.weights.close()
+        if self.attached is not None:
+            self.attached.close()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()

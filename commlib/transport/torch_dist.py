@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -195,6 +197,22 @@ class TorchTransport(Transport):
         return local, across
 
     @override
+    def local_address(self) -> str:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        with contextlib.suppress(OSError):
+            if interface:
+                return _address_of(interface)
+        store: Any = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            with contextlib.suppress(OSError):
+                return address_towards(store.host)
+        with contextlib.suppress(OSError):
+            return socket.gethostbyname(socket.gethostname())
+        return super().local_address()
+
+    @override
     def issue(self, request: Request) -> Work:
         if request.size == 1:
             return self._issue_alone(request)
@@ -297,6 +315,25 @@ def _name_of_node() -> str:
     """Return what this rank's node is called: alike for its ranks, different from other nodes."""
     launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     return os.environ.get(NODE_VARIABLE) or launcher
+
+
+def address_towards(host: str) -> str:
+    """Return the address from which this machine reaches `host` (a name or an address). Nothing is sent.
+
+    Raises:
+        OSError: There is no way to it.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # of a datagram socket: only chooses the way
+        return probe.getsockname()[0]
+
+
+def _address_of(interface: str) -> str:
+    """Return a network interface's IPv4 address, as the system's `SIOCGIFADDR` gives it."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
 
 
 def _fresh_store(group: dist.ProcessGroup) -> dist.Store:
