@@ -18,8 +18,11 @@ from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.gossip import Gossip
+from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
@@ -38,7 +41,10 @@ __all__ = [
     "ByteGrad",
     "CompressionPolicy",
     "Context",
+    "Decentralized",
     "EFQuantized",
+    "Gossip",
+    "LowPrecisionDecentralized",
     "OneBitAdam",
     "PowerSGD",
     "QAdam",
