@@ -24,8 +24,8 @@ class NeighbourAveraging(Algorithm, Generic[E]):
     Args:
         topology: Who averages with whom: a name or a `Topology`.
         period: Optimizer steps from one round to the next.
-        overlap: Whether a round runs in the background while the next step's forward and backward do: its effect on a copy
-            of the weights is added at that step's end. Otherwise the optimizer step waits for it.
+        overlap: Whether a round runs while the next step's forward and backward do: its effect on a copy of the weights
+            is added at that step's end. Otherwise the optimizer step waits for it.
         hierarchical: Whether weights are averaged inside each node first, in full precision, and the graph is one of
             nodes; every local rank carries a part.
     """

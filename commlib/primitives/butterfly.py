@@ -29,8 +29,8 @@ def butterfly_all_reduce(
 ) -> Communication:
     """Sum `tensor` over all ranks, in place: rank i gathers and adds part i, then gives it to everyone.
 
-    Ranks may take unequal parts, so that one on a slow link carries less, or nothing. A rank sends its tensor but for its
-    own part, and its own part to everyone: with equal parts as much as a ring. Sums run in rank order, in fp32 or
+    Ranks may take unequal parts, so that one on a slow link carries less, or nothing. A rank sends its tensor but for
+    its own part, and its own part to everyone: with equal parts as much as a ring. Sums run in rank order, in fp32 or
     wider, so all ranks hold the same bits. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021), section 3.1.
 
     Args:

@@ -1,8 +1,8 @@
 """Who averages with whom: mixing matrices over the ranks, and what each rank has to do for them.
 
-A mixing matrix W [N, N] says that x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic), so
-the mean over the ranks stays what it was, and the ranks approach it. How fast, its spectral gap says: in the long run
-the distance to the mean shrinks by (1 - gap) per step.
+A mixing matrix W [N, N] says that x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic),
+so the mean over the ranks stays what it was, and the ranks approach it. How fast, its spectral gap says: in the long
+run the distance to the mean shrinks by (1 - gap) per step.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class ShiftOne(Topology):
     The round-robin tournament: i and j meet where i + j is the step's number k modulo the (odd) number of ranks; of an
     even number, the last rank meets the one that would rest.
 
-    Deviations from BAGUA's shift-one: it works for any number of ranks, and k goes to and fro (0, -1, 1, -2, ...). With k
-    growing by one, values move on like a ring: the spectral gap at 64 ranks is 0.005, as BAGUA's, instead of 0.31.
+    Deviations from BAGUA's shift-one: it works for any number of ranks, and k goes to and fro (0, -1, 1, -2, ...). With
+    k growing by one, values move on like a ring: the spectral gap at 64 ranks is 0.005, as BAGUA's, instead of 0.31.
     """
 
     is_static = False
@@ -217,7 +217,8 @@ class RandomMatching(Topology):
 
     def matrix(self, world_size: int, step: int = 0) -> Matrix:
         """See `Topology.matrix`. The raw words of Philox are the same in every version of NumPy."""
-        order = np.argsort(np.random.Philox(key=self.seed, counter=[0, step, 0, 0]).random_raw(world_size), kind="stable")
+        words = np.random.Philox(key=self.seed, counter=[0, step, 0, 0]).random_raw(world_size)
+        order = np.argsort(words, kind="stable")
         return _paired(world_size, zip(order[0::2].tolist(), order[1::2].tolist(), strict=False))
 
     def spectral_gap(self, world_size: int) -> float:
@@ -314,7 +315,7 @@ class MixingMatrix(Topology):
             raise ConfigError(f"MixingMatrix: expected a square matrix, got the shape {matrix.shape}")
         worst = max(float(np.abs(matrix.sum(axis=axis) - 1).max()) for axis in (0, 1))
         if not worst <= _TOLERANCE:
-            raise ConfigError(f"MixingMatrix: expected rows and columns with sum 1, got one that differs by {worst:.3g}")
+            raise ConfigError(f"MixingMatrix: expected rows and columns with sum 1, one of them differs by {worst:.3g}")
         object.__setattr__(self, "rows", tuple(tuple(row) for row in matrix.tolist()))
         if self.spectral_gap(len(matrix)) <= _TOLERANCE:
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")

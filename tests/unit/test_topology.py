@@ -1,4 +1,4 @@
-"""Topologies: doubly stochastic for any number of ranks, what each rank does fits the others, and their spectral gaps."""
+"""Topologies: doubly stochastic for any number of ranks; every send has its receive; spectral gaps are true."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def test_periods_are_true_and_static_ones_have_one(name: str) -> None:
         if period is None:
             continue
         for step in range(2 * period):
-            np.testing.assert_array_equal(
-                topology.matrix(world_size, step), topology.matrix(world_size, step + period)
-            )
+            np.testing.assert_array_equal(topology.matrix(world_size, step), topology.matrix(world_size, step + period))
         assert topology.is_static <= (period == 1)
 
 
