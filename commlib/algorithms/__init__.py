@@ -20,12 +20,15 @@ from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.gossip import Gossip
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.local_sgd import LocalSGD
+from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.post_local_sgd import PostLocalSGD
@@ -49,11 +52,14 @@ __all__ = [
     "ByteGrad",
     "CompressionPolicy",
     "Context",
+    "Decentralized",
     "DiLoCo",
     "EFQuantized",
+    "Gossip",
     "HierarchicalLocalSGD",
     "Hogwild",
     "LocalSGD",
+    "LowPrecisionDecentralized",
     "OneBitAdam",
     "PassiveGossip",
     "PostLocalSGD",

@@ -95,6 +95,35 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
         raise
 
 
+def train_weights_into_trap(kind: str, algorithm: str) -> None:
+    """The same for algorithms on weights: the victim runs into `kind` in a backward, so it comes to no more rounds."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Deep)
+    optimizer = sgd(model)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data(number, 4, 32)).sum().backward()
+        optimizer.step()
+
+    for number in range(GOOD_STEPS):
+        step(number)
+    if rank == VICTIM:
+        model.trap = TRAPS[kind]
+    began = time.monotonic()
+    try:
+        for number in range(4):
+            step(number)
+    except commlib.errors.CommlibError as error:
+        waited_s = time.monotonic() - began
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        raise
+
+
 def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     """Train; the victim runs into `kind` at the end of an optimizer step, where the others begin a round."""
     import commlib
