@@ -71,7 +71,7 @@ def layout(model: nn.Module) -> list[list[str]]:
     return [[part.name for part in bucket.parts] for bucket in weights.buckets]
 
 
-# --- Independent references --------------------------------------------------------------------------------------------
+# --- Independent references -------------------------------------------------------------------------------------------
 
 
 class Replicas:
@@ -184,7 +184,7 @@ def matrix_mix(topology: Topology) -> Callable[[Floats, int, int], Floats]:
     return lambda x, round_, bucket: topology.matrix(len(x), round_) @ x
 
 
-# --- Every algorithm against its reference -----------------------------------------------------------------------------
+# --- Every algorithm against its reference ----------------------------------------------------------------------------
 
 
 def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **options: Any) -> None:
@@ -286,7 +286,7 @@ def test_narrower_weights_stay_near_the_reference(dtype: torch.dtype) -> None:
         assert error <= expected.abs().max() * torch.finfo(dtype).eps
 
 
-# --- Consensus ---------------------------------------------------------------------------------------------------------
+# --- Consensus --------------------------------------------------------------------------------------------------------
 
 NUMEL = 2000
 
@@ -398,7 +398,7 @@ def test_synchronize_gives_the_mean_and_training_goes_on() -> None:
         assert commlib.stats(model).steps == 30
 
 
-# --- Nodes -------------------------------------------------------------------------------------------------------------
+# --- Nodes ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -441,7 +441,7 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
     reference.assert_like(model, 1e-9)
 
 
-# --- State and options -------------------------------------------------------------------------------------------------
+# --- State and options ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
