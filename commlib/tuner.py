@@ -181,7 +181,7 @@ class Tuner:
             each
             for each in found
             if each.exactness in allowed
-            and not isinstance(each, Auto)
+            and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
             and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
             and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
         ]

@@ -23,6 +23,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
+from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
@@ -82,6 +83,7 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
+        self.attached: Attached | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self.cap_bytes = cap_bytes
@@ -96,13 +98,15 @@ class Engine:
         self.last_seconds: list[float] = []
         self._is_flushed = False
         self._hooks: list[Any] = []
+        self._step_hooks: list[Any] = []
         self.dense = []
         self.use(algorithm, parameters)
 
     def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
         self.algorithm = algorithm
-        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
+        # Without buffers, to measure with: what communicates gradients, in the warm-up only or always.
+        self._blank = copy.deepcopy(algorithm) if algorithm.traits.on_gradients else AllReduce()
         self.schedule = Schedule(algorithm.traits)
         is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients
@@ -118,10 +122,14 @@ class Engine:
             self.follow_optimizer(self.optimizer, connect())
 
     def _stop_following(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
         if self.weights is not None:
-            self._step_hook.remove()
             self.weights.close()
-            self.weights = None
+        if self.attached is not None:
+            self.attached.close()
+        self.weights = self.attached = None
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on, with a plan that starts anew."""
@@ -137,7 +145,10 @@ class Engine:
         self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
         if self.weights is not None:
+            self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
+        if self.attached is not None:
+            self.attached.refuse_change()
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -396,7 +407,14 @@ class Engine:
             self.cap_bytes or INITIAL_CAP_BYTES,
         )
         rounds = weakref.ref(self.weights)
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step())
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(lambda *_: (own := rounds()) and own.begin_step()),
+            optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
+        ]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
+        self.attached = Attached(self, optimizer)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

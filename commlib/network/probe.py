@@ -4,7 +4,7 @@
 verbs are measured at the same size, and the part of that bandwidth that they reach is the profile's. Processor
 seconds for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy
 threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a
-scratch bucket with requests that move nothing, and its time is compared with what the simulator's cost model says
+scratch bucket with requests that only echo, and its time is compared with what the simulator's cost model says
 (`work_factor`).
 """
 
@@ -25,7 +25,7 @@ from commlib.engine.profile import Scratch
 from commlib.network.model import Device, Network
 from commlib.network.sim_links import GLOO, NCCL, TransportProfile
 from commlib.network.sim_meter import Meter
-from commlib.transport.base import Communicator, Request, Transport
+from commlib.transport.base import AllGather, AllToAll, Communicator, Request, Transport
 
 _SMALL_BYTES = 64
 _FIRST_BYTES = 256 << 10
@@ -118,7 +118,7 @@ def work_factor(
 ) -> float:
     """Return how many times longer an algorithm's local work takes here than the simulator's cost model says.
 
-    Local: the algorithm's `communicate` runs on a scratch bucket of 4 MiB, with requests that move nothing.
+    Local: the algorithm's `communicate` runs on a scratch bucket of 4 MiB, with requests that only echo.
 
     Args:
         algorithm: As it was before its first `setup`; copied.
@@ -150,7 +150,7 @@ def scaled(device: Device, factor: float) -> Device:
 
 
 def _local_work(algorithm: Algorithm, world_size: int, device: torch.device, group: Hashable) -> Callable[[], float]:
-    """Return a function that communicates one scratch bucket with nobody, and returns the seconds that it took."""
+    """Return a function that communicates one scratch bucket with echoes of itself, and returns its own seconds."""
     bucket, comm = Scratch(0, _WORK_BYTES, device, group), Communicator(0, world_size)
     algorithm = copy.deepcopy(algorithm)
     with torch.no_grad():
@@ -159,14 +159,29 @@ def _local_work(algorithm: Algorithm, world_size: int, device: torch.device, gro
     @torch.no_grad()
     def run() -> float:
         bucket.flat.normal_()
-        _wait_for(device)
-        start_s = time.perf_counter()
-        for _ in algorithm.communicate(bucket, comm):
-            pass
-        _wait_for(device)
-        return time.perf_counter() - start_s
+        seconds, generator = 0.0, algorithm.communicate(bucket, comm)
+        while True:
+            _wait_for(device)
+            start_s = time.perf_counter()
+            request = next(generator, None)
+            _wait_for(device)
+            seconds += time.perf_counter() - start_s
+            if request is None:
+                return seconds
+            _echo(request)
 
     return run
+
+
+def _echo(request: Request) -> None:
+    """Give back what was sent, as if every rank had sent the same."""
+    match request:
+        case AllGather(output=output, input=input):
+            output.view(-1, input.numel()).copy_(input)
+        case AllToAll(output=output, input=input):
+            output.copy_(input)
+        case _:
+            pass
 
 
 class _Timer:
