@@ -98,7 +98,6 @@ class Engine:
         self.last_seconds: list[float] = []
         self._is_flushed = False
         self._hooks: list[Any] = []
-        self._step_hooks: list[Any] = []
         self.dense = []
         self.use(algorithm, parameters)
 
@@ -122,13 +121,9 @@ class Engine:
             self.follow_optimizer(self.optimizer, connect())
 
     def _stop_following(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
-        if self.weights is not None:
-            self.weights.close()
-        if self.attached is not None:
-            self.attached.close()
+        for following in (self.weights, self.attached):
+            if following is not None:
+                following.close()
         self.weights = self.attached = None
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
@@ -397,20 +392,10 @@ class Engine:
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer, transport: Transport) -> None:
         """Run the algorithm's rounds over weights or state at the end of the optimizer's steps, on `transport`."""
+        cap_bytes = self.cap_bytes or INITIAL_CAP_BYTES
         self.weights = WeightRounds(
-            self.parameters,
-            self.algorithm,
-            self.schedule,
-            transport,
-            self.driver,
-            optimizer,
-            self.cap_bytes or INITIAL_CAP_BYTES,
+            self.parameters, self.algorithm, self.schedule, transport, self.driver, optimizer, cap_bytes
         )
-        rounds = weakref.ref(self.weights)
-        self._step_hooks = [
-            optimizer.register_step_pre_hook(lambda *_: (own := rounds()) and own.begin_step()),
-            optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
-        ]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""

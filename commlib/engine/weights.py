@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,11 @@ class WeightRounds:
         self._votes = Votes(transport) if self._traits.asynchronous else None
         self.num_started = self.num_rounds = 0
         self.adopt(parameters)
+        own = weakref.ref(self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: (rounds := own()) and rounds.begin_step()),
+            optimizer.register_step_post_hook(lambda *_: (rounds := own()) and rounds.end_step()),
+        ]
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on; the result of a round under way is dropped.
@@ -165,6 +171,8 @@ class WeightRounds:
 
         An asynchronous round is not waited for: peers may come to it much later, or not at all.
         """
+        for hook in self._hooks:
+            hook.remove()
         if self._votes is not None:
             self._votes.close()
         if self._round is not None:
