@@ -17,7 +17,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib import algorithms
 from commlib.algorithms.base import Algorithm
-from commlib.network import workloads
-from commlib.network.emulated import EmulatedCluster
+from commlib.network import compare, presets, workloads
+from commlib.network.emulated import EmulatedCluster, parse_rate
 from commlib.network.model import Network, Workload
 from commlib.network.probe import Probe, probe, scaled, work_factor
 from commlib.network.simulator import Options, simulate
@@ -127,7 +128,8 @@ def emulate(
     Args:
         workload: What is shrunk and trained.
         targets: Networks to stand for, or rates in bit/s.
-        systems: Names of algorithms, and of `BASELINES`; "none" is always measured.
+        systems: Algorithms as `commlib compare` takes them ("topk(ratio=0.001)"), and `BASELINES`; "none" is always
+            measured.
         setting: How.
         progress: Called with what is being done.
 
@@ -138,7 +140,7 @@ def emulate(
     systems = ["none", *(name for name in dict.fromkeys(systems) if name != "none")]
     for name in systems:
         if name not in BASELINES:
-            algorithms.create(name)
+            _create(name)
     small = shrink(workload, setting.max_numel)
     results = []
     with EmulatedCluster(setting.hosts) as cluster, tempfile.TemporaryDirectory() as folder:
@@ -190,6 +192,53 @@ def _run(
     return json.loads((folder / "result.json").read_text())
 
 
+def run(
+    workload: str,
+    networks: str,
+    rates: str | None,
+    chosen: str,
+    exactness: str,
+    hosts: int,
+    overrides: Mapping[str, Any],
+    bucket_cap_mb: float | None,
+    as_json: bool,
+) -> list[Emulation]:
+    """Do what `commlib compare --emulate` says, and print it. The arguments are the command's.
+
+    Raises:
+        ConfigError: A name that is not known, or a value that is not possible.
+    """
+    names = [name.strip() for name in networks.split(",")]
+    targets: list[Network | float] = [presets.network(name, **overrides) for name in names]
+    if rates is not None:
+        targets = [parse_rate(rate.strip()) or math.inf for rate in rates.split(",")]
+    labels = [label for label in compare.candidates(chosen, exactness) if label not in BASELINES]
+    setting = Setting(hosts=hosts) if bucket_cap_mb is None else Setting(hosts=hosts, bucket_cap_mb=bucket_cap_mb)
+    console = Console(stderr=as_json)
+    with console.status("emulated hosts") as status:
+        found = emulate(workloads.get(workload), targets, ["ddp", *labels], setting, status.update)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+    else:
+        for each in found:
+            console.print(table(workload, each))
+    return found
+
+
+def table(workload: str, emulation: Emulation) -> Table:
+    """Return an emulation as a table for the terminal."""
+    name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
+    scale = "" if math.isnan(emulation.scale) else f", 1/{emulation.scale:.0f} of the network's"
+    shown = Table(title=name + scale, title_justify="left", caption=emulation.links, caption_justify="left")
+    for column in ("system", "step ms", "simulated ms", "error", "times DDP"):
+        shown.add_column(column, justify="left" if column == "system" else "right")
+    ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)
+    for row in sorted(emulation.rows, key=lambda row: row.step_s):
+        said = ["", ""] if row.predicted_s is None else [f"{row.predicted_s * 1e3:.1f}", f"{row.error:+.1%}"]
+        shown.add_row(row.system, f"{row.step_s * 1e3:.1f}", *said, f"{ddp_s / row.step_s:.2f}")
+    return shown
+
+
 # --- on the hosts -----------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +247,7 @@ class _Racer:
 
     def __init__(self, name: str, workload: Workload, setting: Setting) -> None:
         self.name = name
-        self.algorithm = None if name in BASELINES else _steady(algorithms.create(name))
+        self.algorithm = None if name in BASELINES else _steady(_create(name))
         self.blocks_s: list[float] = []
         model: torch.nn.Module = SyntheticModel(workload, setting.flops)
         self.optimizer = _make_optimizer(model, self.algorithm, workload)
@@ -236,6 +285,12 @@ class _Racer:
         self.blocks_s.append(float(own))
 
 
+def _create(label: str) -> Algorithm:
+    """Return the algorithm that a label of `commlib compare` means."""
+    ((_, algorithm),) = compare.candidates(label).items()
+    return algorithm
+
+
 def _steady(algorithm: Algorithm) -> Algorithm:
     """Shorten the warm-up: what is measured is the time after it."""
     traits = algorithm.traits
@@ -259,7 +314,7 @@ def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) 
     world_size = dist.get_world_size()
     largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
     group = racer.algorithm.group(largest[0], torch.empty(largest[1], device="meta"))
-    factor = work_factor(_steady(algorithms.create(racer.name)), found.device, world_size, torch.device("cpu"), group)
+    factor = work_factor(_steady(_create(racer.name)), found.device, world_size, torch.device("cpu"), group)
     options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
     return simulate(workload, found.network, scaled(found.device, factor), racer.algorithm, options).step_s
 

@@ -24,8 +24,8 @@ from typing_extensions import override
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.codecs.base import BlockCodec
-from commlib.codecs.integer import UInt8Bagua
 from commlib.codecs.floats import OneBit
+from commlib.codecs.integer import UInt8Bagua, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
@@ -141,7 +141,7 @@ class LowPrecisionDecentralized(_ThroughLeaders):
 
     @override
     def setup(self, context: Context) -> None:
-        codec = UInt8Bagua()
+        codec = UInt8MinMax()  # one scale for a bucket: a reduction by the whole device
         self._codec = codec
         self._replicas = {b.index: [torch.empty_like(b.flat) for _ in range(4)] for b in context.buckets}
         self._payloads = {
@@ -198,9 +198,7 @@ SYSTEMS: Mapping[str, System] = {
     "horovod": System(AllReduce(), "nccl-tcp", bucket_cap_mb=64.0, passes=2 * 127 / 128),
     "allreduce": System(_ThroughLeaders(), "bagua-net"),
     "decentralized": System(Decentralized(), "bagua-net", _ONE, overlaps=False, passes=1.0),
-    "low_precision_decentralized": System(
-        LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4
-    ),
+    "low_precision_decentralized": System(LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4),
     "qadam": System(QAdam(), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 4),
     "qadam_1bit": System(QAdam(OneBit()), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 32),
     "bytegrad": System(ByteGrad(), "bagua-net", passes=2 * 15 / 16 / 4),
@@ -216,7 +214,7 @@ class Cell:
         workload: "vgg16" or "bert-large".
         bandwidth_gbps: Of a server's adapter.
         system: A key of `SYSTEMS`.
-        value: Samples a second of all ranks ("vgg16"), or seconds an epoch ("bert-large"), read off a plot to about 3 %.
+        value: Samples a second of all ranks ("vgg16"), or seconds an epoch ("bert-large"); read off a plot, to 3 %.
     """
 
     workload: str
@@ -292,9 +290,7 @@ def device() -> Device:
 def network(system: str, bandwidth_gbps: float, latency_us: float | None = None) -> Network:
     """Return the servers and what connects them, as far as a system's transport can use it."""
     ceiling_gbps = CEILINGS_GBPS[SYSTEMS[system].transport]
-    return presets.network(
-        "100gbps", bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, ceiling_gbps=ceiling_gbps
-    )
+    return presets.network("100gbps", bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, ceiling_gbps=ceiling_gbps)
 
 
 def profile(system: str) -> TransportProfile:
@@ -302,7 +298,11 @@ def profile(system: str) -> TransportProfile:
     if SYSTEMS[system].transport == "nccl-tcp":
         return TransportProfile("nccl-tcp", all_reduce=("ring",), op_us=10.0)
     return TransportProfile(
-        "bagua_v0_9", all_reduce=("ring",), op_us=_HOST_SYNC_US, leaders_only=True, waits=SYSTEMS[system].transport != "ps-lite"
+        "bagua_v0_9",
+        all_reduce=("ring",),
+        op_us=_HOST_SYNC_US,
+        leaders_only=True,
+        waits=SYSTEMS[system].transport != "ps-lite",
     )
 
 

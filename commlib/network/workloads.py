@@ -46,7 +46,7 @@ def _bert_large() -> Workload:
     return _workload(
         "bert-large", architectures.bert(1024, 24, 384), 6, step_s=_BERT_LARGE_S, optimizer="adam",
         samples_per_epoch=88_000,
-        source=f"shapes: transformers; time: about linear scaling, 61 s an epoch with asynchronous averaging, in {_GAN}",
+        source=f"shapes: transformers; time: 61 s an epoch with asynchronous averaging, about linear scaling, {_GAN}",
     )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def _gpt2() -> Workload:
 
 def _llama3_8b() -> Workload:
     return _workload(
-        "llama3-8b", architectures.llama3_8b(), 2, step_s=2 * 8192 / 6514, optimizer="adam", dtype="bf16", device="h100",
-        source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
+        "llama3-8b", architectures.llama3_8b(), 2, step_s=2 * 8192 / 6514, optimizer="adam", dtype="bf16",
+        device="h100", source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
     )  # fmt: skip
 
 
