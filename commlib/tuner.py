@@ -19,13 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+
 from commlib import algorithms
-from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
 from commlib.engine.plan import Parameter
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.network.probe import Probe, probe, scaled, work_factor
 from commlib.network.simulator import Options, simulate
@@ -171,20 +172,7 @@ class Tuner:
     # --- choosing -----------------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Algorithm]:
-        """Return the candidates of the allowed class that this model can use."""
-        allowed = EXACTNESS[: EXACTNESS.index(self._auto.allow) + 1]
-        known = set(algorithms.list())
-        given = self._auto.candidates or [name for name in CANDIDATES if name in known]
-        found = [algorithms.create(each) for each in given]
-        optimizer = self._engine.optimizer
-        return [
-            each
-            for each in found
-            if each.exactness in allowed
-            and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
-            and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
-            and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
-        ]
+        return candidates_of(self._auto, self._engine.optimizer)
 
     def _choose(self, why: str = "") -> None:
         """Probe, decide on rank 0, adopt on all ranks. Collective."""
@@ -194,7 +182,7 @@ class Tuner:
         found = probe(engine.transport, engine.device, self._ranks_per_node)
         decided = self._decide(found) if engine.comm.rank == 0 else None
         names, predicted_s, reason = engine.transport.gather_objects(decided)[0]
-        chosen = next(each for each in self._candidates() or [AllReduce()] if each.name == names)
+        chosen = next(each for each in self._candidates() if each.name == names)
         self._use(Choice(chosen, predicted_s, reason))
         if engine.comm.rank == 0:
             _log.warning("commlib auto: %s%s", f"{why}; " if why else "", reason)
@@ -208,8 +196,6 @@ class Tuner:
         for each in self._candidates():
             predicted_s[each.name] = self._predict(each, workload, found) * self._bias.get(each.name, 1.0)
             exactness[each.name] = EXACTNESS.index(each.exactness)
-        if not predicted_s:
-            return "allreduce", {}, "allreduce: no candidate can be used here"
         least_s = min(predicted_s.values())
         close = [name for name, seconds in predicted_s.items() if seconds <= least_s * (1 + TOLERANCE)]
         chosen = min(close, key=lambda name: (exactness[name], predicted_s[name]))
@@ -240,6 +226,31 @@ class Tuner:
         self._steps_left = -1
         if choice.algorithm.name != engine.algorithm.name:
             engine.replace(copy.deepcopy(choice.algorithm), self._connect)
+
+
+def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None) -> list[Algorithm]:
+    """Return the candidates of the allowed class that can be used with an optimizer.
+
+    Raises:
+        ConfigError: A candidate is not registered, two have one name, or none is left.
+    """
+    allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
+    found = [
+        each
+        for each in map(algorithms.create, auto.candidates or CANDIDATES)
+        if each.exactness in allowed
+        and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
+        and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
+        and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
+    ]
+    if len({each.name for each in found}) < len(found):
+        raise ConfigError(f"auto: expected candidates with different names, got {[each.name for each in found]}")
+    if not found:
+        raise ConfigError(
+            f"auto: expected a candidate of the class {auto.allow!r} or a narrower one that works with the optimizer, "
+            f"got {list(auto.candidates or CANDIDATES)}"
+        )
+    return found
 
 
 def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:

@@ -21,7 +21,7 @@ from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.replica import KEY, Replica, extend, owned, replica_of
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
-from commlib.tuner import Tuner
+from commlib.tuner import Tuner, candidates_of
 
 
 def wrap(
@@ -202,6 +202,8 @@ class _SetUp:
             _check_notowned(self.parameters)
             self.algorithm = algorithms.create(algorithm)
             _check_optimizer(self.algorithm, optimizer)
+            if isinstance(self.algorithm, Auto):
+                candidates_of(self.algorithm, optimizer)
             if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:
