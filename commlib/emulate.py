@@ -100,7 +100,7 @@ class Emulation:
     Attributes:
         network: The name of the network that the rate stands for, or "".
         rate_bps: Of each host's link, in bit/s of payload.
-        scale: That network's bandwidth divided by the rate; NaN where the rate was given.
+        scale: That network's bandwidth divided by the rate; None where the rate was given.
         links: The emulated cluster in words.
         compute_s: A step without communication, on all hosts at once.
         rows: The systems.
@@ -109,7 +109,7 @@ class Emulation:
 
     network: str
     rate_bps: float
-    scale: float
+    scale: float | None
     links: str
     compute_s: float
     rows: tuple[Row, ...]
@@ -160,7 +160,7 @@ def emulate(
                 Emulation(
                     network="" if is_rate else target.name,
                     rate_bps=rate_bps,
-                    scale=math.nan if is_rate else target.bytes_per_s * 8 / rate_bps,
+                    scale=None if is_rate else target.bytes_per_s * 8 / rate_bps,
                     links=str(cluster),
                     compute_s=next(row["step_s"] for row in found["rows"] if row["system"] == "none"),
                     rows=tuple(Row(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
@@ -228,7 +228,7 @@ def run(
 def table(workload: str, emulation: Emulation) -> Table:
     """Return an emulation as a table for the terminal."""
     name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
-    scale = "" if math.isnan(emulation.scale) else f", 1/{emulation.scale:.0f} of the network's"
+    scale = "" if emulation.scale is None else f", 1/{emulation.scale:.0f} of the network's"
     shown = Table(title=name + scale, title_justify="left", caption=emulation.links, caption_justify="left")
     for column in ("system", "step ms", "simulated ms", "error", "times DDP"):
         shown.add_column(column, justify="left" if column == "system" else "right")
