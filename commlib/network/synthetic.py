@@ -33,6 +33,10 @@ def _shrink(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
     return tuple(max(1, round(size * factor)) for size in flat)
 
 
+#: A layer of more inputs than these is passed several times.
+_MAX_ROWS = 4096
+
+
 class SyntheticModel(nn.Module):
     """See above. The loss is its output, [] fp32.
 
@@ -64,6 +68,7 @@ class SyntheticLayer(nn.Module):
     def __init__(self, layer: Layer, flops: float, generator: torch.Generator) -> None:
         super().__init__()
         self._inputs: dict[str, Tensor] = {}
+        self._passes: dict[str, int] = {}
         numel = sum(math.prod(shape) for _, shape in layer.shapes if len(shape) == 2)
         for name, shape in layer.shapes:
             own = name.replace(".", "_")
@@ -71,13 +76,15 @@ class SyntheticLayer(nn.Module):
             self.register_parameter(own, nn.Parameter(scale * torch.randn(shape, generator=generator)))
             if len(shape) == 2:
                 rows = max(1, round(flops / (2 * numel)))
-                self._inputs[own] = torch.randn(rows, shape[1], generator=generator)
+                self._passes[own] = -(-rows // _MAX_ROWS)
+                self._inputs[own] = torch.randn(rows // self._passes[own], shape[1], generator=generator)
 
     def forward(self, signal: Tensor) -> Tensor:
         """Return the signal for the next layer."""
         for name, parameter in self.named_parameters():
             if (inputs := self._inputs.get(name)) is None:
                 signal = signal + 1e-3 * parameter.mean()
-            else:
+                continue
+            for _ in range(self._passes[name]):
                 signal = 0.5 * signal + 0.5 + 0.1 * torch.mm(inputs + signal, parameter.t()).mean()
         return signal

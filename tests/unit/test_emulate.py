@@ -58,19 +58,8 @@ def test_an_unknown_system_is_an_error_before_anything_starts() -> None:
 @needs_hosts
 def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "Setting", lambda **changed: SETTING)
-    asked = [
-        "compare",
-        "--emulate",
-        "--workload",
-        "vgg16",
-        "--hosts",
-        "2",
-        "--rate",
-        "200mbit",
-        "--algorithms",
-        "signsgd",
-    ]
-    result = CliRunner().invoke(app, [*asked, "--json"])
+    asked = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd", "--json"]
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)
     assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]
