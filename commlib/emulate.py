@@ -63,8 +63,8 @@ class Setting:
     """
 
     hosts: int = 4
-    max_numel: int = 8_000_000
-    flops: float = 3e9
+    max_numel: int = 4_000_000
+    flops: float = 1.5e9
     bucket_cap_mb: float = 4.0
     reps: int = 5
     block: int = 3
