@@ -66,13 +66,14 @@ class WeightRounds:
         self.adopt(parameters)
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on; the result of a round under way is dropped.
+        """Communicate these parameters from now on; the result of a round under way is waited for and dropped.
 
         Asynchronous rounds are settled before: a rank may be in one to which others have not come.
         """
-        if self._round is not None:
+        if self._round is not None:  # it works on the algorithm's state, which moves into other buckets now
             self._schedule.drain()
-            self._round = None
+            round_, self._round = self._round, None
+            self._driver.wait(round_)
         dense = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
         num_bytes = sum(p.param.nbytes for p in dense)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._traits.fragments) or 1)

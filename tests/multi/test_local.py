@@ -398,6 +398,28 @@ def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any)
     assert_replicas_identical(model)
 
 
+@on_ranks(2, 3)
+def test_what_is_unfrozen_while_a_round_is_in_flight_joins() -> None:
+    model = seeded(Mlp)
+    model.third.bias.requires_grad_(False)
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [model.third.bias]})
+    algorithm = StreamingDiLoCo(period=4, fragments=2, delay=2, mixing=0.0, codec=Int4())
+    wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    first = model.third.bias.detach().clone()
+    for step in range(15):
+        model.third.bias.requires_grad_(step >= 3)  # two steps after the round that began at the end of step 1
+        one_step(model, optimizer, step)
+    assert not torch.equal(model.third.bias, first)
+    saved = commlib.state_dict(model)["state"]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: value for name, (_, value) in saved["common"].items()})
+    assert everyone[0].keys() == dict(model.named_parameters()).keys()
+    for other in everyone:
+        assert all(torch.equal(other[name], value) for name, value in everyone[0].items())
+    commlib.unwrap(model)
+
+
 @on_ranks(2)
 def test_synchronize_takes_the_round_in_flight_and_gives_the_mean() -> None:
     model, optimizer = wrapped(StreamingDiLoCo(period=6, fragments=2, delay=3))
