@@ -135,6 +135,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
+    check_against_reference(case)
+
+
+@on_ranks(8)
+@pytest.mark.parametrize("case", ["local_sgd", "diloco", "diloco, 4 bits", "streaming_diloco"])
+def test_weights_follow_the_equations_on_eight_ranks(case: str) -> None:
+    check_against_reference(case)
+
+
+def check_against_reference(case: str) -> None:
     """Step by step over five rounds and more: equal bits where the order of a sum is the same."""
     make, codec, outer, options = CASES[case]
     model, optimizer = wrapped(make())
