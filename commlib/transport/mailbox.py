@@ -227,7 +227,7 @@ class _OwnLine:
 
     def _run(self, state: _State) -> None:
         try:
-            while (job := self.jobs.get()) is not None:
+            while (job := self.jobs.get()) is not None and not state.is_closing:
                 message, on_reply, into = job
                 answer = state.answer()
                 if answer is None:
