@@ -394,10 +394,6 @@ class Engine:
             optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
         ]
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
-        self.attached = Attached(self, optimizer)
-
     # --- state ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
