@@ -209,22 +209,22 @@ def test_an_error_in_an_answer_is_raised_on_the_answering_rank(ranks: Ranks) -> 
 def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixture) -> None:
     token, wrong = b"t" * 16, b"w" * 16
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connections = []
+        opened = []
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n___________",
             connections._HELLO.pack(connections._MAGIC, wrong, 1),
             b"short",
         ):
-            connections.append(socket.create_connection(listener.getsockname()))
-            connections[-1].sendall(hello)
-            connections[-1].shutdown(socket.SHUT_WR)
-        connections.append(socket.create_connection(listener.getsockname()))
-        connections[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, 1))
+            opened.append(socket.create_connection(listener.getsockname()))
+            opened[-1].sendall(hello)
+            opened[-1].shutdown(socket.SHUT_WR)
+        opened.append(socket.create_connection(listener.getsockname()))
+        opened[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, 1))
         with caplog.at_level(logging.WARNING, "commlib"):
             ((peer, connection),) = connections._accept(listener, token, [1], 0, time.monotonic() + LIMIT_S)
         assert peer == 1
         assert caplog.text.count("dropped a foreign connection") == 3
-        for each in (*connections, connection):
+        for each in (*opened, connection):
             each.close()
 
 
