@@ -389,10 +389,6 @@ class Engine:
             self._cap_bytes or INITIAL_CAP_BYTES,
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
-        self.attached = Attached(self, optimizer)
-
     # --- state ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
