@@ -38,6 +38,26 @@ def doctor(
     raise typer.Exit(checks.exit_code(report))
 
 
+@app.command()
+def topology(
+    name: Annotated[str, typer.Argument(help="ring, exponential, one_peer_exponential, shift_one, grid, ...")],
+    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 8,
+    plot: Annotated[str | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Show whom ranks average with: weights, spectral gap, and how many steps lead to the mean."""
+    from commlib.errors import ConfigError
+    from commlib.network import topology_report
+    from commlib.primitives.topology import create
+
+    try:
+        chosen = create(name)
+        typer.echo(topology_report.describe(chosen, ranks))
+        if plot is not None:
+            topology_report.plot(chosen, ranks, plot)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def main() -> None:
     """Run the `commlib` command."""
     app()
