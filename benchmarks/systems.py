@@ -7,6 +7,7 @@ ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 
 commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
+commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\)
 _HOOKS = ("fp16", "bf16", "powersgd")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
+#: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
+OPTIMIZER_OF = {"onebit_adam": "frozen-variance-adam", "qadam": "frozen-variance-adam", "dgc": "plain-sgd"}
+
 
 @dataclasses.dataclass(frozen=True)
 class System:
@@ -36,6 +40,7 @@ class System:
         variant: DDP's hook or commlib's algorithm; empty for neither.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
+        lr: The optimizer's learning rate; None is the workload's.
     """
 
     name: str
@@ -43,6 +48,7 @@ class System:
     variant: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     cap: str = ""
+    lr: float | None = None
 
     @property
     def cap_mb(self) -> float | None:
@@ -77,7 +83,11 @@ def parse(name: str) -> System:
         raise ValueError(
             f"system {name!r}: {'an algorithm is missing' if kind == 'commlib' else 'none has no variant'}"
         )
-    return System(name.strip(), kind, variant, _options(match["options"] or ""), match["cap"] or "")
+    options = _options(match["options"] or "")
+    lr = options.pop("lr", None)
+    if not isinstance(lr, float | None):
+        raise ValueError(f"system {name!r}: lr is {lr!r}, expected a number such as 1e-3")
+    return System(name.strip(), kind, variant, tuple(options.items()), match["cap"] or "", lr)
 
 
 def parse_list(names: str) -> list[System]:
@@ -88,9 +98,9 @@ def parse_list(names: str) -> list[System]:
     return systems
 
 
-def _options(text: str) -> tuple[tuple[str, Any], ...]:
+def _options(text: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    return tuple((key.strip(), _value(value.strip())) for key, _, value in pairs)
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:
