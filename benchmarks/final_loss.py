@@ -20,7 +20,6 @@ import harness
 import numpy as np
 from harness import Place
 from launch import WorkerError
-from models import WORKLOADS
 from rich.table import Table
 from systems import parse_list
 
@@ -139,7 +138,9 @@ def table(lines: Sequence[dict[str, Any]]) -> Table:
     """Return the summary as a table for the terminal."""
     shown = Table(title="loss on unseen data at the end, to fp32 all-reduce", title_justify="left")
     for column in ("model", "optimizer", "system", "seeds", "loss", "accuracy", "to all-reduce", "replicas identical"):
-        shown.add_column(column, justify="left" if column in ("model", "optimizer", "system") else "right", no_wrap=True)
+        shown.add_column(
+            column, justify="left" if column in ("model", "optimizer", "system") else "right", no_wrap=True
+        )
     for line in lines:
         change = f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
         cells = [str(line["seeds"]), f"{line['loss']:.4f}", f"{line['accuracy']:.2%}", change]

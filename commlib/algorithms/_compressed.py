@@ -65,6 +65,10 @@ class Compressed(Algorithm, Generic[E]):
     def _make_exchange(self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device) -> E:
         """Make what is kept of `numel` elements from `begin` on, exchanged by the ranks of `comm`."""
 
+    def _cuts(self, bucket: BucketView) -> Sequence[int] | None:
+        """Return where the stretch of a local rank may begin in a bucket; None means anywhere."""
+        return None
+
     @abstractmethod
     def _exchange(
         self, tensor: torch.Tensor, exchange: E, bucket: BucketView, comm: Communicator, peers: Communicator
@@ -92,7 +96,7 @@ class Compressed(Algorithm, Generic[E]):
         for bucket in compressed:
             begin, numel, peers = 0, bucket.flat.numel(), context.comm
             if local is not None and across is not None:
-                stage = NodeStage(numel, bucket.flat.dtype, context.device, local)
+                stage = NodeStage(numel, bucket.flat.dtype, context.device, local, self._cuts(bucket))
                 begin, numel, peers = stage.begin, stage.count, across
                 self._stages[bucket.index] = stage
             self._exchanges[bucket.index] = self._make_exchange(bucket, numel, begin, peers, context.device)
