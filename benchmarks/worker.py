@@ -26,7 +26,6 @@ from intervals import rotation
 from models import WORKLOADS, Batch, Workload
 from systems import OPTIMIZER_OF, System, ddp_configurations, install, parse
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 _NUM_BATCHES = 16
 _SEARCH_KEEP = 4
@@ -324,7 +323,8 @@ def schedule(step: int, steps: int) -> float:
 def _validate(bench: Bench, racer: Racer) -> dict[str, float]:
     """Return the mean loss and accuracy over the validation batches, each evaluated by one rank."""
     assert bench.workload.validation is not None
-    model = racer.model.module if isinstance(racer.model, DistributedDataParallel) else racer.model
+    # The bare model: a rank without a batch does not take part in a forward, nor in its broadcast of buffers.
+    model = racer.model if racer.system.kind == "none" else racer.model.module
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for inputs, target in bench.workload.validation()[bench.rank :: bench.world_size]:
