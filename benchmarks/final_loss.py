@@ -13,7 +13,7 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import harness
@@ -40,7 +40,8 @@ DEFAULT_SYSTEMS = {
     "sgd": [*_EVERY_OPTIMIZER, "commlib:signsgd(feedback=False,lr=1e-4)@1", "commlib:dgc(ratio=0.01)@1"],
     "adamw": [*_EVERY_OPTIMIZER, "commlib:signsgd(feedback=False)@1", "commlib:onebit_adam@1", "commlib:qadam@1"],
 }
-_KEYS = ("system", "model", "optimizer", "seed", "ranks", "steps")
+_PLACE = ("model", "optimizer", "ranks", "steps")
+_KEYS = ("system", "seed", *_PLACE)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -99,14 +100,14 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line per model, optimizer and system: means over seeds, and what they are to the reference's.
+    """Return one line per place (model, optimizer, ranks, steps) and system: means over seeds, to the reference's.
 
     Losses are compared seed by seed, as the first weights and the data of a seed are alike: `change` is the mean of
     (loss / reference - 1), `change_sd` its standard deviation over seeds. `spread` is that of the reference's own loss.
     """
     lines = []
-    for model, optimizer in dict.fromkeys((row["model"], row["optimizer"]) for row in rows):
-        own = [row for row in rows if (row["model"], row["optimizer"]) == (model, optimizer)]
+    for place in dict.fromkeys(map(_place, rows)):
+        own = [row for row in rows if _place(row) == place]
         systems = list(dict.fromkeys(row["system"] for row in own))
         losses = {s: {row["seed"]: row["loss"] for row in own if row["system"] == s} for s in systems}
         reference = losses[next(s for s in systems if s.startswith("commlib:allreduce"))]
@@ -115,8 +116,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             changes = [losses[system][seed] / reference[seed] - 1 for seed in shared]
             accuracies = [row["accuracy"] for row in own if row["system"] == system]
             line = {
-                "model": model,
-                "optimizer": optimizer,
+                **dict(zip(_PLACE, place, strict=True)),
                 "system": system,
                 "seeds": len(shared),
                 "loss": float(np.mean(list(losses[system].values()))),
@@ -134,28 +134,38 @@ def _deviation(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
 
 
-def table(lines: Sequence[dict[str, Any]]) -> Table:
-    """Return the summary as a table for the terminal."""
-    shown = Table(title="loss on unseen data at the end, to fp32 all-reduce", title_justify="left")
-    for column in ("model", "optimizer", "system", "seeds", "loss", "accuracy", "to all-reduce", "replicas identical"):
-        shown.add_column(
-            column, justify="left" if column in ("model", "optimizer", "system") else "right", no_wrap=True
-        )
-    for line in lines:
-        change = f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
-        cells = [str(line["seeds"]), f"{line['loss']:.4f}", f"{line['accuracy']:.2%}", change]
-        shown.add_row(line["model"], line["optimizer"], line["system"], *cells, "yes" if line["identical"] else "no")
-    return shown
+def tables(lines: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """Return the summary as tables for the terminal, one per place."""
+    for place in dict.fromkeys(map(_place, lines)):
+        own = [line for line in lines if _place(line) == place]
+        title = f"{_title(place)}: loss on unseen data; all-reduce over seeds ± {own[0]['spread']:.2%}"
+        shown = Table(title=title, title_justify="left")
+        for column in ("system", "seeds", "loss", "to all-reduce", "accuracy", "replicas identical"):
+            shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+        for line in own:
+            change = f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
+            cells = [str(line["seeds"]), f"{line['loss']:.4f}", change, f"{line['accuracy']:.2%}"]
+            shown.add_row(line["system"], *cells, "yes" if line["identical"] else "no")
+        yield shown
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in _PLACE)
+
+
+def _title(place: tuple[Any, ...]) -> str:
+    model, optimizer, ranks, steps = place
+    return f"{model}, {optimizer}, {ranks} ranks, {steps} steps"
 
 
 def plot(lines: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw the losses relative to all-reduce, one panel per model and optimizer, the reference's own spread shaded."""
+    """Draw the losses relative to all-reduce, one panel per place, the reference's own spread shaded."""
     import matplotlib.pyplot as plt  # lazily: an extra
 
-    places = list(dict.fromkeys((line["model"], line["optimizer"]) for line in lines))
+    places = list(dict.fromkeys(map(_place, lines)))
     figure, axes = plt.subplots(1, len(places), figsize=(4.8 * len(places), 5.5), squeeze=False, layout="constrained")
     for axis, place in zip(axes[0], places, strict=True):
-        own = [line for line in lines if (line["model"], line["optimizer"]) == place][::-1]
+        own = [line for line in lines if _place(line) == place][::-1]
         labels = [line["system"].removeprefix("commlib:").partition("@")[0] for line in own]
         spread = 100 * own[0]["spread"]
         axis.axvspan(-spread, spread, color="0.88", label="all-reduce over seeds (sd)")
@@ -165,7 +175,7 @@ def plot(lines: Sequence[dict[str, Any]], path: str) -> None:
         axis.set_yticks(range(len(own)), labels)
         axis.set_xscale("symlog", linthresh=1)
         axis.set_xlabel("loss to all-reduce's, % (linear to 1 %)")
-        axis.set_title(f"{place[0]}, {place[1]}")
+        axis.set_title(_title(place), fontsize="medium")
         axis.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
 
@@ -182,6 +192,7 @@ def main(argv: Sequence[str]) -> None:
     if not result["rows"]:
         sys.exit(f"error: {args.json} holds no rows")
     lines = summary(result["rows"])
-    harness.print_table(table(lines))
+    for shown in tables(lines):
+        harness.print_table(shown)
     if args.plot:
         plot(lines, args.plot)

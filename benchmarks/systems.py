@@ -4,6 +4,7 @@ none                                no communication
 ddp                                 DistributedDataParallel, at the best of its configurations (found by a race)
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
+torchft                             torchft's DistributedDataParallel, where it is installed (torchft_system.py)
 commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
@@ -36,7 +37,7 @@ class System:
 
     Attributes:
         name: As given on the command line.
-        kind: "none", "ddp", "commlib" or "bound".
+        kind: "none", "ddp", "torchft", "commlib" or "bound".
         variant: DDP's hook or commlib's algorithm; empty for neither.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
@@ -73,16 +74,14 @@ def parse(name: str) -> System:
         ValueError: Not a name of the form above.
     """
     match = _NAME.fullmatch(name.strip())
-    if not match or match["kind"] not in ("none", "ddp", "commlib", "bound"):
-        forms = "none, ddp[:hook], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
+    if not match or match["kind"] not in ("none", "ddp", "torchft", "commlib", "bound"):
+        forms = "none, ddp[:hook], torchft, commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
     if kind == "ddp" and variant and variant not in _HOOKS:
         raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
-    if kind != "ddp" and (kind != "none") != bool(variant):
-        raise ValueError(
-            f"system {name!r}: {'an algorithm is missing' if kind == 'commlib' else 'none has no variant'}"
-        )
+    if kind != "ddp" and (kind in ("commlib", "bound")) != bool(variant):
+        raise ValueError(f"system {name!r}: {f'{kind} has no variant' if variant else 'an algorithm is missing'}")
     options = _options(match["options"] or "")
     lr = options.pop("lr", None)
     if not isinstance(lr, float | None):
@@ -117,12 +116,16 @@ def ddp_configurations() -> list[System]:
     ]  # fmt: skip
 
 
-def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return `model` made to communicate as `system` says."""
+def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Return `model` made to communicate as `system` says, and the optimizer to step."""
     if system.kind == "none":
-        return model
+        return model, optimizer
     if system.kind == "ddp":
-        return _install_ddp(system, model)
+        return _install_ddp(system, model), optimizer
+    if system.kind == "torchft":
+        import torchft_system
+
+        return torchft_system.install(model, optimizer, dict(system.options), system.cap_mb)
     import commlib  # lazily: the other systems are measured without it
 
     algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))
@@ -130,7 +133,7 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module
         from bounds import Bound
 
         algorithm = Bound(algorithm)
-    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb)
+    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb), optimizer
 
 
 def _install_ddp(system: System, model: nn.Module) -> nn.Module:

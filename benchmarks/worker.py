@@ -42,8 +42,7 @@ class Racer:
         self.loss_of = workload.loss
         model = workload.new_model(bench.spec["seed"], bench.device)
         kind = OPTIMIZER_OF.get(system.variant, bench.spec.get("optimizer"))
-        self.optimizer = workload.make_optimizer(model, kind, system.lr)
-        self.model = install(system, model, self.optimizer)
+        self.model, self.optimizer = install(system, model, workload.make_optimizer(model, kind, system.lr))
         self.num_steps = 0
         self.blocks_s: list[float] = []
         self.wire_bytes: list[float] = []

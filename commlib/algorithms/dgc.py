@@ -16,7 +16,7 @@ from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.primitives.sparse import SparseExchange, mark_not_finite
 from commlib.transport.base import Communication, Communicator
 
@@ -27,10 +27,11 @@ class MomentumExchange(SparseExchange):
     """A `SparseExchange` with u, the local momentum: `velocity` [numel] fp32."""
 
     def __init__(
-        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int = 0
+        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int, momentum: float
     ) -> None:
         super().__init__(numel, device, codec, comm, begin=begin)
         self.velocity = torch.zeros_like(self.residual)
+        self._momentum = momentum
 
     @override
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
@@ -38,9 +39,13 @@ class MomentumExchange(SparseExchange):
 
     @override
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        self.velocity.zero_()
-        paste(saved["velocity"], self.velocity, parts)
-        return super().load(saved, parts, num_terms)
+        whole = self.velocity.new_zeros(max(part.start + part.numel for part in parts))
+        paste(saved["velocity"], whole, parts)
+        moved = split_at(whole, self.begin, self.velocity)
+        rest = super().load(saved, parts, num_terms)
+        # What another local rank carries now enters with the gradient, which the momentum m makes 1 / (1 - m) of in
+        # the long run; the moved velocity would still have given m / (1 - m) of itself.
+        return None if rest is None else rest.mul_(1 - self._momentum).add_(moved, alpha=self._momentum)
 
 
 class DGC(Sparse):
@@ -125,7 +130,7 @@ class DGC(Sparse):
     def _make_exchange(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> MomentumExchange:
-        return MomentumExchange(numel, device, self.codec, comm, begin=begin)
+        return MomentumExchange(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of round `step`."""

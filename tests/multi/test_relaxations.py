@@ -93,10 +93,11 @@ def check(
     scales: dict[str, float] = {}
     for step in range(steps):
         by_rank = workers_of(gradients_of_all_ranks(model, step))
+        optimizer.zero_grad()
+        loss = mlp_loss(model, step)  # a plan changes at the start of a forward
         if prepare is not None and not stays_local:
             prepare(model, reference)
-        optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        loss.backward()
         buckets = [bucket.parameters for bucket in commlib.stats(model).buckets]
         expected = by_rank[0] if stays_local else reference.step(step, by_rank, buckets)
         for name, gradient in flat_gradients(model).items():
@@ -228,14 +229,18 @@ def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
     """
     state = commlib.state_dict(model)["state"]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (state["errors"], state["factors"]))
-    ranks_per_worker = dist.get_world_size() // reference.world_size
+    dist.all_gather_object(everyone, state)
+    num = dist.get_world_size() // reference.world_size
     for name in reference.q if commlib.stats(model).steps else ():
-        owners = [(errors[name], factors[name]) for errors, factors in everyone if name in errors]
-        assert len(owners) == reference.world_size, "one rank of each worker has the matrix"
-        reference.q[name] = owners[0][1][1].numpy().astype(np.float64)
-        for worker, (error, _) in enumerate(owners):
-            reference.errors[worker][name] = error[1].numpy().astype(np.float64) / ranks_per_worker
+        for worker in range(reference.world_size):
+            ranks = everyone[num * worker : num * (worker + 1)]
+            (owner,) = [own for own in ranks if name in own["errors"]]
+            reference.q[name] = owner["factors"][name][1].numpy().astype(np.float64)
+            error = owner["errors"][name][1].numpy().astype(np.float64)
+            for own in ranks:
+                if name in own["owed"]:  # what the last plan's owner has of it
+                    error += own["owed"][name][1].numpy().reshape(error.shape)
+            reference.errors[worker][name] = error / num
 
 
 def powersgd_first_q(shape: tuple[int, int], offset: int, rank: int, seed: int) -> np.ndarray:
