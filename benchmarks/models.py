@@ -106,7 +106,7 @@ def _draw_noise(shape: tuple[int, ...], key: tuple[int, int, int]) -> Batch:
     return torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
 
 
-def _byte_gpt(size: gpt.Size, batch: int, sgd: float = 0.1) -> Workload:
+def _byte_gpt(size: gpt.Size, batch: int, adamw: float = 1e-3) -> Workload:
     text, unseen = corpus.standard_library()
 
     def draw(key: tuple[int, int, int]) -> Batch:
@@ -115,7 +115,7 @@ def _byte_gpt(size: gpt.Size, batch: int, sgd: float = 0.1) -> Workload:
     def validation() -> list[Batch]:
         return [corpus.batch(unseen, (idx,), 16, size.context) for idx in range(16)]
 
-    rates = {"adamw": 1e-3, "sgd": sgd}
+    rates = {"adamw": adamw, "sgd": 0.1}
     return Workload(functools.partial(gpt.GPT, size), gpt.next_byte_loss, draw, rates, validation)
 
 
@@ -145,7 +145,7 @@ def _noise(build: Callable[[], nn.Module], *shape: int) -> Workload:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "bytes-gpt": lambda: _byte_gpt(gpt.SIZES["10m"], batch=2),
-    "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=2),
+    "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=1, adamw=2e-3),
     "bytes-tiny": lambda: _byte_gpt(gpt.SIZES["tiny"], batch=2),
     "cnn": lambda: _noise(ConvNet, 8, 3, 32, 32),
     "digits": lambda: _digits(batch=8),
