@@ -22,6 +22,7 @@ import final_loss  # noqa: E402
 import intervals  # noqa: E402
 import launch  # noqa: E402
 import models  # noqa: E402
+import report  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
 import worker  # noqa: E402
@@ -194,6 +195,23 @@ def test_rows_compare_with_the_best_ddp_configuration():
     timed["none"] = measured("none", *[1.0] * 4)
     row = step.rows(timed, {}, Place(2), "cnn", to_best_ddp=True)[-1]
     assert (row["ratio"], row["reference"], row["peak_bytes"]) == (0.5, systems.ddp_configurations()[0].name, None)
+
+
+def test_the_lower_bound_is_the_best_of_the_same_algorithm():
+    blocks = {
+        "commlib:qsgd(bits=4)@4": [1.1] * 4,
+        "bound:qsgd(bits=4)@1": [1.2] * 4,
+        "bound:qsgd(bits=4)@4": [1.0] * 4,
+        "bound:qsgd@4": [0.5] * 4,
+        "none": [0.1] * 4,
+    }
+    timed = {name: {**measured(name, *times), "reported_wire_bytes": 8.0} for name, times in blocks.items()}
+    own, *others = step.rows(timed, {}, Place(4), "cnn", to_best_ddp=False)
+    assert (own["lower_bound_s"], own["to_lower_bound"]) == (1.0, pytest.approx(1.1))
+    assert all(row["lower_bound_s"] is None for row in others)
+    lines = report.relaxed_rows({"rows": [own, *others]})
+    assert [line.split("|")[3].strip() for line in lines] == ["commlib:qsgd(bits=4)@4", "none"]
+    assert "1.10" in lines[0]
 
 
 def test_rows_of_convergence():
