@@ -138,8 +138,11 @@ class Compressed(Algorithm, Generic[E]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._units.load_state_dict(state["units"])
         for index, exchange in self._exchanges.items():
-            rest = exchange.load(state, self._parts[index], self._num_terms)
+            parts = self._parts[index]
+            rest = exchange.load(state, parts, self._num_terms)
             if index in self._stages:
-                self._stages[index].owed = rest
+                if rest is None and any(part.name in state["owed"] for part in parts):
+                    rest = self._stages[index].sum.new_zeros(max(part.start + part.numel for part in parts))
                 if rest is not None:
-                    paste(state["owed"], rest, self._parts[index])
+                    paste(state["owed"], rest, parts)
+                self._stages[index].owed = rest
