@@ -130,7 +130,10 @@ def centralized_low_rank(
     PowerSGD (Vogels et al., NeurIPS 2019, algorithms 1 and 2), M_r the matrix of rank r, Q kept from the last round:
 
         M_r <- M_r + decay E_r,   P = orth(sum_r M_r Q),   Q = 1/divisor sum_r M_r' P,   M = P Q'
-        E_r = M_r - M
+        E_r = M_r - divisor/K M
+
+    K is the number of ranks that contribute: the divisor of a mean, but for the peers of nodes of several ranks, each of
+    which stands for the sum of its node.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -163,7 +166,7 @@ def centralized_low_rank(
             approximation = exchange.product_like(matrix)
             torch.mm(batch.p[idx], batch.q[idx].t(), out=approximation)
             if comm.contributes:
-                batch.error[idx].sub_(approximation)
+                batch.error[idx].sub_(approximation, alpha=divisor / comm.num_active)
             if approximation is not matrix or scale != 1.0:
                 torch.mul(approximation, scale, out=matrix)
         if comm.contributes:

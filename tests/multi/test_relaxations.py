@@ -240,6 +240,7 @@ def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
             for own in ranks:
                 if name in own["owed"]:  # what the last plan's owner has of it
                     error += own["owed"][name][1].numpy().reshape(error.shape)
+            assert np.allclose(error / num, reference.errors[worker][name], rtol=0, atol=1e-5 * np.abs(error).max())
             reference.errors[worker][name] = error / num
 
 
