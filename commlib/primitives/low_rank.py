@@ -132,8 +132,7 @@ def centralized_low_rank(
         M_r <- M_r + decay E_r,   P = orth(sum_r M_r Q),   Q = 1/divisor sum_r M_r' P,   M = P Q'
         E_r = M_r - divisor/K M
 
-    K is the number of ranks that contribute: the divisor of a mean, but for the peers of nodes of several ranks, each of
-    which stands for the sum of its node.
+    K is the number of ranks that contribute: the divisor of a mean, except where each stands for the sum of its node.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
