@@ -8,8 +8,9 @@
 //     decode<kAdds>(codes, scale, minima, m, out)
 //         with kAdds, adds to `out`, and a NaN may have any sign and payload.
 //     Reader(codes, scale, minima)(i)
-//         the kLanes values of a whole block from i on, a NaN with any sign and payload. Not every codec has it; sums
-//         and decode-add are made of it where it is, as numbers then stay in registers.
+//         the kLanes values of a whole block from i on, a NaN with any sign and payload; `added_to` adds them to a
+//         sum faster, if has_exact_products() ([Note: exact products]). Not every codec has it; sums and decode-add are
+//         made of it where it is, as numbers then stay in registers.
 // where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
 // block, in the first-level cache.
 
@@ -209,6 +210,10 @@ struct Integer {
     float s;
     Reader(const Byte* at, const Byte* scale, const Byte*) : codes(at), s(load_scale(scale)) {}
     inline Lanes operator()(std::size_t i) const { return lanes_of_signed_bytes(codes + i) * s; }
+    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
+    inline Lanes added_to(Lanes sum, std::size_t i) const {
+      return add_product(sum, lanes_of_signed_bytes(codes + i), s);
+    }
   };
 
   template <bool kAdds>
@@ -276,6 +281,10 @@ struct MinMax {
     Reader(const Byte* at, const Byte* scale, const Byte* minima)
         : codes(at), s(load_scale(scale)), minimum(load_float(minima)) {}
     inline Lanes operator()(std::size_t i) const { return minimum + lanes_of_bytes(codes + i) * s; }
+    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
+    inline Lanes added_to(Lanes sum, std::size_t i) const {
+      return sum + add_product(same_lanes(minimum), lanes_of_bytes(codes + i), s);
+    }
   };
 
   template <bool kAdds>

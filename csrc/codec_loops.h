@@ -124,7 +124,11 @@ static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, 
     for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = first(at + k * kLanes);
     for (std::size_t input = 1; input < num_inputs; ++input) {
       const auto reader = reader_of<Codec>(inputs[input], layout, block, at);
-      for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
+      if (reader.has_exact_products()) {
+        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
+      } else {
+        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
+      }
     }
     for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k]);
   }
