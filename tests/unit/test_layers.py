@@ -25,7 +25,7 @@ BELOW = {
     "emulate": {"errors", "algorithms", "engine", "network", "transport", "wrap"},
     "optim": {"errors"},
     "doctor": {"errors", "kernels", "network"},
-    "cli": {"errors", "kernels", "algorithms", "network", "doctor", "wrap", "emulate"},
+    "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap", "emulate"},
 }
 # Files of the top layer that `wrap` is made of.
 PARTS_OF_WRAP = {"join", "replica", "tuner", "verify"}
