@@ -64,7 +64,7 @@ def test_gradients_become_ready_in_the_order_of_the_workload() -> None:
 def test_the_same_seed_gives_the_same_model() -> None:
     first, second = SyntheticModel(SMALL, 1e5, seed=3), SyntheticModel(SMALL, 1e5, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert float(first()) == float(second())
+    assert torch.equal(first(), second())
 
 
 DEVICE = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_us=1.0)
