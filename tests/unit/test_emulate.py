@@ -20,6 +20,7 @@ needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(ch
 
 
 @needs_hosts
+@pytest.mark.timeout(300)
 def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -> None:
     workload = workloads.get("vgg16")
     targets = [100e6, presets.network("100gbps")]
@@ -56,6 +57,7 @@ def test_an_unknown_system_is_an_error_before_anything_starts() -> None:
 
 
 @needs_hosts
+@pytest.mark.timeout(300)
 def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "Setting", lambda **changed: SETTING)
     asked = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd", "--json"]
