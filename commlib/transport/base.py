@@ -8,12 +8,14 @@ is sent by making one. The same requests run on torch.distributed and, by their 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
+
+from commlib.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -111,6 +113,33 @@ class Broadcast(Request):
         return self.tensor.numel() == 0
 
 
+@dataclass(slots=True)
+class Exchange(Request):
+    """Send tensors to some ranks, and fill tensors from some ranks: point to point, with neighbours in a graph.
+
+    What two ranks send one another is matched in order: the first tensor sent to a rank fills the first that this rank
+    receives from here, in this request and the next ones. A rank with nothing to send or receive makes the request all
+    the same, empty, so that all ranks make as many.
+
+    Attributes:
+        sends: (rank within the group, contiguous tensor), left alone until the request completes.
+        receives: (rank within the group, contiguous tensor) of the size that this rank sends.
+    """
+
+    verb: ClassVar[str] = "exchange"
+    sends: Sequence[tuple[int, torch.Tensor]]
+    receives: Sequence[tuple[int, torch.Tensor]]
+
+    @override
+    def wire_bytes(self) -> float:
+        return sum(tensor.nbytes for _, tensor in self.sends)
+
+    @override
+    def is_empty(self) -> bool:
+        """Return whether this rank has nothing to move; others may have."""
+        return not any(tensor.numel() for _, tensor in (*self.sends, *self.receives))
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -163,6 +192,21 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Broadcast:
         """Describe an in-place broadcast of `tensor` from group rank `source`."""
         return Broadcast(tensor, source, size=self.world_size, group=self._group)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> Exchange:
+        """Describe sends to and receives from ranks of the group, as (rank, tensor); either may be empty.
+
+        Raises:
+            ConfigError: A rank is not in the group, or is this one.
+        """
+        for rank, _ in (*sends, *receives):
+            if not 0 <= rank < self.world_size or rank == self.rank:
+                raise ConfigError(
+                    f"exchange: expected other ranks of 0..{self.world_size - 1} than this one, {self.rank}; got {rank}"
+                )
+        return Exchange(sends, receives, size=self.world_size, group=self._group)
 
 
 class Transport(ABC):
