@@ -134,6 +134,8 @@ class Replica:
         if (weights := self.engine.weights) is not None:
             weights.complete(max(self.engine.transport.gather_objects(weights.num_started)))
             self.engine.run("the mean of the weights", weights.mean_of_weights())
+        if self.engine.attached is not None:
+            self.engine.attached.runner.synchronize()
         self.copy_buffers()
 
 

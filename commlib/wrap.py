@@ -79,7 +79,8 @@ def wrap(
     prototype = setup.algorithm
     algorithm = copy.deepcopy(prototype)  # what it remembers is this model's
     engine = Engine(setup.parameters, transport, algorithm, cap_bytes, optimizer, scaler)
-    if optimizer is not None and not setup.algorithm.traits.on_gradients:
+    traits = setup.algorithm.traits
+    if optimizer is not None and not (traits.on_gradients or traits.runs_itself):
         engine.follow_optimizer(optimizer, TorchTransport(group, setup.device, duration))
     replica = Replica(engine, model, setup.ignored, broadcast_buffers, group)
     replica.restore = restore
@@ -93,6 +94,12 @@ def wrap(
     extend(model, replica)
     if init_sync:
         replica.broadcast_model()
+    if optimizer is not None and traits.runs_itself:
+        try:
+            engine.attach(optimizer)
+        except BaseException:
+            unwrap(model)
+            raise
     return model
 
 
@@ -136,10 +143,11 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned. Local; every rank loads its own.
+    """Take over what `state_dict` returned. Local; every rank loads its own (`Traits.portable`: or any rank's).
 
     Raises:
-        ConfigError: The model is not wrapped, or the state is of another algorithm, model or world size.
+        ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
+            same on all ranks (`Traits.portable`), of another rank or world size.
     """
     checkpoints.load(replica_of(model).engine, dict(state))
 

@@ -16,16 +16,28 @@ from typing import Any
 
 from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.async_averaging import AsyncAveraging
+from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
+from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.gossip import Gossip
+from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
+from commlib.algorithms.hogwild import Hogwild
+from commlib.algorithms.local_sgd import LocalSGD
+from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.onebit_adam import OneBitAdam
+from commlib.algorithms.passive_gossip import PassiveGossip
+from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
+from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
 from commlib.errors import ConfigError
 
@@ -34,16 +46,28 @@ __all__ = [
     "QSGD",
     "Algorithm",
     "AllReduce",
+    "AsyncAveraging",
+    "AsyncSGD",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",
     "Context",
+    "Decentralized",
+    "DiLoCo",
     "EFQuantized",
+    "Gossip",
+    "HierarchicalLocalSGD",
+    "Hogwild",
+    "LocalSGD",
+    "LowPrecisionDecentralized",
     "OneBitAdam",
+    "PassiveGossip",
+    "PostLocalSGD",
     "PowerSGD",
     "QAdam",
     "RandomK",
     "SignSGD",
+    "StreamingDiLoCo",
     "TopK",
     "Traits",
     "create",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from commlib.errors import ConfigError
 from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
+from commlib.transport.mailbox import Answer, Mailbox
 
 
 class BucketView(Protocol):
@@ -54,8 +55,9 @@ class Traits:
     """What the engine must know of an algorithm.
 
     Attributes:
-        tensors: What a bucket holds: "gradients" (communicated during backward), "weights" (after optimizer steps), or
-            "state:<key>" (that entry of the optimizer's state, after optimizer steps).
+        tensors: What a bucket holds: "gradients" (communicated during backward), "weights" (after optimizer steps),
+            "state:<key>" (that entry of the optimizer's state, after optimizer steps), or "none": there are no buckets
+            and no rounds; the algorithm runs itself (`Algorithm.attach`).
         period: For weights and state: optimizer steps from one round to the next.
         delay: For weights and state: optimizer steps that a round stays in flight in the background before its
             result is taken; 0 means that the step waits for it. At most `period`.
@@ -73,6 +75,8 @@ class Traits:
             bucket ready then issues it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
+        portable: Whether the algorithm's state is the same on all ranks, whatever their number: every rank may load any
+            rank's then, also in a group of another size.
         window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """
@@ -89,12 +93,15 @@ class Traits:
     prompt: bool = False
     idle_alone: bool = False
     hierarchical: bool = False
+    portable: bool = False
     window: int = 2
 
     def __post_init__(self) -> None:
         kind, _, key = self.tensors.partition(":")
-        if not (self.tensors in ("gradients", "weights") or (kind == "state" and key)):
-            raise ConfigError(f"Traits.tensors: expected 'gradients', 'weights' or 'state:<key>', got {self.tensors!r}")
+        if not (self.tensors in ("gradients", "weights", "none") or (kind == "state" and key)):
+            raise ConfigError(
+                f"Traits.tensors: expected 'gradients', 'weights', 'state:<key>' or 'none', got {self.tensors!r}"
+            )
         if self.period < 1 or self.warmup_steps < 0 or self.window < 1 or not 0 <= self.delay <= self.period:
             raise ConfigError(
                 "Traits: expected period >= 1, 0 <= delay <= period, warmup_steps >= 0 and window >= 1, got "
@@ -115,6 +122,11 @@ class Traits:
     def on_gradients(self) -> bool:
         """Whether the buckets hold gradients."""
         return self.tensors == "gradients"
+
+    @property
+    def runs_itself(self) -> bool:
+        """Whether the algorithm has no rounds, but a `Runner`."""
+        return self.tensors == "none"
 
     @property
     def in_background(self) -> bool:
@@ -151,6 +163,63 @@ class Context:
         return self.comm.world_size
 
 
+@dataclass(frozen=True)
+class Attachment:
+    """What an algorithm that runs itself is told once, when the ranks' parameters are alike.
+
+    Attributes:
+        comm: The group.
+        parameters: Names and parameters, in the model's order.
+        optimizer: The user's optimizer.
+        gather: Returns every rank's picklable value, in rank order. Collective; blocks.
+        run: Runs a communication (named for errors) with the group's collectives. Collective; blocks.
+        connect: Makes a `Mailbox` of a function that answers and the largest question in bytes. Collective.
+        timeout_s: How long a collective may wait for its peers.
+    """
+
+    comm: Communicator
+    parameters: Sequence[tuple[str, torch.nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    gather: Callable[[Any], list[Any]]
+    run: Callable[[str, Communication], None]
+    connect: Callable[[Answer, int], Mailbox]
+    timeout_s: float
+
+
+class Runner:
+    """An algorithm at work that has no rounds; the engine calls it around the optimizer's steps, without gradients.
+
+    Nothing here may wait for a peer, except `synchronize`, and `close` within a limit.
+    """
+
+    #: Exchanges so far whose result this rank has taken.
+    num_rounds: int = 0
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank has sent."""
+        return 0.0
+
+    def before_step(self) -> None:
+        """The optimizer is about to make a step with the parameters' gradients."""
+
+    def after_step(self) -> None:
+        """The optimizer has made its step; the only place where weights may change."""
+
+    def synchronize(self) -> None:
+        """Give all ranks the same weights, in which what every rank has done is contained. Collective."""
+
+    def close(self) -> None:
+        """End all that is under way; the parameters stay as they are. Harmless when called twice."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; asks no other rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+
 class Algorithm:
     """A relaxation of data-parallel communication. Subclass it in a file named as the algorithm.
 
@@ -177,6 +246,13 @@ class Algorithm:
     def setup(self, context: Context) -> None:
         """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
 
+    def begin(self, bucket: BucketView) -> None:
+        """For weights: look at them (in `bucket.flat`) before the first step that is counted.
+
+        That is the first optimizer step after the warm-up, when all ranks hold what `wrap` broadcast or was loaded
+        since. Called again for all buckets, before the next step, after they were made anew or state was loaded.
+        """
+
     def divisor(self, comm: Communicator) -> float:
         """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.
 
@@ -196,6 +272,14 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} must define communicate()")
         yield
+
+    def attach(self, attachment: Attachment) -> Runner:
+        """Begin to run by itself: for algorithms whose `Traits.tensors` is "none". Collective.
+
+        Raises:
+            ConfigError: The model, the optimizer or the group are not such that it can; alike on all ranks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has Traits(tensors='none') and must define attach()")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's own state, tensors included."""

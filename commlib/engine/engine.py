@@ -23,6 +23,7 @@ import torch
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine import plan as plans
+from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
@@ -82,6 +83,7 @@ class Engine:
         self.num_rounds = 0
         self.exposed_s = 0.0
         self.weights: WeightRounds | None = None
+        self.attached: Attached | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
         self._cap_bytes = cap_bytes
@@ -101,7 +103,8 @@ class Engine:
     def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
         self.algorithm = algorithm
-        self._blank = copy.deepcopy(algorithm)  # without buffers, to measure with
+        # Without buffers, to measure with: what communicates gradients, in the warm-up only or always.
+        self._blank = copy.deepcopy(algorithm) if algorithm.traits.on_gradients else AllReduce()
         self.schedule = Schedule(algorithm.traits)
         is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
         self.is_idle = is_alone or not self.schedule.ever_gradients
@@ -123,7 +126,10 @@ class Engine:
         self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
         if self.weights is not None:
+            self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
+        if self.attached is not None:
+            self.attached.refuse_change()
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -383,7 +389,14 @@ class Engine:
             self._cap_bytes or INITIAL_CAP_BYTES,
         )
         rounds = weakref.ref(self.weights)
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step())
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(lambda *_: (own := rounds()) and own.begin_step()),
+            optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
+        ]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
+        self.attached = Attached(self, optimizer)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -417,8 +430,11 @@ class Engine:
             hook.remove()
         self._hooks = []
         if self.weights is not None:
-            self._step_hook.remove()
+            for hook in self._step_hooks:
+                hook.remove()
             self.weights.close()
+        if self.attached is not None:
+            self.attached.close()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()

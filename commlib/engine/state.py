@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from commlib.algorithms.base import Algorithm, Runner
 from commlib.engine.plan import Plan
 from commlib.errors import ConfigError
 
@@ -31,7 +32,7 @@ def save(engine: Engine) -> dict[str, Any]:
         if pending.kind in ("initial", "trial")
         else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
         "hook_counts": engine.hook_counts(),
-        "state": engine.algorithm.state_dict(),
+        "state": _keeper(engine).state_dict(),
     }
 
 
@@ -39,14 +40,12 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     """Take over what `save` returned; see `commlib.load_state_dict`.
 
     Raises:
-        ConfigError: The state is of another format, algorithm, rank, world size or model. Nothing was changed then.
+        ConfigError: The state is of another format, algorithm or model, or, where it is not the same on all ranks, of
+            another rank or world size. Nothing was changed then.
     """
-    expected = {
-        "format": _FORMAT,
-        "algorithm": engine.algorithm.name,
-        "world_size": engine.comm.world_size,
-        "rank": engine.comm.rank,
-    }
+    expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
+    if not engine.algorithm.traits.portable:
+        expected |= {"world_size": engine.comm.world_size, "rank": engine.comm.rank}
     for key, value in expected.items():
         if state.get(key) != value:
             raise ConfigError(
@@ -54,13 +53,20 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
     plan = _plan(engine, state["plan"])
-    engine.schedule.step = int(state["step"])
-    engine.num_rounds = int(state["num_rounds"])
-    if engine.weights is not None and not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
-        engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
     if plan is not None:
         engine.restore(plan, state["hook_counts"])
-    engine.algorithm.load_state_dict(state["state"])
+    _keeper(engine).load_state_dict(state["state"])
+    engine.schedule.step = int(state["step"])
+    engine.num_rounds = int(state["num_rounds"])
+    if engine.weights is not None:
+        engine.weights.begins = True
+        if not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
+            engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
+
+
+def _keeper(engine: Engine) -> Algorithm | Runner:
+    """Return what holds the algorithm's state: the algorithm, or its runner."""
+    return engine.algorithm if engine.attached is None else engine.attached.runner
 
 
 def _plan(engine: Engine, saved: dict[str, Any] | None) -> Plan | None:

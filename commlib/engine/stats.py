@@ -99,6 +99,7 @@ class Stats:
 def collect(engine: Engine) -> Stats:
     """Return what the engine communicated so far."""
     weights = engine.weights
+    others = [each for each in (weights, engine.attached and engine.attached.runner) if each is not None]
     sent = sum(engine.last_sent)
     share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
     raw = sum(bucket.nbytes for bucket in engine.dense) * share if engine.last_sent else 0.0
@@ -107,8 +108,8 @@ def collect(engine: Engine) -> Stats:
         world_size=engine.comm.world_size,
         plan=engine.plan.kind,
         num_buckets=len(engine.buckets),
-        steps=engine.num_rounds + (weights.num_rounds if weights else 0),
-        wire_bytes=engine.transport.bytes_sent + (weights.bytes_sent if weights else 0.0),
+        steps=engine.num_rounds + sum(each.num_rounds for each in others),
+        wire_bytes=engine.transport.bytes_sent + sum(each.bytes_sent for each in others),
         wire_bytes_per_step=sent,
         raw_bytes_per_step=raw,
         compression_ratio=raw / sent if sent else 1.0,

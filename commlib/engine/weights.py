@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from commlib.engine.plan import Parameter
 from commlib.engine.planner import INITIAL_CAP_BYTES
 from commlib.engine.policy import Schedule
 from commlib.engine.scheduler import Driver, Round, Task
+from commlib.engine.votes import Votes
+from commlib.errors import CommlibError
 from commlib.transport.base import Communication, Communicator, Transport
 
 #: Where steps wait for their round, how far it moved the weights is measured once in this many steps.
@@ -58,11 +61,15 @@ class WeightRounds:
             self._comm.local, self._comm.across = groups
         self._cap_bytes = cap_bytes
         self._round: Round | None = None
+        self._votes = Votes(transport) if self._traits.asynchronous else None
         self.num_started = self.num_rounds = 0
         self.adopt(parameters)
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on; the result of a round under way is dropped."""
+        """Communicate these parameters from now on; the result of a round under way is dropped.
+
+        Asynchronous rounds are settled before: a rank may be in one to which others have not come.
+        """
         if self._round is not None:
             self._schedule.drain()
             self._round = None
@@ -74,6 +81,7 @@ class WeightRounds:
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._traits.in_background else []
         self._moved: dict[int, torch.Tensor] = {}  # per bucket, the square of how far its last round moved it
         self._carried: list[Bucket] = []  # by the round under way
+        self.begins = True  # the algorithm has yet to see the weights
         self._algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, self._optimizer))
 
     @property
@@ -89,15 +97,38 @@ class WeightRounds:
         return math.sqrt(sum(float(square) for square in self._moved.values()))
 
     @torch.no_grad()
+    def begin_step(self) -> None:
+        """Before an optimizer step: show the algorithm the weights, if it has not seen those of these buckets."""
+        if not self.begins or self._schedule.warming_up or self._traits.tensors != "weights":
+            return
+        self.begins = False
+        for bucket in self.buckets:
+            bucket.load(self._tensors(bucket))
+            self._algorithm.begin(bucket)
+
+    @torch.no_grad()
     def end_step(self) -> None:
         """Do what is due at the end of an optimizer step."""
-        due = self._schedule.end_step(self._round is not None and self._driver.has_arrived(self._round))
+        has_arrived = self._round is not None and self._driver.has_arrived(self._round)
+        is_over = self._votes is not None and self._is_over(self._votes, has_arrived)
+        due = self._schedule.end_step(has_arrived and not is_over)
+        if is_over:
+            return
         if due.take_background:
             self._take()
         if due.start:
             self._start()
             if not due.in_background:
                 self._take()
+
+    def _is_over(self, votes: Votes, has_arrived: bool) -> bool:
+        """Return whether there are no rounds any more, as a rank has left or may be found to have.
+
+        Raises:
+            TransportError: A rank died; or a collective failed, and no rank has left in good order.
+        """
+        has_failed = has_arrived and self._round is not None and self._round.error is not None
+        return votes.have_ended() or (has_failed and votes.explains_soon())
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -119,10 +150,28 @@ class WeightRounds:
             self._schedule.drain()
             self._take()
 
+    def settle(self, num_started: int) -> None:
+        """Take part in every asynchronous round up to the given number, and drop what comes of them."""
+        while self._traits.asynchronous and (self._round is not None or self.num_started < num_started):
+            if self._round is None:
+                self._start()
+            assert self._round is not None
+            round_, self._round = self._round, None
+            self._schedule.drain()
+            self._driver.wait(round_)
+
     def close(self) -> None:
-        """Wait for what is in the background, keep the weights as they are, and release the communicator."""
-        if self._round is not None and not self._traits.asynchronous:
-            self._driver.wait(self._round)
+        """Wait for what is in the background, keep the weights as they are, and release the communicator.
+
+        An asynchronous round is not waited for: peers may come to it much later, or not at all.
+        """
+        if self._votes is not None:
+            self._votes.close()
+        if self._round is not None:
+            if self._traits.asynchronous:
+                self._driver.cancel(self._round, CommlibError("the model was unwrapped"))
+            else:
+                self._driver.wait(self._round)
         self._round = None
         self._transport.close()
 
@@ -136,10 +185,20 @@ class WeightRounds:
             if self._copies:
                 self._copies[bucket.index].copy_(bucket.flat)
             tasks.append(Task(bucket.describe, lambda bucket=bucket: self._algorithm.communicate(bucket, self._comm)))
-        self._round = Round(self._transport, tasks, self._traits.window)
-        self._driver.open(self._round)
-        for idx in range(len(tasks)):
-            self._driver.ready(self._round, idx)
+        round_ = self._round = Round(self._transport, tasks, self._traits.window)
+        if self._votes is None:
+            self._launch(round_)
+        else:
+            device = self.buckets[0].flat.device
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            self._votes.cast(self.num_started, lambda: self._launch(round_, stream))
+
+    def _launch(self, round_: Round, stream: Any = None) -> None:
+        """Have the driver run the round, after what is queued on `stream`, if this is another thread than queued it."""
+        with torch.cuda.stream(stream):
+            self._driver.open(round_)
+            for idx in range(len(round_.tasks)):
+                self._driver.ready(round_, idx)
 
     def _take(self) -> None:
         """Wait for the round under way and bring its result into the tensors."""

@@ -1,4 +1,4 @@
-"""Making tensors the same on all ranks: bytes of any dtypes in one broadcast per 64 MiB."""
+"""Making tensors the same on all ranks: copies of one rank's, or the mean; up to 64 MiB at a time."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: i
         for tensor in chunk:
             tensor.copy_(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
+
+
+def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communication:
+    """Replace tensors of any shapes and floating or complex dtypes by their mean over the ranks, in place."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        for chunk in _chunks([tensor for tensor in tensors if tensor.dtype == dtype]):
+            flat = torch.cat([tensor.contiguous().reshape(-1) for tensor in chunk])
+            flat = torch.view_as_real(flat) if flat.is_complex() else flat
+            yield comm.all_reduce(flat)
+            flat.div_(comm.world_size)
+            flat = torch.view_as_complex(flat) if dtype.is_complex else flat
+            for tensor, mean in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+                tensor.copy_(mean.view(tensor.shape))
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

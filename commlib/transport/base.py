@@ -227,6 +227,10 @@ class Transport(ABC):
         """
         return None
 
+    def local_address(self) -> str:
+        """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
+        return "127.0.0.1"
+
     @abstractmethod
     def issue(self, request: Request) -> Work:
         """Start `request` and return at once."""

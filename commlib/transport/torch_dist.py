@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -19,7 +21,18 @@ from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
-from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Communicator, Request, Transport, Work
+from commlib.transport.base import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Communicator,
+    Exchange,
+    Request,
+    Transport,
+    Work,
+)
+from commlib.transport.point_to_point import GlooExchanges
 
 NODE_VARIABLE = "COMMLIB_NODE"
 """The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
@@ -115,15 +128,30 @@ class _Connection:
 
     def __init__(self) -> None:
         self.backend: Any = None
+        self.exchanges: GlooExchanges | None = None  # made at the first one
         self.pending: dict[int, Any] = {}  # works that nobody has waited for yet, by identity
 
     def has_pending(self) -> bool:
         return any(not work.is_completed() for work in list(self.pending.values()))
 
     def abort(self) -> None:
+        if self.exchanges is not None:
+            self.exchanges.abort()
         if self.backend is not None:
             with contextlib.suppress(Exception):
                 self.backend.abort()
+
+    def exchange(self, request: Exchange) -> Any:
+        if self.backend.name().lower() == "nccl":
+            self.backend._start_coalescing()
+            for rank, tensor in request.receives:
+                self.backend.recv([tensor], rank, 0)
+            for rank, tensor in request.sends:
+                self.backend.send([tensor], rank, 0)
+            return self.backend._end_coalescing()
+        if self.exchanges is None:
+            self.exchanges = GlooExchanges(self.backend)
+        return self.exchanges.issue(request)
 
     def end(self) -> None:
         if self.has_pending():
@@ -131,6 +159,9 @@ class _Connection:
             deadline = time.monotonic() + _DRAIN_S
             while self.has_pending() and time.monotonic() < deadline:
                 time.sleep(0.005)
+        if self.exchanges is not None:
+            self.exchanges.end(_DRAIN_S)
+            self.exchanges = None
         self.pending.clear()
         self.backend = None
 
@@ -195,6 +226,22 @@ class TorchTransport(Transport):
         return local, across
 
     @override
+    def local_address(self) -> str:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        with contextlib.suppress(OSError):
+            if interface:
+                return _address_of(interface)
+        store: Any = self._store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            with contextlib.suppress(OSError):
+                return address_towards(store.host)
+        with contextlib.suppress(OSError):
+            return socket.gethostbyname(socket.gethostname())
+        return super().local_address()
+
+    @override
     def issue(self, request: Request) -> Work:
         if request.size == 1:
             return self._issue_alone(request)
@@ -204,12 +251,15 @@ class TorchTransport(Transport):
         if connection.backend is None:
             raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
         self.bytes_sent += request.wire_bytes()
-        work = self._issue(connection.backend, request)
+        work = self._issue(connection, request)
         connection.pending[id(work)] = work
         return _TorchWork(work, connection)
 
-    def _issue(self, backend: Any, request: Request) -> Any:
+    def _issue(self, connection: _Connection, request: Request) -> Any:
+        backend = connection.backend
         match request:
+            case Exchange():
+                return connection.exchange(request)
             case AllReduce(tensor=tensor, op=op):
                 return backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
             case AllGather(output=output, input=input):
@@ -297,6 +347,25 @@ def _name_of_node() -> str:
     """Return what this rank's node is called: alike for its ranks, different from other nodes."""
     launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     return os.environ.get(NODE_VARIABLE) or launcher
+
+
+def address_towards(host: str) -> str:
+    """Return the address from which this machine reaches `host` (a name or an address). Nothing is sent.
+
+    Raises:
+        OSError: There is no way to it.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # of a datagram socket: only chooses the way
+        return probe.getsockname()[0]
+
+
+def _address_of(interface: str) -> str:
+    """Return a network interface's IPv4 address, as the system's `SIOCGIFADDR` gives it."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
 
 
 def _fresh_store(group: dist.ProcessGroup) -> dist.Store:

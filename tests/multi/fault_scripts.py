@@ -95,6 +95,67 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
         raise
 
 
+def train_weights_into_trap(kind: str, algorithm: str) -> None:
+    """The same for algorithms on weights: the victim runs into `kind` in a backward, so it comes to no more rounds."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Deep)
+    optimizer = sgd(model)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(data(number, 4, 32)).sum().backward()
+        optimizer.step()
+
+    for number in range(GOOD_STEPS):
+        step(number)
+    if rank == VICTIM:
+        model.trap = TRAPS[kind]
+    began = time.monotonic()
+    try:
+        for number in range(4):
+            step(number)
+    except commlib.errors.CommlibError as error:
+        waited_s = time.monotonic() - began
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        raise
+
+
+def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
+    """Train; the victim runs into `kind` at the end of an optimizer step, where the others begin a round."""
+    import commlib
+    import commlib.errors
+
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Deep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traps: list[Callable[[], None]] = []
+    optimizer.register_step_post_hook(lambda *_: [trap() for trap in traps] and None)  # before commlib's own
+    instance = commlib.algorithms.get(algorithm)(period=2)
+    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+
+    def train_steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model(data(step, 4, 32)).square().mean().backward()
+            if rank == VICTIM and step == 5:
+                traps.append(TRAPS[kind])
+            optimizer.step()
+
+    train_steps(0, 5)
+    report(event="trained", rounds=commlib.stats(model).steps)
+    began = time.monotonic()
+    try:
+        train_steps(5, 9)
+    except commlib.errors.CommlibError as error:
+        waited_s = time.monotonic() - began
+        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        raise
+
+
 def skip_backward_on_one_rank() -> None:
     """The victim leaves the loop one step early and goes on to something else: a classic of uneven data."""
     import commlib
@@ -185,6 +246,25 @@ def shut_down(way: str) -> None:
     before = num_threads()
     model = commlib.wrap(seeded(Mlp), timeout=10)
     train_some(model)
+    report(event="ending", at_s=time.monotonic())
+    ENDINGS[way](model)
+    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+
+
+def shut_down_in_flight(way: str) -> None:
+    """Train until a round over weights is under way in the background, then end the process."""
+    import commlib
+
+    default_group_from_env(timeout_s=20)
+    before = num_threads()
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    algorithm = commlib.algorithms.StreamingDiLoCo(period=8, fragments=2, delay=4)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=10)
+    for step in range(8):
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        optimizer.step()
     report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])

@@ -95,7 +95,10 @@ class PooledRank:
 
 
 class RankPool:
-    """`NUM_RANKS` processes that run functions as the ranks of a job; restarted when a job hangs or breaks them."""
+    """Processes that run functions as the ranks of a job; restarted when a job hangs or breaks them.
+
+    `NUM_RANKS` of them from the start; a job of more ranks adds what it needs, for the rest of the session.
+    """
 
     def __init__(self) -> None:
         self._ranks: list[PooledRank] = []
@@ -110,7 +113,7 @@ class RankPool:
             RankHang: a rank was not done after the job's timeout; the pool is restarted for the next job.
         """
         __tracebackhide__ = True
-        ranks = self._started()[: job.world_size]
+        ranks = self._started(job.world_size)[: job.world_size]
         job = job._replace(store_path=self._store_path())
         try:
             for rank in ranks:
@@ -126,12 +129,13 @@ class RankPool:
         assert self._directory is not None
         return str(Path(self._directory.name) / f"store-{next(self._job_ids)}")
 
-    def _started(self) -> list[PooledRank]:
-        if not self._ranks:
-            self._directory = self._directory or tempfile.TemporaryDirectory(prefix="rank-pool-")
-            self._ranks = [PooledRank(rank, Path(self._directory.name)) for rank in range(NUM_RANKS)]
-            for rank in self._ranks:
-                rank.wait_ready()
+    def _started(self, num_ranks: int = NUM_RANKS) -> list[PooledRank]:
+        self._directory = self._directory or tempfile.TemporaryDirectory(prefix="rank-pool-")
+        missing = range(len(self._ranks), max(num_ranks, NUM_RANKS))
+        added = [PooledRank(rank, Path(self._directory.name)) for rank in missing]
+        self._ranks += added
+        for rank in added:
+            rank.wait_ready()
         return self._ranks
 
     @staticmethod
@@ -196,7 +200,7 @@ def run_ranks(
 
     Args:
         fn: found by module and qualified name on the other side, so it must not be a closure.
-        world_size: 1 to `NUM_RANKS`.
+        world_size: Best 1 to `NUM_RANKS`; see `RankPool`.
         timeout: seconds; also the timeout of the process group.
 
     Returns:

@@ -72,6 +72,21 @@ def test_a_fault_in_the_middle_of_backward(kind: str, world_size: int, algorithm
             assert kind != "fail" or "RuntimeError: the user's own error" in victim.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), [("die", "diloco"), ("fail", "local_sgd"), ("stop", "diloco"), ("die", "local_sgd")]
+)
+def test_a_fault_at_a_round_over_weights(kind: str, algorithm: str) -> None:
+    kinds, victim_code = FAULTS[kind]
+    with start_ranks(fault_scripts.train_into_trap_at_a_round, 3, kind, algorithm) as ranks:
+        for exit_ in ranks.wait(40, [0, 2]):
+            words = ("reduce", "bucket", r"layers\.", NAMES_VICTIM)
+            assert_told(exit_, kinds=kinds, within_s=TIMEOUT_S + SLACK_S, words=words)
+            assert reports(exit_, "trained")[0]["rounds"] == 2
+        if victim_code is not None:
+            (victim,) = ranks.wait(20, [VICTIM])
+            assert victim.returncode == victim_code, victim.output
+
+
 def test_a_rank_that_leaves_the_loop_early() -> None:
     with start_ranks(fault_scripts.skip_backward_on_one_rank, 2) as ranks:
         (other,) = ranks.wait(40, [1 - VICTIM])

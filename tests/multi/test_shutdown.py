@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,9 +29,15 @@ def assert_prompt(rank: RankExit) -> None:
     assert took_s < PROMPT_S, f"rank {rank.rank} took {took_s:.1f} s to end:\n{rank.output}"
 
 
-@pytest.mark.parametrize("way", QUIET)
-def test_a_quiet_end(way: str) -> None:
-    for exit_ in spawn_ranks(fault_scripts.shut_down, 2, way):
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        *((fault_scripts.shut_down, way) for way in QUIET),
+        *((fault_scripts.shut_down_in_flight, way) for way in QUIET[:4]),
+    ],
+)
+def test_a_quiet_end(script: Callable[[str], None], way: str) -> None:
+    for exit_ in spawn_ranks(script, 2, way):
         assert exit_.returncode == 0, exit_.output
         assert_prompt(exit_)
         lines = [line for line in exit_.output.splitlines() if not line.startswith("REPORT ")]
@@ -47,10 +54,16 @@ LOUD = {
 }
 
 
-@pytest.mark.parametrize("way", list(LOUD))
-def test_an_end_by_exception_or_exit(way: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "way"),
+    [
+        *((fault_scripts.shut_down, way) for way in LOUD),
+        *((fault_scripts.shut_down_in_flight, way) for way in ("sys-exit", "exception")),
+    ],
+)
+def test_an_end_by_exception_or_exit(script: Callable[[str], None], way: str) -> None:
     code, words = LOUD[way]
-    for exit_ in spawn_ranks(fault_scripts.shut_down, 2, way):
+    for exit_ in spawn_ranks(script, 2, way):
         assert exit_.returncode == code, exit_.output
         assert words in exit_.output, exit_.output
         assert_prompt(exit_)

@@ -1,0 +1,86 @@
+"""What the algorithms that average weights with neighbours share: nodes, buffers, state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms.base import Algorithm, BucketView, Context, Part, Traits
+from commlib.primitives import topology as topologies
+from commlib.primitives.hierarchical import NodeStage, hierarchical
+from commlib.primitives.topology import Neighbours, Topology
+from commlib.transport.base import Communication, Communicator
+
+E = TypeVar("E")
+
+
+class NeighbourAveraging(Algorithm, Generic[E]):
+    """Averages weights with the neighbours in a graph, every `period` optimizer steps.
+
+    Args:
+        topology: Who averages with whom: a name or a `Topology`.
+        period: Optimizer steps from one round to the next.
+        overlap: Whether a round runs while the next step's forward and backward do: its effect on a copy of the weights
+            is added at that step's end. Otherwise the optimizer step waits for it.
+        hierarchical: Whether weights are averaged inside each node first, in full precision, and the graph is one of
+            nodes; every local rank carries a part.
+    """
+
+    def __init__(self, topology: str | Topology, *, period: int, overlap: bool, hierarchical: bool) -> None:
+        self.topology = topologies.create(topology)
+        self.overlap = overlap
+        self.traits = Traits(
+            tensors="weights", period=period, delay=int(overlap), idle_alone=True, hierarchical=hierarchical, window=4
+        )
+        self._exchanges: dict[int, E] = {}
+        self._stages: dict[int, NodeStage] = {}
+        self._parts: dict[int, Sequence[Part]] = {}
+
+    @abstractmethod
+    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> E:
+        """Make what is kept of a tensor like `like` [numel], which begins at `begin` in its bucket."""
+
+    @abstractmethod
+    def _mix(self, tensor: torch.Tensor, exchange: E, neighbours: Neighbours, peers: Communicator) -> Communication:
+        """Average `tensor` with the neighbours among `peers`, in place."""
+
+    @override
+    def setup(self, context: Context) -> None:
+        saved = self.state_dict()
+        local, across = context.comm.local, context.comm.across
+        self._stages.clear()
+        self._exchanges.clear()
+        self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
+        for bucket in context.buckets:
+            like, begin, peers = bucket.flat, 0, context.comm
+            if local is not None and across is not None:
+                stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, local)
+                like, begin, peers = stage.sum[: stage.count], stage.begin, across
+                self._stages[bucket.index] = stage
+            self.topology.matrix(peers.world_size)  # a topology that does not exist for so many ranks says so here
+            self._exchanges[bucket.index] = self._make_exchange(like, begin, peers)
+        self.load_state_dict(saved)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        exchange, stage = self._exchanges[bucket.index], self._stages.get(bucket.index)
+        if stage is None:
+            yield from self._mix(bucket.flat, exchange, self._neighbours(comm, comm.step), comm)
+            return
+        local, across = comm.local, comm.across
+        assert local is not None
+        assert across is not None
+        neighbours = self._neighbours(across, comm.step)
+
+        def mix_nodes(own: torch.Tensor) -> Communication:
+            own.div_(local.world_size)
+            yield from self._mix(own, exchange, neighbours, across)
+
+        yield from hierarchical(bucket.flat, stage, local, mix_nodes)
+
+    def _neighbours(self, peers: Communicator, step: int) -> Neighbours:
+        return self.topology.neighbours(peers.rank, peers.world_size, step)

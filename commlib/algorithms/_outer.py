@@ -1,0 +1,157 @@
+"""What local SGD and DiLoCo share: ranks that move on their own, and a common step along the mean of their ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._policy import CompressionPolicy
+from commlib.algorithms._quantized import Quantized
+from commlib.algorithms.base import BucketView, Context
+from commlib.codecs.base import BlockCodec
+from commlib.codecs.integer import Int8
+from commlib.errors import ConfigError
+from commlib.primitives.parts import Pieces, cut
+from commlib.transport.base import Communication, Communicator
+
+_NOTHING = CompressionPolicy(skip=("*",))
+
+
+class OuterSGD(Quantized):
+    """At the end of every period, a step of SGD on the common weights along the mean of what the ranks moved.
+
+    With x the common weights, x_r those that rank r came to, C the codec (or nothing), u the outer momentum:
+
+        g = C(1/N sum_r C(x - x_r)),   u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
+
+    which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. The first x is what the ranks
+    hold before the first step after the warm-up: what `wrap` broadcast. All ranks hold the same x and u at all times.
+    With lr = 1, m = 0 and no codec the new x is the mean of the x_r, and neither x nor u is kept.
+
+    Args:
+        lr: The outer learning rate.
+        momentum: The outer momentum m, in [0, 1).
+        nesterov: Whether it is Nesterov's.
+        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
+        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        compress: With a codec: which parameters are compressed; the others travel in full precision.
+        **traits: What differs from the class's traits.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        codec: BlockCodec | None,
+        feedback: bool | None,
+        compress: Callable[[str, torch.Tensor], bool],
+        **traits: Any,
+    ) -> None:
+        name = type(self).__name__
+        if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
+            raise ConfigError(
+                f"{name}: expected outer_lr > 0 and 0 <= outer_momentum < 1, got outer_lr={lr}, "
+                f"outer_momentum={momentum}"
+            )
+        if nesterov and momentum == 0:
+            raise ConfigError(f"{name}: nesterov=True needs outer_momentum > 0, got outer_momentum=0")
+        if feedback and codec is None:
+            raise ConfigError(f"{name}: feedback=True needs a codec, whose errors it feeds back; got codec=None")
+        super().__init__(
+            codec or Int8(),  # which compresses nothing where there is none
+            op="mean",
+            feedback=codec is not None if feedback is None else feedback,
+            seed=None,
+            compress=_NOTHING if codec is None else compress,
+        )
+        self.outer_lr = lr
+        self.outer_momentum = momentum
+        self.nesterov = nesterov
+        self.traits = dataclasses.replace(
+            self.traits, tensors="weights", idle_alone=False, portable=codec is None, **traits
+        )
+        self._common: dict[int, torch.Tensor] = {}
+        self._velocity: dict[int, torch.Tensor] = {}
+        self._buckets: dict[int, BucketView] = {}
+        self._loaded: dict[str, Pieces] = {"common": {}, "velocity": {}}  # until `begin` puts them into buckets
+
+    @override
+    def setup(self, context: Context) -> None:
+        saved = self._save_outer()
+        self._buckets = {bucket.index: bucket for bucket in context.buckets if self._has_common(bucket)}
+        self._common.clear()
+        self._velocity.clear()
+        self._loaded = {"common": {}, "velocity": {}}
+        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
+        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+        self._loaded = saved
+
+    def _has_common(self, bucket: BucketView) -> bool:
+        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
+        return bucket.group == "compressed" or not is_mean
+
+    @override
+    def begin(self, bucket: BucketView) -> None:
+        """Keep the weights as the common ones, but for parameters of which an earlier plan or a checkpoint has them."""
+        if not self._has_common(bucket):
+            return
+        common = self._common[bucket.index] = bucket.flat.clone()
+        self._take_loaded("common", common, bucket)
+        if self.outer_momentum:
+            velocity = self._velocity[bucket.index] = torch.zeros_like(common)
+            self._take_loaded("velocity", velocity, bucket)
+
+    def _take_loaded(self, kind: str, values: torch.Tensor, bucket: BucketView) -> None:
+        for part in bucket.parts:
+            _, piece = self._loaded[kind].pop(part.name, (0, None))
+            if piece is not None:
+                values[part.start : part.start + part.numel] = piece
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        if not self._has_common(bucket):
+            yield from super().communicate(bucket, comm)
+            return
+        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
+        yield from super().communicate(bucket, comm)
+        self._step(bucket)
+
+    def _step(self, bucket: BucketView) -> None:
+        """Step along the mean in `bucket.flat`, and leave the common weights there."""
+        common, gradient = self._common[bucket.index], bucket.flat
+        if self.outer_momentum:
+            velocity = self._velocity[bucket.index].mul_(self.outer_momentum).add_(gradient)
+            gradient = gradient.add_(velocity, alpha=self.outer_momentum) if self.nesterov else velocity
+        bucket.flat.copy_(common.add_(gradient, alpha=-self.outer_lr))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._save_outer()}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        names = {part.name for bucket in self._buckets.values() for part in bucket.parts}
+        missing = sorted(names - state["common"].keys())
+        if state["common"] and missing:
+            raise ConfigError(
+                f"{type(self).__name__}: the saved common weights are of another model or other options: "
+                f"{len(missing)} of {len(names)} parameters are missing, the first is {missing[0]!r}"
+            )
+        self._common.clear()
+        self._velocity.clear()
+        self._loaded = {kind: dict(state[kind]) for kind in self._loaded}
+        super().load_state_dict(state)
+
+    def _save_outer(self) -> dict[str, Pieces]:
+        saved = {kind: dict(pieces) for kind, pieces in self._loaded.items()}
+        for kind, by_bucket in (("common", self._common), ("velocity", self._velocity)):
+            for index, values in by_bucket.items():
+                saved[kind].update(cut(values, 0, self._buckets[index].parts))
+        return saved

@@ -1,0 +1,222 @@
+"""A shard of the parameters and the rule that updates it: no threads, no network."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commlib.algorithms._published import Copy, Layout
+from commlib.errors import ConfigError
+
+#: Optimizers that treat every element by itself, so that a shard's update is the shard of the update.
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `end` of parameter `index`, which belong to one shard."""
+
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a server takes gradients.
+
+    Attributes:
+        lr_scale: What the learning rate of the user's optimizer is multiplied by.
+        max_staleness: The largest distance in versions at which a gradient counts in full.
+        drops: Whether older ones are dropped; else they are scaled by `max_staleness / staleness`.
+        compensation: The factor lambda of delay compensation; 0 for none.
+    """
+
+    lr_scale: float
+    max_staleness: int
+    drops: bool
+    compensation: float = 0.0
+
+
+def shards(numels: Sequence[int], num_shards: int) -> list[list[Piece]]:
+    """Cut parameters of these sizes into shards of sizes that differ by at most one element."""
+    ends = list(itertools.accumulate(numels))
+    total = ends[-1] if ends else 0
+    cuts = [total * idx // num_shards for idx in range(num_shards + 1)]
+    found = []
+    for first, last in itertools.pairwise(cuts):
+        pieces = []
+        for index, (end, numel) in enumerate(zip(ends, numels, strict=True)):
+            low, high = max(first, end - numel), min(last, end)
+            if low < high:
+                pieces.append(Piece(index, low - end + numel, high - end + numel))
+        found.append(pieces)
+    return found
+
+
+def cut(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Return views of the pieces of dense tensors, in the order of their memory."""
+    return [_in_memory_order(tensors[piece.index])[piece.start : piece.end] for piece in pieces]
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer can be cut into shards.
+
+    Raises:
+        ConfigError: It is not one of those that are known to be.
+    """
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
+        raise ConfigError(
+            f"optimizer: async_sgd updates shards of parameters, which needs an elementwise optimizer: one of {known}, "
+            f"got {type(optimizer).__name__}"
+        )
+
+
+class ShardServer:
+    """One rank's shard: its weights, its optimizer, and its version, which counts the updates. Not thread-safe.
+
+    Args:
+        pieces: Which elements of the parameters.
+        parameters: All parameters; the pieces are copied.
+        optimizer: The user's. Its class, hyper-parameters and state so far are taken over; its `param_groups` are
+            read again at every update, so that learning rates follow a schedule.
+        num_workers: How many ranks push.
+        rule: How gradients are taken.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        num_workers: int,
+        rule: Rule,
+    ) -> None:
+        self._user = optimizer
+        self._rule = rule
+        self.version = 0
+        tensors = [parameter.data for parameter in parameters]
+        self.weights = [piece.detach().to("cpu", copy=True) for piece in cut(tensors, pieces)]
+        self.layout = Layout(self.weights)
+        for weight in self.weights:
+            weight.requires_grad_()
+        self._optimizer = self._own_optimizer(pieces, parameters) if pieces else None
+        depth = 2 if rule.compensation else 1  # a gradient was computed on the reply before the last one
+        self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
+
+    def _own_optimizer(
+        self, pieces: Sequence[Piece], parameters: Sequence[torch.nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """Make an optimizer of the user's class for the pieces, with the state that the user's has so far."""
+        user = self._user
+        group_of = {id(p): idx for idx, group in enumerate(user.param_groups) for p in group["params"]}
+        members: dict[int, list[torch.Tensor]] = {}
+        for piece, weight in zip(pieces, self.weights, strict=True):
+            members.setdefault(group_of[id(parameters[piece.index])], []).append(weight)
+        self._group_indices = list(members)
+        groups = [{"params": own, **self._options(user.param_groups[idx])} for idx, own in members.items()]
+        made = type(user)(groups)  # pyright: ignore[reportCallIssue]
+        for piece, weight in zip(pieces, self.weights, strict=True):
+            parameter = parameters[piece.index]
+            state = user.state.get(parameter, {})
+            made.state[weight] = {key: _of_piece(value, parameter, piece) for key, value in state.items()}
+        return made
+
+    def _options(self, user: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyper-parameters of a group of the user's optimizer, as they are for tensors on the CPU."""
+        options = {key: value for key, value in user.items() if key != "params"}
+        for key in ("fused", "capturable"):
+            if options.get(key):
+                options[key] = False
+        return {**options, "lr": float(user["lr"]) * self._rule.lr_scale}
+
+    def _copy(self) -> Copy:
+        copy = Copy(self.layout)
+        torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
+        copy.number = self.version
+        return copy
+
+    @torch.no_grad()
+    def push(self, worker: int, version: int, gradient: Sequence[torch.Tensor]) -> None:
+        """Update the shard with a gradient that `worker` computed on weights of `version`.
+
+        With staleness s, the number of updates since: a gradient with s > max_staleness is dropped, or scaled by
+        max_staleness / s. Compensation adds lambda g * g * (w - w_version) to g, element by element.
+        """
+        staleness = max(0, self.version - version)
+        if self._optimizer is None or (staleness > self._rule.max_staleness and self._rule.drops):
+            return
+        gradient = list(gradient)
+        if self._rule.compensation:
+            replies = self._replies[worker]
+            old = next((copy for copy in replies if copy.number == version), replies[0])
+            gradient = [self._compensated(*each) for each in zip(gradient, self.weights, old.tensors, strict=True)]
+        if staleness > self._rule.max_staleness:
+            torch._foreach_mul_(gradient, self._rule.max_staleness / staleness)
+        for own, idx in zip(self._optimizer.param_groups, self._group_indices, strict=True):
+            own.update(self._options(self._user.param_groups[idx]))
+        for weight, each in zip(self.weights, gradient, strict=True):
+            weight.grad = each
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+
+    def _compensated(self, gradient: torch.Tensor, now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        squared = gradient * gradient.conj() if gradient.is_complex() else gradient * gradient
+        return gradient + self._rule.compensation * squared * (now - old)
+
+    @torch.no_grad()
+    def reply(self, worker: int) -> Copy:
+        """Return a copy of the newest weights for `worker`; it stays as it is until the worker's next but one reply."""
+        replies = self._replies[worker]
+        copy = replies.popleft()
+        torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
+        copy.number = self.version
+        replies.append(copy)
+        return copy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the weights, the optimizer's state and the version."""
+        optimizer = None if self._optimizer is None else self._optimizer.state_dict()
+        weights = [weight.detach().clone() for weight in self.weights]
+        return {"version": self.version, "weights": weights, "optimizer": _cloned(optimizer)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.version = state["version"]
+        for weight, saved in zip(self.weights, state["weights"], strict=True):
+            weight.copy_(saved)
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        for worker, replies in enumerate(self._replies):
+            for _ in range(len(replies)):
+                self.reply(worker)
+
+
+def _of_piece(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
+    """Copy the piece's part of an entry of the optimizer's state; what has not the parameter's shape, as a whole."""
+    if not torch.is_tensor(value):
+        return value
+    own = cut([value], [Piece(0, piece.start, piece.end)])[0] if value.shape == parameter.shape else value
+    return own.to("cpu", copy=True)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _cloned(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cloned(each) for each in value)
+    return value.clone() if torch.is_tensor(value) else value

@@ -1,0 +1,283 @@
+"""Asynchronous SGD: the ranks themselves are the parameter servers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._published import Copy, Layout
+from commlib.algorithms._shard_server import Piece, Rule, ShardServer, check_elementwise, cut, shards
+from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.errors import ConfigError, PeerFailure, PeerTimeout
+from commlib.transport.mailbox import Message
+
+_log = logging.getLogger("commlib")
+
+_PUSH, _PULL = 1, 2
+
+
+class AsyncSGD(Algorithm):
+    """Push every gradient to the ranks that own its shards, and go on with the newest weights that have come back.
+
+    The parameters are cut into one shard per rank. At an optimizer step a rank does not change its weights; it sends
+    each shard's gradient to the shard's owner, where a thread applies it, in the order of arrival,
+
+        w <- Optimizer(w, g, lr / N)            version <- version + 1
+
+    and answers with the newest weights, which the rank installs at the first step end at which they are there. Nobody
+    waits: at most one push per shard is under way, and gradients that find it so are added up for the next one. All
+    gradients of a push were computed on the same weights of that shard. Staleness is the number of updates of the
+    shard since those weights; with N ranks of the same speed it is about 2N.
+
+    The update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at that time
+    on the shard's owner. Its own step has nothing to do, and its own state stays empty.
+
+    Paper: Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012 (Downpour SGD). Damping: Zhang et al.,
+    "Staleness-aware Async-SGD", IJCAI 2016. Delay compensation: Zheng et al., "Asynchronous Stochastic Gradient
+    Descent with Delay Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old).
+
+    Deviations: The learning rate is divided by the number of ranks N, so that a step of all ranks goes about as far as
+    one with their mean gradient; Downpour leaves that to the user. Only gradients older than `max_staleness` are
+    damped, by `max_staleness / staleness`; in the paper all are, by 1 / staleness. A parameter without a gradient
+    counts as one with zeros. Shards live in host memory, also where the model is on CUDA (which has not been run). A
+    rank that leaves takes its shard along: the others keep it as it was.
+
+    Args:
+        max_staleness: Versions; None means four times the number of ranks.
+        on_stale: What happens to older gradients: "damp" or "drop".
+        delay_compensation: The factor lambda; 0 for none. It needs a second copy of the shard per rank.
+        lr_scale: What the learning rate is multiplied by; None means 1 / N.
+
+    Raises:
+        ConfigError: An option is out of range; when it is attached: the optimizer is not elementwise (SGD, Adam,
+            AdamW), or a parameter does not fill a stretch of memory.
+    """
+
+    traits = Traits(tensors="none")
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int | None = None,
+        on_stale: Literal["damp", "drop"] = "damp",
+        delay_compensation: float = 0.0,
+        lr_scale: float | None = None,
+    ) -> None:
+        if max_staleness is not None and max_staleness < 1:
+            raise ConfigError(f"AsyncSGD: expected max_staleness >= 1 or None, got {max_staleness!r}")
+        if on_stale not in ("damp", "drop"):
+            raise ConfigError(f"AsyncSGD: expected on_stale 'damp' or 'drop', got {on_stale!r}")
+        if delay_compensation < 0 or (lr_scale is not None and lr_scale <= 0):
+            raise ConfigError(
+                "AsyncSGD: expected delay_compensation >= 0 and lr_scale > 0 or None, got "
+                f"{delay_compensation!r} and {lr_scale!r}"
+            )
+        self.max_staleness = max_staleness
+        self.on_stale = on_stale
+        self.delay_compensation = delay_compensation
+        self.lr_scale = lr_scale
+
+    @override
+    def attach(self, attachment: Attachment) -> Runner:
+        world_size = attachment.comm.world_size
+        rule = Rule(
+            lr_scale=1 / world_size if self.lr_scale is None else self.lr_scale,
+            max_staleness=4 * world_size if self.max_staleness is None else self.max_staleness,
+            drops=self.on_stale == "drop",
+            compensation=self.delay_compensation,
+        )
+        return _Worker(attachment, rule)
+
+
+class _Shard:
+    """What a worker has to do with one shard: the gradients for it, and its newest weights."""
+
+    def __init__(self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> None:
+        self.owner = owner
+        self.pieces = pieces
+        layout = Layout(cut(tensors, pieces))
+        self._pending, self._sending, self._received = Copy(layout), Copy(layout), Copy(layout)
+        self.num_pending = 0  # gradients added up in `_pending`
+        self.version = 0  # of the weights that are installed
+        self.is_under_way = False
+        self.has_arrived = threading.Event()
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Add gradients of all parameters, of which the shard's are taken."""
+        own = cut(gradients, self.pieces)
+        if self.num_pending:
+            torch._foreach_add_(self._pending.tensors, [each.to("cpu") for each in own])
+        else:
+            torch._foreach_copy_(self._pending.tensors, own)
+            self._pending.number = self.version  # stays so: weights that are installed wait for the push after
+        self.num_pending += 1
+
+    def ask(self, kind: int, ask: Callable[..., None]) -> None:
+        """Push what is pending, or pull. Returns at once."""
+        version, payload = self.version, b""
+        if kind == _PUSH:
+            self._pending, self._sending, self.num_pending = self._sending, self._pending, 0
+            version, payload = self._sending.number, self._sending.payload
+        self.is_under_way = True
+        self.has_arrived.clear()
+        ask(self.owner, Message(kind, version, payload), self._on_reply, self._received.payload)
+
+    def _on_reply(self, message: Message) -> None:
+        self._received.number = message.number
+        self.has_arrived.set()
+
+    def install(self, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the weights that have arrived into the parameters."""
+        torch._foreach_copy_(cut(weights, self.pieces), self._received.tensors)
+        self.version = self._received.number
+        self.is_under_way = False
+        self.has_arrived.clear()
+
+
+class _Worker(Runner):
+    """The rank's part: its own shard, and its questions to the owners of all."""
+
+    def __init__(self, attachment: Attachment, rule: Rule) -> None:
+        self._attachment = attachment
+        optimizer = attachment.optimizer
+        check_elementwise(optimizer)
+        in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = [(name, parameter) for name, parameter in attachment.parameters if id(parameter) in in_optimizer]
+        self._parameters = [parameter for _, parameter in named]
+        for name, parameter in named:
+            _check_dense(name, parameter)
+        self._taken: list[torch.Tensor | None] = []  # gradients kept from the optimizer during its step
+        self._lock = threading.Lock()
+        rank, world_size = attachment.comm.rank, attachment.comm.world_size
+        of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
+        self._shards = [_Shard(r, pieces, self._weights) for r, pieces in enumerate(of_ranks) if pieces]
+        self._server = ShardServer(of_ranks[rank], self._parameters, optimizer, world_size, rule)
+        self._mailbox = attachment.connect(self._answer, self._server.layout.nbytes)
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter.data for parameter in self._parameters]
+
+    @property
+    @override
+    def bytes_sent(self) -> float:
+        return self._mailbox.bytes_sent
+
+    # --- the shard that this rank owns, on the threads of those that ask --------------------------------------------
+
+    @torch.no_grad()
+    def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
+        with self._lock:
+            if message.kind == _PUSH:
+                gradient = self._server.layout.views(torch.frombuffer(message.payload, dtype=torch.uint8))
+                self._server.push(peer, message.number, gradient)
+            newest = self._server.reply(peer)
+        reply(Message(message.kind, newest.number, newest.payload))
+
+    # --- the steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def before_step(self) -> None:
+        if getattr(self._attachment.optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "async_sgd takes gradients before the optimizer's step, and a fused optimizer unscales them within it. "
+                "Call scaler.unscale_(optimizer) first, or make the optimizer with fused=False"
+            )
+        self._taken = [parameter.grad for parameter in self._parameters]
+        if all(gradient is None for gradient in self._taken):
+            return
+        gradients = [_laid_out(g, p) for g, p in zip(self._taken, self._parameters, strict=True)]
+        for shard in self._shards:
+            shard.add(gradients)
+        for parameter in self._parameters:
+            parameter.grad = None  # the optimizer passes over it
+
+    @override
+    def after_step(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._taken, strict=True):
+            parameter.grad = gradient
+        self._taken = []
+        self._mailbox.check()
+        self._forget_shards_of_ranks_that_left()
+        for shard in self._shards:
+            self._go_on(shard)
+
+    def _go_on(self, shard: _Shard) -> None:
+        """Install what has arrived, and push what is pending, if nothing is under way."""
+        if shard.has_arrived.is_set():
+            shard.install(self._weights)
+            self.num_rounds += 1
+        if not shard.is_under_way and shard.num_pending:
+            shard.ask(_PUSH, self._mailbox.ask)
+
+    def _forget_shards_of_ranks_that_left(self) -> None:
+        here = {self._attachment.comm.rank, *self._mailbox.present()}
+        gone = [shard.owner for shard in self._shards if shard.owner not in here]
+        if gone:
+            self._shards = [shard for shard in self._shards if shard.owner in here]
+            _log.warning("ranks %s have left; their shards of the parameters stay as they are", gone)
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    @override
+    def synchronize(self) -> None:
+        for shard in self._shards:
+            while shard.is_under_way or shard.num_pending:
+                if shard.is_under_way:
+                    self._wait(shard, "the end of its pushes")
+                self._go_on(shard)
+        self._attachment.gather(None)  # from here on every push has been applied, on all ranks
+        for shard in self._shards:
+            shard.ask(_PULL, self._mailbox.ask)
+        for shard in self._shards:
+            self._wait(shard, "the final weights")
+            shard.install(self._weights)
+        self._attachment.gather(None)  # nobody pushes before all have pulled
+
+    def _wait(self, shard: _Shard, what: str) -> None:
+        limit_s = self._attachment.timeout_s
+        if not shard.has_arrived.wait(limit_s):
+            self._mailbox.check()
+            words = f"rank {self._attachment.comm.rank}: {what}: rank {shard.owner}"
+            if shard.owner not in (self._attachment.comm.rank, *self._mailbox.present()):
+                raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize")
+            raise PeerTimeout(f"{words} did not answer within {limit_s:g} s")
+
+    @override
+    def close(self) -> None:
+        self._mailbox.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        with self._lock:
+            server = self._server.state_dict()
+        return {"server": server, "versions": {shard.owner: shard.version for shard in self._shards}}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._lock:
+            self._server.load_state_dict(state["server"])
+        for shard in self._shards:
+            shard.version = state["versions"].get(shard.owner, shard.version)
+
+
+def _check_dense(name: str, parameter: torch.Tensor) -> None:
+    if torch.empty_like(parameter).stride() != parameter.stride():
+        raise ConfigError(
+            f"async_sgd cuts parameters into shards by their memory, and {name!r} with strides {parameter.stride()} "
+            "does not fill a stretch of it. Make the parameter contiguous"
+        )
+
+
+def _laid_out(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient with the parameter's strides; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if gradient.layout == torch.strided and gradient.stride() == parameter.stride():
+        return gradient.detach()
+    return torch.empty_like(parameter).copy_(gradient.detach().to_dense())

@@ -1,0 +1,71 @@
+"""Averaging of weights in random pairs."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms._neighbours import NeighbourAveraging
+from commlib.codecs.base import BlockCodec
+from commlib.primitives.decentralized import (
+    FullExchange,
+    QuantizedExchange,
+    decentralized_full_precision,
+    decentralized_quantized,
+)
+from commlib.primitives.topology import Neighbours, RandomMatching
+from commlib.transport.base import Communication, Communicator
+
+
+class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
+    """Every `period` steps the ranks are paired at random, and the two of each pair average their weights.
+
+    With i and j a pair; of an odd number of ranks one rests:
+
+        x_i, x_j <- (x_i + x_j) / 2                          without a codec
+        x_i <- x_i + (C(x_j) - C(x_i)) / 2, x_j likewise     with codec C: the mean of the two stays what it was
+
+    Args:
+        period: Optimizer steps from one average to the next.
+        seed: Of the pairs; the same on all ranks.
+        codec: Any block codec. Replicas come no nearer to each other than its error; fine codecs of values, not of
+            differences, are asked for: `Int8`, `BF16`.
+        overlap: Whether a round runs while the next step's forward and backward do; its effect is added at that step's
+            end.
+        hierarchical: Whether weights are averaged inside each node first, and nodes are paired.
+
+    Paper: Boyd et al., "Randomized gossip algorithms" (2006), as many pairs at once as there can be, and local steps
+    between; with a codec the compensating rule of Carli et al., "Gossip consensus algorithms via quantized
+    communication" (2010).
+    Deviations: pairs are drawn from a shared seed, not by each rank.
+    """
+
+    def __init__(
+        self,
+        period: int = 1,
+        seed: int = 0,
+        codec: BlockCodec | None = None,
+        overlap: bool = True,
+        hierarchical: bool = False,
+    ) -> None:
+        super().__init__(RandomMatching(seed), period=period, overlap=overlap, hierarchical=hierarchical)
+        self.codec = codec
+
+    @override
+    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullExchange | QuantizedExchange:
+        if self.codec is None:
+            return FullExchange(like.numel(), like.dtype, like.device)
+        return QuantizedExchange(like.numel(), like.device, self.codec)
+
+    @override
+    def _mix(
+        self,
+        tensor: torch.Tensor,
+        exchange: FullExchange | QuantizedExchange,
+        neighbours: Neighbours,
+        peers: Communicator,
+    ) -> Communication:
+        if isinstance(exchange, FullExchange):
+            yield from decentralized_full_precision(tensor, exchange, neighbours, peers)
+        else:
+            yield from decentralized_quantized(tensor, exchange, neighbours, peers)

@@ -1,0 +1,42 @@
+"""Hierarchical local SGD: weights are averaged inside each node often, across nodes seldom."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from commlib.algorithms.base import Algorithm, BucketView, Traits
+from commlib.errors import ConfigError
+from commlib.primitives.centralized import centralized_full_precision
+from commlib.transport.base import Communication, Communicator
+
+
+class HierarchicalLocalSGD(Algorithm):
+    """Averages the weights inside each node every `period` steps, and over all ranks every `period * global_every`.
+
+    With x_r the weights of rank r and n(r) its node of L ranks, in round k = 1, 2, ...:
+
+        x_r = 1/L sum_{s in n(r)} x_s   where k is no multiple of global_every,   else   x_r = 1/N sum_s x_s
+
+    Where there are no two levels (one node, or one rank on each) every average is over all ranks.
+
+    Args:
+        period: Optimizer steps from one average to the next.
+        global_every: How many averages make one over all ranks: 3 means two inside the node, then one over all.
+
+    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): hierarchical local SGD; `period`
+    is its H, `global_every` its H^b.
+    Deviations: the local optimizer is the user's, and its state stays local.
+    """
+
+    def __init__(self, period: int = 4, global_every: int = 4) -> None:
+        if global_every < 1:
+            raise ConfigError(f"HierarchicalLocalSGD.global_every: expected at least 1, got {global_every}")
+        self.global_every = global_every
+        self.traits = Traits(tensors="weights", period=period, hierarchical=True, portable=True, window=4)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        is_global = (comm.step + 1) % self.global_every == 0
+        peers = comm if is_global or comm.local is None else comm.local
+        yield from centralized_full_precision(bucket.flat, peers)
+        bucket.flat.div_(peers.num_active)

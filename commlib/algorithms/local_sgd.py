@@ -1,0 +1,44 @@
+"""Local SGD: every rank trains on its own, and the weights are averaged now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commlib.algorithms._outer import OuterSGD
+from commlib.algorithms._policy import EVERYTHING
+from commlib.codecs.base import BlockCodec
+
+
+class LocalSGD(OuterSGD):
+    """Averages the weights every `period` optimizer steps; in between nothing is communicated.
+
+    With x_r the weights of rank r after its `period` steps:
+
+        x_r = 1/N sum_s x_s
+
+    With a codec C, the differences to the last common weights x are averaged, since weights themselves change little:
+
+        x <- x - C(1/N sum_s C(x - x_s)),   x_r = x
+
+    Args:
+        period: Optimizer steps from one average to the next.
+        codec: Any block codec; None averages in the weights' dtype.
+        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        compress: With a codec: which parameters are compressed; all by default.
+
+    Paper: Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), algorithm 1; with a codec, Basu et
+    al., "Qsparse-local-SGD" (NeurIPS 2019), algorithm 1.
+    Deviations: the local optimizer is the user's, and its state (momentum, variance) stays local. With a codec the mean
+    is encoded as well, and its error fed back.
+    """
+
+    def __init__(
+        self,
+        period: int = 8,
+        codec: BlockCodec | None = None,
+        feedback: bool | None = None,
+        compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+    ) -> None:
+        super().__init__(codec=codec, feedback=feedback, compress=compress, period=period)

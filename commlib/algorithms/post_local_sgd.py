@@ -1,0 +1,38 @@
+"""Post-local SGD: gradients are averaged first, weights later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commlib.algorithms._outer import OuterSGD
+from commlib.algorithms._policy import EVERYTHING
+from commlib.codecs.base import BlockCodec
+
+
+class PostLocalSGD(OuterSGD):
+    """Averages gradients in every one of the first `warmup_steps` steps; after them it is `LocalSGD`.
+
+    Args:
+        warmup_steps: Optimizer steps with full-precision averages of the gradients. The paper switches where the
+            learning rate first falls, halfway through the training.
+        period: Optimizer steps from one average of the weights to the next, counted from the switch.
+        codec: As in `LocalSGD`.
+        feedback: As in `LocalSGD`.
+        compress: As in `LocalSGD`.
+
+    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): post-local SGD.
+    Deviations: the switch is a number of steps. The local optimizer is the user's; its state stays local after the
+    switch.
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int = 100,
+        period: int = 8,
+        codec: BlockCodec | None = None,
+        feedback: bool | None = None,
+        compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+    ) -> None:
+        super().__init__(codec=codec, feedback=feedback, compress=compress, period=period, warmup_steps=warmup_steps)

@@ -1,0 +1,258 @@
+"""Decentralized communication: each rank with its neighbours in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from commlib.codecs.base import BlockCodec
+from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.topology import Neighbours
+from commlib.transport.base import Communication, Communicator
+
+
+class FullExchange:
+    """What one bucket keeps for `decentralized_full_precision`: as many buffers as its rank has sources.
+
+    Args:
+        numel: Elements of the tensor: a bucket, or a stretch of one.
+        dtype: Their type.
+        device: Where they are.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._received: list[torch.Tensor] = []
+        self._numel = numel
+        self._total = None if wide == dtype else torch.zeros(numel, dtype=wide, device=device)
+
+    def received(self, num: int) -> list[torch.Tensor]:
+        """Return so many buffers [numel], made when they are first needed."""
+        while len(self._received) < num:
+            self._received.append(self._like.new_zeros(self._numel))
+        return self._received[:num]
+
+    def total(self, first: torch.Tensor) -> torch.Tensor:
+        """Return where a sum that begins with `first` is made: there, or in fp32 where `first` is narrower."""
+        return first if self._total is None else self._total.copy_(first)
+
+
+def decentralized_full_precision(
+    tensor: torch.Tensor, exchange: FullExchange, neighbours: Neighbours, comm: Communicator
+) -> Communication:
+    """Replace `tensor` by the weighted mean of this rank's and its neighbours' (BAGUA's D_FP_S).
+
+        x_i <- sum_j W_ij x_j
+
+    The sum runs in rank order, in fp32 or wider. A rank without neighbours in this step makes an empty request.
+
+    Args:
+        tensor: [numel] of any floating dtype; changed in place.
+        exchange: The bucket's buffers.
+        neighbours: What this rank has to do in this step.
+        comm: The group.
+    """
+    received = exchange.received(len(neighbours.sources))
+    yield comm.exchange(
+        [(rank, tensor) for rank in neighbours.targets], list(zip(neighbours.sources, received, strict=True))
+    )
+    terms = [(comm.rank, neighbours.own, tensor)]
+    terms += [(rank, weight, x) for (rank, weight), x in zip(neighbours.sources.items(), received, strict=True)]
+    (_, weight, first), *others = sorted(terms, key=lambda term: term[0])
+    total = exchange.total(first).mul_(weight)
+    for _, weight, value in others:
+        total.add_(value, alpha=weight)
+    if total is not tensor:
+        tensor.copy_(total)
+
+
+class QuantizedExchange:
+    """What one bucket keeps for `decentralized_quantized`: payload buffers.
+
+    Args:
+        numel: Elements of the tensor.
+        device: Where it is.
+        codec: What is sent.
+    """
+
+    def __init__(self, numel: int, device: torch.device, codec: BlockCodec) -> None:
+        self.codec = codec
+        self.own = torch.zeros(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
+        self._received: list[torch.Tensor] = []
+
+    def received(self, num: int) -> list[torch.Tensor]:
+        """Return so many payload buffers, made when they are first needed."""
+        while len(self._received) < num:
+            self._received.append(torch.zeros_like(self.own))
+        return self._received[:num]
+
+
+def decentralized_quantized(
+    tensor: torch.Tensor, exchange: QuantizedExchange, neighbours: Neighbours, comm: Communicator
+) -> Communication:
+    """Mix `tensor` with the neighbours', all of them compressed; nothing is remembered, so any graph will do.
+
+        x_i <- x_i + sum_j W_ij (C(x_j) - C(x_i))
+
+    The mean over the ranks stays what it was, as W is doubly stochastic; the ranks come as near to it as C is fine.
+    Carli et al., "Gossip consensus algorithms via quantized communication" (Automatica, 2010), the compensating rule.
+    A block with NaN or Inf becomes NaN here and at the neighbours.
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's buffers.
+        neighbours: What this rank has to do in this step.
+        comm: The group.
+    """
+    codec = exchange.codec
+    if neighbours.sources or neighbours.targets:
+        codec.encode(tensor, exchange.own)
+    payloads = exchange.received(len(neighbours.sources))
+    yield comm.exchange(
+        [(rank, exchange.own) for rank in neighbours.targets], list(zip(neighbours.sources, payloads, strict=True))
+    )
+    for weight, payload in zip(neighbours.sources.values(), payloads, strict=True):
+        codec.decode_add(payload, tensor, weight=weight)
+    if payloads:
+        codec.decode_add(exchange.own, tensor, weight=neighbours.own - 1.0)
+
+
+class DifferenceExchange:
+    """What one bucket keeps for `decentralized_low_precision`: replicas of what the neighbours know of each other.
+
+    Attributes:
+        replica: [numel] fp32 (fp64 for fp64), x^_i: this rank's value as its neighbours know it.
+        neighbour_sum: [numel] sum over j != i of W_ij x^_j: one sum instead of a replica of each neighbour.
+        is_known: Whether the neighbours have replicas at all. Until then the difference is sent uncompressed.
+
+    Args:
+        numel: Elements of the tensor: a bucket, or a stretch of one.
+        dtype: Their type.
+        device: Where they are.
+        codec: What differences are encoded with.
+        neighbours: Of this rank, in every step.
+        begin: Where the stretch begins in its bucket.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        codec: BlockCodec,
+        neighbours: Neighbours,
+        *,
+        begin: int = 0,
+    ) -> None:
+        self.codec = codec
+        self.neighbours = neighbours
+        self.begin = begin
+        self.is_known = False
+        self.replica = torch.zeros(numel, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.neighbour_sum = torch.zeros_like(self.replica)
+        self.difference = torch.zeros_like(self.replica)
+        rows = 1 + len(neighbours.sources)
+        # Rows begin at multiples of 16 bytes, as codecs want it.
+        self._payloads = torch.zeros(rows, -(-codec.payload_bytes(numel) // 16) * 16, dtype=torch.uint8, device=device)
+
+    def encoded(self) -> list[torch.Tensor]:
+        """Return what is sent for `difference`, and the buffers for the neighbours', in their order."""
+        if not self.is_known:
+            return [self.difference.clone(), *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
+        own, *others = self._payloads[:, : self.codec.payload_bytes(self.replica.numel())]
+        self.codec.encode(self.difference, own)
+        return [own, *others]
+
+    def apply(self, encoded: Sequence[torch.Tensor]) -> None:
+        """Bring what was sent into the replica, and what was received into the neighbours' sum."""
+        weights = [1.0, *self.neighbours.sources.values()]
+        into = [self.replica, *(self.neighbour_sum for _ in self.neighbours.sources)]
+        for values, weight, target in zip(encoded, weights, into, strict=True):
+            if self.is_known:
+                self.codec.decode_add(values, target, weight=weight)
+            else:
+                target.add_(values, alpha=weight)
+        self.is_known = True
+
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
+        """Return copies of the replicas by parameter; nothing before there are any."""
+        if not self.is_known:
+            return {"replica": {}, "neighbour_sum": {}}
+        return {
+            "replica": cut(self.replica, self.begin, parts),
+            "neighbour_sum": cut(self.neighbour_sum, self.begin, parts),
+        }
+
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
+        """Take replicas over, also from another plan, if they cover this stretch; start without any if not."""
+        end = self.begin + self.replica.numel()
+        for name in ("replica", "neighbour_sum"):
+            getattr(self, name).copy_(_pasted(saved[name].items(), parts, self.replica)[self.begin : end])
+        ones = ((name, (start, torch.ones_like(piece))) for name, (start, piece) in saved["replica"].items())
+        self.is_known = bool(_pasted(ones, parts, self.replica)[self.begin : end].all())
+        if not self.is_known:
+            self.replica.zero_()
+            self.neighbour_sum.zero_()
+
+
+def _pasted(
+    pieces: Iterable[tuple[str, tuple[int, torch.Tensor]]], parts: Sequence[Part], like: torch.Tensor
+) -> torch.Tensor:
+    whole = like.new_zeros(max(part.start + part.numel for part in parts))
+    paste(dict(pieces), whole, parts)
+    return whole
+
+
+def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator, step_size: float) -> Communication:
+    """Mix `tensor` with the neighbours', sending only compressed differences: CHOCO-Gossip.
+
+        q_i  = C(x_i - x^_i),   x^_j <- x^_j + q_j for all j,   x_i <- x_i + step_size sum_j W_ij (x^_j - x^_i)
+
+    Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed communication"
+    (ICML 2019), algorithms 1, 2 and 6 (the form in which the neighbours' replicas are kept as one sum).
+    The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become NaN in its replica for good,
+    and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's replicas and buffers.
+        comm: The group.
+        step_size: The consensus step size, gamma of the paper.
+    """
+    difference, neighbours = exchange.difference, exchange.neighbours
+    torch.sub(tensor, exchange.replica, out=difference)
+    yield from _exchange_difference(exchange, comm)
+    torch.sub(exchange.neighbour_sum, exchange.replica, alpha=1.0 - neighbours.own, out=difference)
+    tensor.add_(difference, alpha=step_size)
+
+
+def dcd(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator) -> Communication:
+    """Mix `tensor` with the neighbours' and compress what changes: the round of DCD-PSGD.
+
+        z_i = sum_j W_ij x^_j + (x_i - x^_i) - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
+
+    x_i - x^_i is what the optimizer did since the last round. After a round every rank has exactly the values that its
+    neighbours know of it. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018), algorithm
+    1; BAGUA's D_LP_S. The first round only makes the neighbours' values known, uncompressed. NaN and Inf: see `choco`.
+
+    Args:
+        tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        exchange: The bucket's replicas and buffers.
+        comm: The group.
+    """
+    difference, neighbours = exchange.difference, exchange.neighbours
+    torch.add(tensor, exchange.neighbour_sum, out=difference)
+    difference.sub_(exchange.replica, alpha=2.0 - neighbours.own)
+    yield from _exchange_difference(exchange, comm)
+    tensor.copy_(exchange.replica)
+
+
+def _exchange_difference(exchange: DifferenceExchange, comm: Communicator) -> Communication:
+    neighbours = exchange.neighbours
+    own, *others = encoded = exchange.encoded()
+    yield comm.exchange(
+        [(rank, own) for rank in neighbours.targets], list(zip(neighbours.sources, others, strict=True))
+    )
+    exchange.apply(encoded)

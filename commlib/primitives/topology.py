@@ -1,0 +1,361 @@
+"""Who averages with whom: mixing matrices over the ranks, and what each rank has to do for them.
+
+A mixing matrix W [N, N] says that x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic),
+so the mean over the ranks stays what it was, and the ranks approach it. How fast, its spectral gap says: in the long
+run the distance to the mean shrinks by (1 - gap) per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from commlib.errors import ConfigError
+
+Matrix = npt.NDArray[np.float64]
+
+#: What a sum of a matrix's row or column may differ from 1.
+_TOLERANCE = 1e-9
+
+#: What is left of a distance after one step, if the step reached the mean.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What one rank has to do in one step.
+
+    Attributes:
+        own: The weight of its own value.
+        sources: The weights of those that it receives, by rank, ascending.
+        targets: The ranks that it sends to, ascending. The same as `sources` where the graph has no directions.
+    """
+
+    own: float
+    sources: dict[int, float]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Topology(ABC):
+    """A mixing matrix for any number of ranks, the same or another one in each step. Its options are its fields."""
+
+    #: Whether the matrix is the same in every step.
+    is_static: ClassVar[bool] = True
+
+    def period(self, world_size: int) -> int | None:
+        """Return after how many steps the matrices repeat, or None if they never do."""
+        return 1
+
+    @abstractmethod
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """Return W [world_size, world_size] float64 of a step, doubly stochastic.
+
+        Raises:
+            ConfigError: The topology does not exist for so many ranks.
+        """
+
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """Return what `rank` has to do in a step: row and column of the matrix."""
+        period = self.period(world_size)
+        return _neighbours(self, rank, world_size, step if period is None else step % period)
+
+    def spectral_gap(self, world_size: int) -> float:
+        """Return 1 - rho: in the long run the distance to the mean shrinks by rho per step.
+
+        rho^period is the largest magnitude of an eigenvalue of the product of the period's matrices, without that of
+        the mean. 1 means that the mean is reached within a period, 0 that it is never reached.
+        """
+        period = self.period(world_size) or 1
+        product = np.eye(world_size)
+        for step in range(period):
+            before = np.linalg.norm(product)
+            # Without the mean's own part, which does not shrink and whose rounding would hide the rest.
+            product = (self.matrix(world_size, step) - 1.0 / world_size) @ product
+            if np.linalg.norm(product) <= _ROUNDING * before:
+                return 1.0
+        rho = float(np.abs(np.linalg.eigvals(product)).max()) ** (1.0 / period)
+        return max(0.0, 1.0 - rho)
+
+
+@functools.lru_cache(maxsize=4096)
+def _neighbours(topology: Topology, rank: int, world_size: int, step: int) -> Neighbours:
+    matrix = topology.matrix(world_size, step)
+    sources = {int(j): float(matrix[rank, j]) for j in np.flatnonzero(matrix[rank]) if j != rank}
+    targets = tuple(int(i) for i in np.flatnonzero(matrix[:, rank]) if i != rank)
+    return Neighbours(float(matrix[rank, rank]), sources, targets)
+
+
+def metropolis_hastings(world_size: int, edges: Iterable[tuple[int, int]]) -> Matrix:
+    """Return the weights of an undirected graph: W_ij = 1 / (1 + max(degree_i, degree_j)), the rest on the diagonal.
+
+    Xiao and Boyd, "Fast linear iterations for distributed averaging" (2004), section 4.2.
+    """
+    adjacent = np.zeros((world_size, world_size), dtype=bool)
+    for one, other in edges:
+        adjacent[one, other] = adjacent[other, one] = one != other
+    degrees = adjacent.sum(axis=1)
+    matrix = np.where(adjacent, 1.0 / (1.0 + np.maximum.outer(degrees, degrees)), 0.0)
+    np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
+    return matrix
+
+
+def _paired(world_size: int, pairs: Iterable[tuple[int, int]]) -> Matrix:
+    """Return the matrix in which the two of each pair average, and the others keep what they have."""
+    matrix = np.eye(world_size)
+    for one, other in pairs:
+        matrix[[[one], [other]], [one, other]] = 0.5
+    return matrix
+
+
+@dataclass(frozen=True)
+class Ring(Topology):
+    """Each rank averages with the two beside it, with equal weights (1/3; 1/2 where there are two ranks)."""
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        return metropolis_hastings(world_size, [(rank, (rank + 1) % world_size) for rank in range(world_size)])
+
+
+@dataclass(frozen=True)
+class FullyConnected(Topology):
+    """Each rank averages with all others: the mean in one step."""
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        return np.full((world_size, world_size), 1.0 / world_size)
+
+
+@dataclass(frozen=True)
+class Exponential(Topology):
+    """Each rank receives from those 1, 2, 4, ... places on, all with equal weights; directed.
+
+    Ying et al., "Exponential graph is provably efficient for decentralized deep training" (NeurIPS 2021), equation 5.
+    """
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        hops = [0, *(1 << k for k in range(_log2_ceil(world_size)))]
+        return sum((_shift(world_size, hop) for hop in hops), np.zeros((world_size, world_size))) / len(hops)
+
+
+@dataclass(frozen=True)
+class OnePeerExponential(Topology):
+    """Each rank averages with one other, 1, 2, 4, ... places on in turn; directed.
+
+    With a power of two of ranks all have the mean after a period. The paper of `Exponential`, equation 7.
+    """
+
+    is_static = False
+
+    def period(self, world_size: int) -> int:
+        """Return how many powers of two there are below the number of ranks."""
+        return max(1, _log2_ceil(world_size))
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        hop = (1 << step % self.period(world_size)) % world_size
+        return (np.eye(world_size) + _shift(world_size, hop)) / 2
+
+
+@dataclass(frozen=True)
+class ShiftOne(Topology):
+    """Pairs that change in every step, so that every two ranks meet once in a period; of an odd number one rests.
+
+    The round-robin tournament: i and j meet where i + j is the step's number k modulo the (odd) number of ranks; of an
+    even number, the last rank meets the one that would rest.
+
+    Deviations from BAGUA's shift-one: it works for any number of ranks, and k goes to and fro (0, -1, 1, -2, ...). With
+    k growing by one, values move on like a ring: the spectral gap at 64 ranks is 0.005, as BAGUA's, instead of 0.31.
+    """
+
+    is_static = False
+
+    def period(self, world_size: int) -> int:
+        """Return how many steps it takes that every two ranks meet."""
+        return max(1, world_size - 1 + world_size % 2)
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        size = self.period(world_size)
+        turn = step % size
+        total = turn // 2 if turn % 2 == 0 else -1 - turn // 2
+        partner = [(total - rank) % size for rank in range(size)]
+        pairs = [(rank, other) for rank, other in enumerate(partner) if rank < other]
+        if world_size > size:
+            pairs += [(rank, world_size - 1) for rank, other in enumerate(partner) if rank == other]
+        return _paired(world_size, pairs)
+
+
+@dataclass(frozen=True)
+class RandomMatching(Topology):
+    """Random pairs in every step, drawn by all ranks from the same seed; of an odd number one rests.
+
+    Boyd et al., "Randomized gossip algorithms" (2006), with as many pairs at once as there can be.
+
+    Args:
+        seed: 0 to 2**64 - 1; the same on all ranks.
+    """
+
+    seed: int = 0
+
+    is_static = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"RandomMatching.seed: expected 0..2**64 - 1, got {self.seed}")
+
+    def period(self, world_size: int) -> None:
+        """Return None: the pairs never repeat."""
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`. The raw words of Philox are the same in every version of NumPy."""
+        words = np.random.Philox(key=self.seed, counter=[0, step, 0, 0]).random_raw(world_size)
+        order = np.argsort(words, kind="stable")
+        return _paired(world_size, zip(order[0::2].tolist(), order[1::2].tolist(), strict=False))
+
+    def spectral_gap(self, world_size: int) -> float:
+        """Return 1 - rho, with rho^2 by which the expected squared distance to the mean shrinks per step.
+
+        rho^2 is the second eigenvalue of the expectation of W' W, which is that of W, as averaging a pair twice is
+        averaging it once.
+        """
+        if world_size == 1:
+            return 1.0
+        chance_to_meet = (world_size - world_size % 2) / (world_size * (world_size - 1))
+        return 1.0 - math.sqrt(1.0 - chance_to_meet * world_size / 2)
+
+
+@dataclass(frozen=True)
+class Grid(Topology):
+    """Ranks on a grid; in each step those that differ in one coordinate average, the coordinates in turn.
+
+    All have the mean after a period. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021), without its dropping out of peers.
+
+    Args:
+        dims: The lengths of the grid's sides, whose product is the number of ranks; by default two that are as equal as
+            can be (for a prime number of ranks all are one group).
+    """
+
+    dims: tuple[int, ...] | None = None
+
+    is_static = False
+
+    def __post_init__(self) -> None:
+        if self.dims is not None:
+            object.__setattr__(self, "dims", tuple(self.dims))
+
+    def period(self, world_size: int) -> int:
+        """Return the number of the grid's sides."""
+        return len(self._sides(world_size))
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        sides = self._sides(world_size)
+        turn = step % len(sides)
+        factors = [np.full((n, n), 1.0 / n) if side == turn else np.eye(n) for side, n in enumerate(sides)]
+        return functools.reduce(np.kron, factors)
+
+    def _sides(self, world_size: int) -> tuple[int, ...]:
+        if self.dims is None:
+            short = next(side for side in range(math.isqrt(world_size), 0, -1) if world_size % side == 0)
+            return (short, world_size // short) if short > 1 else (world_size,)
+        if not self.dims or min(self.dims) < 1 or math.prod(self.dims) != world_size:
+            raise ConfigError(f"Grid.dims: expected sides whose product is {world_size}, got {self.dims}")
+        return self.dims
+
+
+@dataclass(frozen=True)
+class Graph(Topology):
+    """An undirected graph with Metropolis-Hastings weights.
+
+    Args:
+        edges: Pairs of ranks; every rank must be reachable from every other one.
+    """
+
+    edges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edges", tuple((int(one), int(other)) for one, other in self.edges))
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        outside = [edge for edge in self.edges if not all(0 <= rank < world_size for rank in edge)]
+        if outside:
+            raise ConfigError(f"Graph.edges: expected ranks from 0 to {world_size - 1}, got the edge {outside[0]}")
+        matrix = metropolis_hastings(world_size, self.edges)
+        if np.linalg.matrix_power(matrix, world_size).min() <= 0:
+            raise ConfigError(f"Graph.edges: expected a path between any two of {world_size} ranks; some have none")
+        return matrix
+
+
+@dataclass(frozen=True)
+class MixingMatrix(Topology):
+    """The user's own matrix, for one number of ranks.
+
+    Args:
+        rows: [N, N], doubly stochastic; W_ij is the weight that rank i gives to the value of rank j. Kept as tuples.
+
+    Raises:
+        ConfigError: It is not square, not finite, not doubly stochastic within 1e-9, or never leads to the mean.
+    """
+
+    rows: tuple[tuple[float, ...], ...]
+
+    def __init__(self, rows: Sequence[Sequence[float]] | Matrix) -> None:
+        matrix = np.asarray(rows, dtype=np.float64)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            raise ConfigError(f"MixingMatrix: expected a square matrix, got the shape {matrix.shape}")
+        worst = max(float(np.abs(matrix.sum(axis=axis) - 1).max()) for axis in (0, 1))
+        if not worst <= _TOLERANCE:
+            raise ConfigError(f"MixingMatrix: expected rows and columns with sum 1, one of them differs by {worst:.3g}")
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in matrix.tolist()))
+        if self.spectral_gap(len(matrix)) <= _TOLERANCE:
+            raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")
+
+    def matrix(self, world_size: int, step: int = 0) -> Matrix:
+        """See `Topology.matrix`."""
+        if len(self.rows) != world_size:
+            raise ConfigError(f"MixingMatrix: it is of {len(self.rows)} ranks, got {world_size}")
+        return np.array(self.rows)
+
+
+TOPOLOGIES: dict[str, type[Topology]] = {
+    "exponential": Exponential,
+    "fully_connected": FullyConnected,
+    "grid": Grid,
+    "one_peer_exponential": OnePeerExponential,
+    "random_matching": RandomMatching,
+    "ring": Ring,
+    "shift_one": ShiftOne,
+}
+"""By name; `Graph` and `MixingMatrix` need arguments."""
+
+
+def create(topology: str | Topology) -> Topology:
+    """Return `topology` itself, or that of the name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if isinstance(topology, Topology):
+        return topology
+    if topology not in TOPOLOGIES:
+        raise ConfigError(f"topology: expected a Topology or one of {', '.join(TOPOLOGIES)}, got {topology!r}")
+    return TOPOLOGIES[topology]()
+
+
+def _log2_ceil(world_size: int) -> int:
+    return (world_size - 1).bit_length()
+
+
+def _shift(world_size: int, hop: int) -> Matrix:
+    """Return the matrix with which rank i takes the value of rank i + hop."""
+    return np.roll(np.eye(world_size), hop, axis=1)

@@ -1,0 +1,470 @@
+"""One-sided messages between ranks: a peer's own threads answer, whatever its training thread does.
+
+Every rank has a TCP connection to every other, made once, at set-up, and known by a random token that the ranks
+exchanged over their communicator. A rank *asks* on its own connections and *answers* on those of its peers:
+
+    asking rank                                   answering rank
+    ask(peer, message, on_reply)                  answer(rank, message, reply)
+      its line's thread sends, waits       --->     that connection's thread calls `answer`, which calls `reply`
+      on_reply(message) on that thread     <---
+
+Questions to one peer are sent one after the other; each waits for its reply, however long that takes: a stopped process
+is not a dead one. Nothing runs while idle but blocked receives.
+
+[Note: how a peer ends] A rank that closes its mailbox says goodbye on its own connections first. What a peer is tells
+the connection that it made: *here*; *left* (a goodbye); *failed* (a goodbye while an exception ends the process);
+*lost* (the connection ended without one: the process was killed). TCP's own probes find a machine that is gone.
+
+CUDA tensors are the caller's matter: payloads are host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport.base import Transport
+from commlib.transport.torch_dist import address_towards
+
+_log = logging.getLogger("commlib")
+
+_HELLO = struct.Struct("<4s16sI")  # magic, the answering rank's token, the asking rank
+_HEADER = struct.Struct("<4sBqQ")  # magic, kind, number, bytes of payload
+_MAGIC = b"CMM1"
+_LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
+
+#: How long a foreign connection may take to say who it is, in seconds.
+_HELLO_S = 5.0
+#: How long closing waits for a message that is being sent, so that a goodbye can follow it, in seconds.
+_GOODBYE_S = 2.0
+#: How long closing waits for each of its threads, in seconds.
+_JOIN_S = 1.0
+#: How long a line that broke waits for the word of the peer's own connection, in seconds.
+_VERDICT_S = 1.0
+
+
+class Message(NamedTuple):
+    """A question or a reply.
+
+    Attributes:
+        kind: The algorithm's own word, 0 to 253.
+        number: A version, a round: the algorithm's own, 64 bits.
+        payload: Bytes; of a received message a view of a buffer that the next message on that connection overwrites.
+    """
+
+    kind: int
+    number: int = 0
+    payload: Any = b""
+
+
+#: Answers a question of `rank`: calls `reply` once; the reply's payload may be changed again when that returns.
+Answer = Callable[[int, Message, Callable[[Message], None]], None]
+
+
+class Presence(Enum):
+    """What is known of a peer; see [Note: how a peer ends]."""
+
+    HERE = "here"
+    LEFT = "left"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+class Mailbox:
+    """This rank's connections. Collective to make; everything after that is one-sided.
+
+    Args:
+        transport: The ranks, and how they tell each other their addresses.
+        answer: A bound method that answers; held weakly, so that a mailbox never keeps a model alive. Called on the
+            asking peer's thread, several at once.
+        max_request: The largest payload of a question, in bytes.
+
+    Raises:
+        PeerTimeout: A rank did not connect within the transport's timeout.
+        TransportError: A connection could not be made.
+    """
+
+    def __init__(self, transport: Transport, answer: Answer, max_request: int = 0) -> None:
+        self.rank = transport.rank
+        self._state = _State(transport.rank, transport.world_size, answer, max_request)
+        self._finalizer = weakref.finalize(self, _close, self._state, None)
+        try:
+            if transport.world_size > 1:
+                _connect(self._state, transport)
+        except BaseException:
+            self._finalizer.detach()
+            _close(self._state, _FAILED)
+            raise
+
+    def ask(self, peer: int, message: Message, on_reply: Callable[[Message], None], into: Any = None) -> None:
+        """Send a question to `peer`; returns at once. Nothing is sent to a peer that has ended.
+
+        Args:
+            peer: Another rank, or this one, which answers itself on a thread of its own.
+            message: The question. Its payload must not change until the reply is there.
+            on_reply: Called on the line's thread with the reply; never, if the peer ends before.
+            into: A writable buffer of bytes for the reply's payload, which must fit; None for replies without one.
+        """
+        state = self._state
+        if peer == self.rank and peer not in state.lines:
+            state.lines[peer] = _OwnLine(state)
+        if state.presence[peer] is Presence.HERE:
+            state.lines[peer].jobs.put((message, on_reply, into))
+
+    def presence(self, peer: int) -> Presence:
+        """Return what is known of a peer now."""
+        return self._state.presence[peer]
+
+    def present(self) -> list[int]:
+        """Return the other ranks that are there."""
+        return [r for r, state in enumerate(self._state.presence) if r != self.rank and state is Presence.HERE]
+
+    def check(self) -> None:
+        """Raise what went wrong in the background since.
+
+        Raises:
+            PeerFailure: A peer died or failed.
+        """
+        if self._state.error is not None:
+            raise TransportError(f"rank {self.rank}: answering a peer failed: {self._state.error!r}") from (
+                self._state.error
+            )
+        gone = [r for r, state in enumerate(self._state.presence) if state in (Presence.FAILED, Presence.LOST)]
+        if gone:
+            how = ", ".join(f"rank {rank} {_HOW[self._state.presence[rank]]}" for rank in gone)
+            raise PeerFailure(
+                f"rank {self.rank} of {len(self._state.presence)}: {how}; the others cannot go on with it"
+            )
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes of payloads sent so far, questions and replies."""
+        return self._state.bytes_sent
+
+    def close(self) -> None:
+        """Say goodbye, end all connections and threads. Harmless when called twice."""
+        if self._finalizer.detach() is not None:
+            _close(self._state, _LEFT)
+
+
+_HOW = {
+    Presence.FAILED: "ended with an exception",
+    Presence.LOST: "is gone without a goodbye: it was killed, or its machine does not answer",
+}
+
+
+class _State:
+    """What the threads share; apart from the mailbox, so that they do not keep it alive."""
+
+    def __init__(self, rank: int, world_size: int, answer: Answer, max_request: int) -> None:
+        self.rank = rank
+        self.answer: Callable[[], Answer | None] = weakref.WeakMethod(answer)
+        self.max_request = max_request
+        self.presence = [Presence.HERE] * world_size
+        self.lines: dict[int, _Line | _OwnLine] = {}
+        self.servers: list[tuple[socket.socket, threading.Thread]] = []
+        self.is_closing = False
+        self.error: BaseException | None = None
+        self.bytes_sent = 0.0
+
+    def set_presence(self, peer: int, presence: Presence, why: str = "") -> None:
+        """Note how a peer ended; the first word counts."""
+        if self.presence[peer] is Presence.HERE and not self.is_closing:
+            self.presence[peer] = presence
+            _log.info("rank %d: rank %d %s%s", self.rank, peer, presence.value, why and f" ({why})")
+
+
+class _Line:
+    """The connection on which this rank asks one peer, and its thread."""
+
+    def __init__(self, state: _State, peer: int, connection: socket.socket) -> None:
+        self.peer = peer
+        self.connection = connection
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sending = threading.Lock()
+        self.thread = _thread(f"commlib-ask-{peer}", self._run, state)
+
+    def _run(self, state: _State) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                message, on_reply, into = job
+                with self.sending:
+                    if state.is_closing:  # the goodbye is the last message
+                        return
+                    _send(self.connection, message)
+                state.bytes_sent += len(message.payload)
+                on_reply(_receive(self.connection, lambda nbytes, into=into: _room(into, nbytes)))
+                del job, message, on_reply, into  # an idle thread must not keep a model alive
+        except (OSError, EOFError, _Malformed) as error:
+            deadline = time.monotonic() + _VERDICT_S
+            while state.presence[self.peer] is Presence.HERE and not state.is_closing and time.monotonic() < deadline:
+                time.sleep(0.01)
+            state.set_presence(self.peer, Presence.LOST, str(error))
+        except BaseException as error:
+            state.error = error
+
+
+class _OwnLine:
+    """How a rank asks itself: a thread that answers; made when it is needed."""
+
+    def __init__(self, state: _State) -> None:
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = _thread("commlib-ask-self", self._run, state)
+        self.thread.start()
+
+    def _run(self, state: _State) -> None:
+        try:
+            while (job := self.jobs.get()) is not None:
+                message, on_reply, into = job
+                answer = state.answer()
+                if answer is None:
+                    return
+                answer(state.rank, message, lambda reply, into=into, on_reply=on_reply: on_reply(_handed(reply, into)))
+                del job, message, on_reply, into, answer
+        except BaseException as error:
+            state.error = error
+
+
+def _handed(message: Message, into: Any) -> Message:
+    payload = _room(into, len(message.payload))
+    payload[:] = message.payload
+    return message._replace(payload=payload)
+
+
+def _serve(state: _State, peer: int, connection: socket.socket) -> None:
+    """Answer one peer until it says goodbye. The body of a thread."""
+    buffer = None
+
+    def room(nbytes: int) -> memoryview:
+        nonlocal buffer
+        if nbytes > state.max_request:
+            raise _Malformed(f"a payload of {nbytes} bytes; expected at most {state.max_request}")
+        buffer = buffer or bytearray(state.max_request)
+        return memoryview(buffer)[:nbytes]
+
+    def reply(message: Message) -> None:
+        with contextlib.suppress(OSError):  # the peer has ended; its goodbye, if it said one, is still to be read
+            _send(connection, message)
+            state.bytes_sent += len(message.payload)
+
+    try:
+        while (message := _receive(connection, room)).kind < _LEFT:
+            answer = state.answer()
+            if answer is None:
+                return
+            answer(peer, message, reply)
+            del answer, message
+        state.set_presence(peer, Presence.LEFT if message.kind == _LEFT else Presence.FAILED)
+    except (OSError, EOFError) as error:
+        state.set_presence(peer, Presence.LOST, str(error))
+    except _Malformed as error:
+        _log.warning("rank %d: dropped the connection of rank %d: %s", state.rank, peer, error)
+        state.set_presence(peer, Presence.LOST, str(error))
+    except BaseException as error:
+        state.error = error
+    finally:
+        connection.close()
+
+
+class _Malformed(Exception):
+    """Bytes that are no message."""
+
+
+def _send(connection: socket.socket, message: Message) -> None:
+    connection.sendall(_HEADER.pack(_MAGIC, message.kind, message.number, len(message.payload)))
+    if len(message.payload):
+        connection.sendall(message.payload)
+
+
+def _receive(connection: socket.socket, room: Callable[[int], memoryview]) -> Message:
+    """Receive one message; `room(nbytes)` gives the buffer for its payload.
+
+    Raises:
+        EOFError: The connection ended.
+        _Malformed: What came is no message.
+    """
+    header = bytearray(_HEADER.size)
+    _fill(connection, memoryview(header))
+    magic, kind, number, nbytes = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise _Malformed(f"a message that begins with {bytes(magic)!r}")
+    payload = room(nbytes) if nbytes else memoryview(b"")
+    if nbytes:
+        _fill(connection, payload)
+    return Message(kind, number, payload)
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        received = connection.recv_into(view)
+        if received == 0:
+            raise EOFError("the connection ended")
+        view = view[received:]
+
+
+def _room(into: Any, nbytes: int) -> memoryview:
+    view = memoryview(b"" if into is None else into).cast("B")
+    if nbytes > len(view):
+        raise _Malformed(f"a reply of {nbytes} bytes; expected at most {len(view)}")
+    return view[:nbytes]
+
+
+# --- set-up and end --------------------------------------------------------------------------------------------------
+
+
+def _connect(state: _State, transport: Transport) -> None:
+    """Exchange addresses and tokens, connect to every peer, and take every peer's connection."""
+    deadline = time.monotonic() + transport.timeout_s
+    address = _reachable(transport.local_address(), transport)
+    token = secrets.token_bytes(16)
+    try:
+        listener = socket.create_server((address, 0), family=_family(address), backlog=transport.world_size + 16)
+    except OSError as error:
+        transport.gather_objects(f"{error}")
+        raise TransportError(f"rank {state.rank}: cannot listen on {address}: {error}") from error
+    with listener:
+        everyone = transport.gather_objects((*listener.getsockname()[:2], token))
+        failed = [rank for rank, where in enumerate(everyone) if isinstance(where, str)]
+        if failed:
+            raise TransportError(
+                f"rank {state.rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}"
+            )
+        for peer, (host, port, secret) in enumerate(everyone):
+            if peer != state.rank:
+                state.lines[peer] = _Line(state, peer, _dial(host, port, secret, state.rank, deadline))
+        expected = [peer for peer in range(transport.world_size) if peer != state.rank]
+        for peer, connection in _accept(listener, token, expected, state.rank, deadline):
+            thread = _thread(f"commlib-answer-{peer}", _serve, state, peer, connection)
+            state.servers.append((connection, thread))
+    for thread in [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]:
+        thread.start()
+
+
+def _reachable(address: str, transport: Transport) -> str:
+    """Return an address of this rank that the others reach, by first asking where they are.
+
+    A host's own name often means a loopback address on that host alone.
+    """
+    far = [other for other in transport.gather_objects(address) if not _is_loopback(other)]
+    if not far or not _is_loopback(address):
+        return address
+    return address_towards(far[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _dial(host: str, port: int, token: bytes, rank: int, deadline: float) -> socket.socket:
+    try:
+        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+        connection.sendall(_HELLO.pack(_MAGIC, token, rank))
+    except OSError as error:
+        raise TransportError(f"rank {rank}: cannot connect to a peer at {host}:{port}: {error}") from error
+    return _prepared(connection)
+
+
+def _accept(
+    listener: socket.socket, token: bytes, expected: Sequence[int], rank: int, deadline: float
+) -> list[tuple[int, socket.socket]]:
+    """Return the connections of the expected ranks. Any other that comes is dropped with a log line.
+
+    Raises:
+        PeerTimeout: Not all came before the deadline; those that did are closed.
+    """
+    found: dict[int, socket.socket] = {}
+    while len(found) < len(expected):
+        missing = sorted(set(expected) - set(found))
+        left_s = deadline - time.monotonic()
+        try:
+            if left_s <= 0:
+                raise TimeoutError
+            listener.settimeout(left_s)
+            connection, where = listener.accept()
+        except TimeoutError:
+            for connection in found.values():
+                connection.close()
+            raise PeerTimeout(f"rank {rank}: ranks {missing} did not connect to the mailbox in time") from None
+        peer = _hello(connection, token, min(_HELLO_S, left_s))
+        if peer in missing:
+            found[peer] = _prepared(connection)
+        else:
+            _log.warning("rank %d: dropped a foreign connection from %s", rank, where)
+            connection.close()
+    return list(found.items())
+
+
+def _hello(connection: socket.socket, token: bytes, limit_s: float) -> int | None:
+    """Return the rank that a new connection proves to be of, or None."""
+    hello = bytearray(_HELLO.size)
+    connection.settimeout(limit_s)
+    try:
+        _fill(connection, memoryview(hello))
+    except (OSError, EOFError):
+        return None
+    magic, got, peer = _HELLO.unpack(hello)
+    return peer if magic == _MAGIC and hmac.compare_digest(got, token) else None
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    """Let small messages leave at once, and TCP find out that a machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    return threading.Thread(target=target, args=args, name=name, daemon=True)
+
+
+def _close(state: _State, goodbye: int | None) -> None:
+    """Say goodbye on every line, then end the connections and their threads.
+
+    Args:
+        state: The mailbox's.
+        goodbye: The kind; None, at the interpreter's exit, finds out whether an exception ends the process.
+    """
+    if goodbye is None:
+        goodbye = _LEFT if getattr(sys, "last_value", None) is None else _FAILED
+    state.is_closing = True
+    deadline = time.monotonic() + _GOODBYE_S
+    lines = [line for line in state.lines.values() if isinstance(line, _Line)]
+    for line in state.lines.values():
+        line.jobs.put(None)
+    for line in lines:
+        if line.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            with contextlib.suppress(OSError):
+                line.connection.settimeout(max(0.1, deadline - time.monotonic()))
+                _send(line.connection, Message(goodbye))
+            line.sending.release()
+    for connection in [*(line.connection for line in lines), *(connection for connection, _ in state.servers)]:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+    threads = [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]
+    deadline = time.monotonic() + _JOIN_S
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+    for line in lines:
+        line.connection.close()

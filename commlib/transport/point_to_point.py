@@ -1,0 +1,104 @@
+"""Sends and receives on Gloo, whose works neither complete by themselves nor end with the backend's `abort`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from commlib.transport.base import Exchange
+
+#: Tags of sends and receives are below it; it is never sent.
+_UNUSED_TAG = 2**31 - 1
+
+
+class ExchangeWork:
+    """An exchange under way on Gloo, with what `_TorchWork` needs of a torch `Work`."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works  # receives first
+        self._future: Future[None] = Future()
+
+    def run(self) -> None:
+        """Wait for the works one after the other; each has the backend's timeout."""
+        try:
+            for work in self.works:
+                work.wait()
+        except Exception as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def wait(self) -> None:
+        """Wait for the end; raise what went wrong."""
+        self._future.result()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._future.done()
+
+    def get_future(self) -> Future[None]:
+        """Return the future, whose callbacks run on the waiter's thread."""
+        return self._future
+
+
+class GlooExchanges:
+    """The exchanges of one Gloo backend: tags, and a daemon thread that waits for them in the order of their issue.
+
+    [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends with the data,
+    with the connection to its peer, or with the backend's timeout; `abort()` does not end it. A receive that times out
+    closes all connections of its backend, which ends every other work on it, here and at the peers. So `abort` makes
+    one that times out at once.
+
+    Args:
+        backend: A `ProcessGroupGloo`.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._sent: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._received: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._queue: queue.SimpleQueue[ExchangeWork | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="commlib-exchange", daemon=True)
+        self._thread.start()
+
+    def issue(self, exchange: Exchange) -> ExchangeWork:
+        """Post the receives, then the sends: a message that is expected needs no copy and no second trip."""
+        works = [
+            self._backend.recv([tensor], rank, next(self._received[rank]) % _UNUSED_TAG)
+            for rank, tensor in exchange.receives
+            if tensor.numel()
+        ]
+        works += [
+            self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG)
+            for rank, tensor in exchange.sends
+            if tensor.numel()
+        ]
+        work = ExchangeWork(works)
+        self._queue.put(work)
+        return work
+
+    def abort(self) -> None:
+        """End all exchanges under way; see [Note: ending Gloo's receives]. The backend is of no more use."""
+        for peer in range(self._backend.size()):  # one whose connection is gone fails at once, and closes nothing
+            with contextlib.suppress(Exception):
+                self._backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def end(self, timeout_s: float) -> None:
+        """Let the thread end once everything issued has, and wait for it."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+            del work  # an idle thread must not keep tensors alive

@@ -1,0 +1,140 @@
+"""Local SGD and DiLoCo with all ranks in one process: plain torch and NumPy, and only the equations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from commlib.kernels import reference_ops
+from tests.multi.common import Mlp, data, seeded, sgd
+from tests.multi.relaxation_references import ByName, QuantizedReference
+
+#: Maps the round, what each rank sends by name, and the names in each bucket, to the average.
+Average = Callable[[int, Sequence[ByName], Sequence[Sequence[str]]], ByName]
+
+
+def mean(_: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+    """Average in full precision, in rank order."""
+    names = [name for bucket in buckets for name in bucket]
+    return {name: reference_ops.decode_sum([own[name] for own in by_rank], len(by_rank)) for name in names}
+
+
+class OuterReference:
+    """Replicas that train each on its own, and what the outer optimizer makes of their common weights.
+
+    Args:
+        world_size: The number of replicas.
+        fragments: For each fragment the buckets that it consists of, each a list of names.
+        period: Steps from one round to the next.
+        outer: Makes the outer optimizer of the common weights; None replaces them by the mean of the replicas' weights.
+        average: How differences to the common weights are averaged.
+        warm_up: Steps with averaged gradients.
+        delay: Steps that a round takes.
+        mixing: What a replica keeps of its own when a delayed result comes; None adds the result's difference to the
+            copy.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        fragments: Sequence[Sequence[Sequence[str]]],
+        *,
+        period: int,
+        outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+        average: Average = mean,
+        warm_up: int = 0,
+        delay: int = 0,
+        mixing: float | None = None,
+    ) -> None:
+        self.replicas = [seeded(Mlp) for _ in range(world_size)]
+        self.optimizers = [sgd(replica) for replica in self.replicas]
+        self.fragments, self.period, self.average = fragments, period, average
+        self.warm_up, self.delay, self.mixing = warm_up, delay, mixing
+        self.common = dict(seeded(Mlp).named_parameters())
+        self.make_outer = outer
+        self.outer = None if outer is None else [outer(self._common_of(buckets)) for buckets in fragments]
+        self.num_rounds = 0
+        self._in_flight: tuple[int, int, list[dict[str, Tensor]]] | None = None
+
+    def _common_of(self, buckets: Sequence[Sequence[str]]) -> list[nn.Parameter]:
+        return [self.common[name] for names in buckets for name in names]
+
+    def step(self, number: int) -> bool:
+        """Make step `number`, counted from 0; return whether replicas took a result at its end."""
+        for rank, replica in enumerate(self.replicas):
+            self.optimizers[rank].zero_grad()
+            replica(data(number, 5, 8, rank=rank)).square().mean().backward()
+        if number < self.warm_up:
+            self._average_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            return self._end_step(number + 1 - self.warm_up)
+
+    def _average_gradients(self) -> None:
+        for same in zip(*[replica.parameters() for replica in self.replicas], strict=True):
+            gradients = [p.grad.numpy().reshape(-1) for p in same if p.grad is not None]
+            averaged = torch.from_numpy(reference_ops.decode_sum(gradients, len(gradients)))
+            for p in same:
+                p.grad = averaged.clone().view_as(p)
+
+    def _end_step(self, local_steps: int) -> bool:
+        if local_steps <= 0:
+            for name, p in self.replicas[0].named_parameters():
+                self.common[name].copy_(p)
+            return False
+        took = self._in_flight is not None and self._in_flight[0] == local_steps
+        if took:
+            self._take()
+        if local_steps % self.period == 0:
+            fragment = self.num_rounds % len(self.fragments)
+            copies = [{n: p.detach().clone() for n, p in replica.named_parameters()} for replica in self.replicas]
+            self._outer_step(fragment, copies)
+            self._in_flight = (local_steps + self.delay, fragment, copies)
+            self.num_rounds += 1
+            if self.delay == 0:
+                self._take()
+                took = True
+        return took
+
+    def _outer_step(self, fragment: int, copies: list[dict[str, Tensor]]) -> None:
+        buckets = self.fragments[fragment]
+        names = [name for bucket in buckets for name in bucket]
+        if self.outer is None:
+            sent = [{n: own[n].numpy().reshape(-1) for n in names} for own in copies]
+        else:
+            sent = [{n: (self.common[n] - own[n]).numpy().reshape(-1) for n in names} for own in copies]
+        averaged = self.average(self.num_rounds, sent, buckets)
+        for name in names:
+            value = torch.from_numpy(np.ascontiguousarray(averaged[name])).view_as(self.common[name])
+            if self.outer is None:
+                self.common[name].copy_(value)
+            else:
+                self.common[name].grad = value.clone()
+        if self.outer is not None:
+            self.outer[fragment].step()
+
+    def _take(self) -> None:
+        assert self._in_flight is not None
+        _, fragment, copies = self._in_flight
+        self._in_flight = None
+        for replica, copy in zip(self.replicas, copies, strict=True):
+            own = dict(replica.named_parameters())
+            for name in [name for bucket in self.fragments[fragment] for name in bucket]:
+                common = self.common[name]
+                if self.delay == 0:
+                    own[name].copy_(common)
+                elif self.mixing is None:
+                    own[name].add_(common - copy[name])
+                else:
+                    own[name].copy_(self.mixing * own[name] + (1 - self.mixing) * common)
+
+
+def quantized(codec: Any, world_size: int, *, feedback: bool) -> Average:
+    """Average with a codec on the wire, as the equations of `QuantizedReference` have it."""
+    numels = {name: p.numel() for name, p in Mlp().named_parameters()}
+    return QuantizedReference(codec, world_size, numels, feedback=feedback).step

@@ -1,0 +1,461 @@
+"""Local SGD and DiLoCo against references in one process; what they save, send and refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commlib
+from commlib.algorithms import Algorithm, DiLoCo, HierarchicalLocalSGD, LocalSGD, PostLocalSGD, StreamingDiLoCo
+from commlib.codecs import Int4, Int8, OneBit
+from commlib.errors import ConfigError
+from commlib.kernels.reference import BLOCK_CODECS
+from commlib.replica import replica_of
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Mlp,
+    assert_close,
+    assert_replicas_identical,
+    assert_same_trace,
+    data,
+    is_exact,
+    mlp_loss,
+    raises_on_every_rank,
+    seeded,
+    sgd,
+    tensors,
+    train,
+    wrap,
+)
+from tests.multi.local_references import OuterReference, mean, quantized
+from tests.multi.pool import on_ranks, run_ranks
+from tests.multi.test_relaxations import two_nodes
+
+
+def nesterov(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def heavy_ball(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.8)
+
+
+def plain_step(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)
+
+
+# By name: the algorithm; its codec and whether errors are fed back; the outer optimizer; the reference's other options.
+CASES: dict[str, tuple[Callable[[], Algorithm], tuple[str, bool] | None, Any, dict[str, Any]]] = {
+    "local_sgd": (lambda: LocalSGD(period=3), None, None, {"period": 3}),
+    "local_sgd, every step": (lambda: LocalSGD(period=1), None, None, {"period": 1}),
+    "local_sgd, 8 bits": (lambda: LocalSGD(period=3, codec=Int8()), ("int8", True), plain_step, {"period": 3}),
+    "post_local_sgd": (lambda: PostLocalSGD(5, period=3), None, None, {"period": 3, "warm_up": 5}),
+    "post_local_sgd, 4 bits": (
+        lambda: PostLocalSGD(2, period=3, codec=Int4()),
+        ("int4", True),
+        plain_step,
+        {"period": 3, "warm_up": 2},
+    ),
+    "diloco": (lambda: DiLoCo(period=4), None, nesterov, {"period": 4}),
+    "diloco, heavy ball": (
+        lambda: DiLoCo(period=4, outer_lr=0.5, outer_momentum=0.8, nesterov=False, warmup_steps=3),
+        None,
+        heavy_ball,
+        {"period": 4, "warm_up": 3},
+    ),
+    "diloco, 4 bits": (lambda: DiLoCo(period=4, codec=Int4()), ("int4", True), nesterov, {"period": 4}),
+    "diloco, 8 bits without feedback": (
+        lambda: DiLoCo(period=4, codec=Int8(), feedback=False),
+        ("int8", False),
+        nesterov,
+        {"period": 4},
+    ),
+    "diloco, 1 bit": (lambda: DiLoCo(period=4, codec=OneBit()), ("onebit", True), nesterov, {"period": 4}),
+    "streaming_diloco": (
+        lambda: StreamingDiLoCo(period=6, fragments=3, delay=1, mixing=0.5),
+        None,
+        nesterov,
+        {"period": 2, "delay": 1, "mixing": 0.5},
+    ),
+    "streaming_diloco, 4 bits, no mixing": (
+        lambda: StreamingDiLoCo(period=6, fragments=2, delay=3, mixing=0.0, codec=Int4(), warmup_steps=2),
+        ("int4", True),
+        nesterov,
+        {"period": 3, "delay": 3, "mixing": 0.0, "warm_up": 2},
+    ),
+    "streaming_diloco, waited for": (
+        lambda: StreamingDiLoCo(period=4, fragments=2, delay=0, mixing=0.0),
+        None,
+        nesterov,
+        {"period": 2},
+    ),
+}
+
+
+def wrapped(algorithm: Algorithm, seed: int = 7, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = seeded(Mlp, seed)
+    optimizer = sgd(model)
+    options = {"bucket_cap_mb": SMALL_BUCKET_MB, **options}
+    return wrap(model, algorithm=algorithm, optimizer=optimizer, **options), optimizer
+
+
+def fragments_of(model: Any) -> list[list[list[str]]]:
+    """Return the names in the buckets of each fragment."""
+    rounds = replica_of(model).engine.weights
+    names = [[part.name for part in bucket.parts] for bucket in rounds.buckets]
+    count = replica_of(model).engine.algorithm.traits.fragments
+    return [names[turn::count] for turn in range(count)]
+
+
+def gathered(model: nn.Module) -> list[Tensor]:
+    """Return every rank's parameters as one vector."""
+    own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return everyone
+
+
+def are_identical(model: nn.Module) -> bool:
+    everyone = gathered(model)
+    return all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    mlp_loss(model, step).backward()
+    optimizer.step()
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_follow_the_equations(case: str) -> None:
+    """Step by step over five rounds and more: equal bits where the order of a sum is the same."""
+    make, codec, outer, options = CASES[case]
+    model, optimizer = wrapped(make())
+    size, rank = dist.get_world_size(), dist.get_rank()
+    average = mean if codec is None else quantized(BLOCK_CODECS[codec[0]], size, feedback=codec[1])
+    reference = OuterReference(size, fragments_of(model), outer=outer, average=average, **options)
+    exact = (codec is not None or is_exact()) and not options.get("mixing") and not options.get("warm_up")
+    num_taken = 0
+    for step in range(options.get("warm_up", 0) + 20):
+        before = commlib.stats(model).wire_bytes
+        num_rounds = reference.num_rounds
+        one_step(model, optimizer, step)
+        num_taken += reference.step(step)
+        expected = tensors(reference.replicas[rank])
+        for name, value in tensors(model).items():
+            assert_close(value, expected[name], f"step {step}: {name}", exact=exact)
+        if options.get("delay", 0) == 0 and step >= options.get("warm_up", 0):
+            has_sent = commlib.stats(model).wire_bytes > before
+            assert has_sent == (reference.num_rounds > num_rounds and size > 1), f"step {step}"
+    assert num_taken >= 5
+    commlib.unwrap(model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits"])
+def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> None:
+    make, _, _, options = CASES[case]
+    model, optimizer = wrapped(make())
+    for step in range(1, 13):
+        one_step(model, optimizer, step)
+        assert are_identical(model) == (step % options["period"] == 0), step
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("several", [True, False])
+def test_nodes_are_averaged_often_and_all_ranks_seldom(several: bool) -> None:
+    algorithm = HierarchicalLocalSGD(period=2, global_every=3)
+    if several:
+        with two_nodes():
+            model, optimizer = wrapped(algorithm)
+    else:
+        model, optimizer = wrapped(algorithm)
+    replicas = [seeded(Mlp) for _ in range(4)]
+    optimizers = [sgd(replica) for replica in replicas]
+    for step in range(1, 19):
+        one_step(model, optimizer, step)
+        for rank, replica in enumerate(replicas):
+            optimizers[rank].zero_grad()
+            replica(data(step, 5, 8, rank=rank)).square().mean().backward()
+            optimizers[rank].step()
+        groups = [[0, 1, 2, 3]] if not several or step % 6 == 0 else [[0, 1], [2, 3]]
+        for group in groups if step % 2 == 0 else []:
+            for same in zip(*[replicas[rank].parameters() for rank in group], strict=True):
+                average = torch.stack([p.detach() for p in same]).mean(dim=0)
+                for p in same:
+                    p.detach().copy_(average)
+        for name, value in tensors(replicas[dist.get_rank()]).items():
+            assert_close(tensors(model)[name], value, f"step {step}: {name}", exact=False)
+        if step % 2 == 0:
+            assert are_identical(model) == (len(groups) == 1)
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@on_ranks(2, 3)
+def test_the_common_weights_are_those_before_the_first_step() -> None:
+    """Not those at the time of `wrap`: the model may be loaded in between."""
+    model, optimizer = wrapped(DiLoCo(period=2, outer_lr=0.5))
+    alone = seeded(Mlp, seed=5)
+    model.load_state_dict(alone.state_dict())
+    first = vector(alone)
+    for step in range(2):
+        one_step(model, optimizer, step)
+    train(alone, mlp_loss, 2, sgd(alone))
+    moved = first - torch.stack(gathered(alone)).mean(dim=0)
+    assert_close(vector(model), first - 0.5 * 1.9 * moved, "after the first outer step", exact=False)
+
+
+RESUMED = {
+    "local_sgd": lambda: LocalSGD(period=3),
+    "local_sgd, 4 bits": lambda: LocalSGD(period=3, codec=Int4()),
+    "post_local_sgd": lambda: PostLocalSGD(6, period=3, codec=Int8()),
+    "hierarchical_local_sgd": lambda: HierarchicalLocalSGD(period=3, global_every=2),
+    "diloco": lambda: DiLoCo(period=3),
+    "diloco, 4 bits": lambda: DiLoCo(period=3, codec=Int4()),
+    "streaming_diloco": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2),
+}
+
+
+def saved_of(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    communication = commlib.state_dict(model)  # first: it takes what is in the background
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict(), communication))
+
+
+def resumed(algorithm: Algorithm, saved: tuple[Any, Any, Any], **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = wrapped(algorithm, seed=99, **options)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    commlib.load_state_dict(model, saved[2])
+    return model, optimizer
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stop_after", [0, 4, 8, 9])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
+    """Before the first step, in a warm-up, within a period, with a round in flight, after a round."""
+    whole, optimizer = wrapped(RESUMED[name]())
+    train(whole, mlp_loss, stop_after, optimizer)
+    saved = saved_of(whole, optimizer)
+    rest = train(whole, lambda m, s: mlp_loss(m, s + stop_after), 12, optimizer)
+    model, own = resumed(RESUMED[name](), saved)
+    again = saved_of(model, own)[2]  # also what was loaded and not used yet
+    assert again["state"].keys() == saved[2]["state"].keys()
+    got = train(model, lambda m, s: mlp_loss(m, s + stop_after), 12, own)
+    assert_same_trace(got, rest, exact=True)
+    commlib.unwrap(whole)
+    commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_state_survives_another_plan() -> None:
+    whole, optimizer = wrapped(DiLoCo(period=3))
+    train(whole, mlp_loss, 7, optimizer)
+    saved = saved_of(whole, optimizer)
+    rest = train(whole, lambda m, s: mlp_loss(m, s + 7), 8, optimizer)
+    model, own = resumed(DiLoCo(period=3), saved, bucket_cap_mb=1.0)
+    assert len(fragments_of(model)[0]) == 1 < len(fragments_of(whole)[0])
+    assert_same_trace(train(model, lambda m, s: mlp_loss(m, s + 7), 8, own), rest, exact=True)
+
+
+def train_and_save(codec: Any, consensus: bool) -> tuple[Any, Any, Any]:
+    model, optimizer = wrapped(DiLoCo(period=3, codec=codec))
+    train(model, mlp_loss, 7, optimizer)
+    if consensus:
+        commlib.synchronize(model)
+    return saved_of(model, optimizer)
+
+
+def resume_and_train(saved: tuple[Any, Any, Any]) -> Any:
+    """Train on to the end of the period, and return this rank's weights before the outer step and the common ones."""
+    model, optimizer = resumed(DiLoCo(period=3), saved)
+    alone = seeded(Mlp)
+    alone.load_state_dict(saved[0])
+    own = sgd(alone)
+    own.load_state_dict(copy.deepcopy(saved[1]))
+    for step in (7, 8):
+        one_step(model, optimizer, step)
+        one_step(alone, own, step)
+    return [*gathered(alone)], vector(model), are_identical(model)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 4)])
+def test_another_number_of_ranks_goes_on_from_the_same_global_weights_and_momentum(before: int, after: int) -> None:
+    states = run_ranks(train_and_save, before, None, True)
+    common = [state[2]["state"]["common"] for state in states]
+    for name, (_, values) in common[0].items():
+        assert all(torch.equal(values, other[name][1]) for other in common)
+    weights, got, identical = run_ranks(resume_and_train, after, states[0])[after - 1]
+    assert identical
+    assert len(weights) == after
+    names = list(states[0][0])
+    first = torch.cat([common[0][name][1] for name in names])
+    momentum = torch.cat([states[0][2]["state"]["velocity"][name][1] for name in names])
+    gradient = first - torch.stack(weights).mean(dim=0)
+    momentum = 0.9 * momentum + gradient
+    assert_close(got, first - 0.7 * (gradient + 0.9 * momentum), "the global weights", exact=False)
+
+
+def load_elsewhere(saved: tuple[Any, Any, Any]) -> None:
+    model, _ = wrapped(DiLoCo(period=3, codec=Int4()))
+    with pytest.raises(ConfigError, match="world_size"):
+        commlib.load_state_dict(model, saved[2])
+
+
+def test_residuals_are_refused_at_another_number_of_ranks() -> None:
+    run_ranks(load_elsewhere, 2, run_ranks(train_and_save, 3, Int4(), False)[0])
+
+
+@on_ranks(2)
+def test_state_without_a_parameter_is_refused() -> None:
+    model, optimizer = wrapped(DiLoCo(period=3))
+    train(model, mlp_loss, 4, optimizer)
+    saved = commlib.state_dict(model)
+    del saved["state"]["common"]["second.bias"]
+    with pytest.raises(ConfigError, match=r"another model.*second\.bias"):
+        commlib.load_state_dict(model, saved)
+
+
+class Wide(nn.Module):
+    """One matrix and a bias: so many elements that padding does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+
+def bytes_of(steps: int, **options: Any) -> float:
+    model = seeded(Wide)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrap(model, optimizer=optimizer, bucket_cap_mb=1.0, **options)
+    before = commlib.stats(model).wire_bytes
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data(step, 2, 256)).square().mean().backward()
+        optimizer.step()
+    sent = commlib.stats(model).wire_bytes - before
+    commlib.unwrap(model)
+    return sent
+
+
+@on_ranks(2, 4)
+def test_bytes_are_a_small_part_of_ddps() -> None:
+    ddp = bytes_of(100)
+    num_bytes = sum(p.nbytes for p in Wide().parameters())
+    assert ddp >= 100 * 2 * (dist.get_world_size() - 1) / dist.get_world_size() * num_bytes
+    assert bytes_of(100, algorithm=DiLoCo(period=50)) <= 0.025 * ddp
+    assert bytes_of(100, algorithm=StreamingDiLoCo(period=50, fragments=2)) <= 0.025 * ddp
+    assert bytes_of(100, algorithm=DiLoCo(period=50, codec=Int4())) <= 0.004 * ddp
+    assert bytes_of(100, algorithm=LocalSGD(period=50)) <= 0.025 * ddp
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(40, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(40).bfloat16())
+        self.paired = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, rank: int) -> Tensor:
+        real = sum((p - rank).float().square().sum() for p in (self.wide, self.narrow, self.frozen))
+        return real + self.paired.abs().square().sum()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("codec", [None, Int8()])
+def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any) -> None:
+    """The targets' mean is approached by all, though each rank has its own; complex weights travel unencoded."""
+    model = seeded(Mixed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    wrap(model, algorithm=DiLoCo(period=4, outer_momentum=0.5, codec=codec), optimizer=optimizer, bucket_cap_mb=1.0)
+    for step in range(48):
+        model.frozen.requires_grad_(step >= 6)
+        optimizer.zero_grad()
+        model(dist.get_rank()).backward()
+        optimizer.step()
+    target = (dist.get_world_size() - 1) / 2
+    assert torch.allclose(model.wide.detach(), torch.full((40,), target, dtype=torch.float64), atol=0.05)
+    assert torch.allclose(model.narrow.detach().float(), torch.full((40,), target), atol=0.05)
+    assert torch.allclose(model.frozen.detach(), torch.full((3,), target), atol=0.05)
+    assert float(model.paired.detach().abs().max()) < 0.05
+    optimizer.zero_grad()
+    assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_synchronize_takes_the_round_in_flight_and_gives_the_mean() -> None:
+    model, optimizer = wrapped(StreamingDiLoCo(period=6, fragments=2, delay=3))
+    train(model, mlp_loss, 4, optimizer)
+    assert commlib.stats(model).consensus_distance is None
+    commlib.synchronize(model)
+    assert are_identical(model)
+    assert commlib.stats(model).consensus_distance > 0  # type: ignore[operator]
+    train(model, lambda m, s: mlp_loss(m, s + 4), 8, optimizer)
+    model.eval()
+    before = vector(model)
+    with torch.no_grad():
+        model(data(0, 5, 8))
+    assert torch.equal(vector(model), before), "weights change at the ends of steps only"
+    commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_the_plan_of_a_warm_up_is_measured_without_the_weights() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=PostLocalSGD(8, period=4, codec=Int8()), optimizer=optimizer)
+    train(model, mlp_loss, 16, optimizer)
+    assert commlib.stats(model).plan in ("trial", "planned")
+    assert are_identical(model)
+
+
+BAD: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {
+    "outer_lr": (lambda: DiLoCo(outer_lr=0.0), ("DiLoCo", "outer_lr", "0.0")),
+    "outer_momentum": (lambda: DiLoCo(outer_momentum=1.0), ("outer_momentum", "1.0")),
+    "nesterov": (lambda: DiLoCo(outer_momentum=0.0), ("nesterov", "outer_momentum")),
+    "feedback": (lambda: LocalSGD(feedback=True), ("LocalSGD", "feedback", "codec")),
+    "period": (lambda: LocalSGD(period=0), ("period",)),
+    "warmup_steps": (lambda: PostLocalSGD(-1), ("warmup_steps",)),
+    "global_every": (lambda: HierarchicalLocalSGD(global_every=0), ("global_every", "0")),
+    "fragments": (lambda: StreamingDiLoCo(period=10, fragments=3), ("multiple of fragments", "period=10", "3")),
+    "delay": (lambda: StreamingDiLoCo(period=10, fragments=2, delay=6), ("delay", "6")),
+    "mixing": (lambda: StreamingDiLoCo(mixing=1.0), ("mixing", "1.0")),
+}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_options_out_of_range_are_refused(option: str) -> None:
+    make, words = BAD[option]
+    with pytest.raises(ConfigError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", sorted({name.split(",")[0] for name in RESUMED}))
+def test_an_optimizer_is_required_and_the_defaults_train(name: str) -> None:
+    with raises_on_every_rank(ConfigError, "optimizer=", name):
+        wrap(seeded(Mlp), algorithm=name)
+    model = seeded(Mlp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrap(model, algorithm=name, optimizer=optimizer)
+    losses = train(model, mlp_loss, 110, optimizer).losses
+    assert float(torch.stack(losses[-10:]).mean()) < 0.5 * float(losses[0])
+    commlib.unwrap(model)

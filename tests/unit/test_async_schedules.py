@@ -1,0 +1,409 @@
+"""The asynchronous algorithms under scripted orders of events, against independent NumPy references.
+
+The ranks are objects in one process; their mailboxes deliver when the script says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from commlib.algorithms import AsyncSGD, PassiveGossip
+from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.errors import ConfigError
+from commlib.transport.base import Communicator
+from commlib.transport.mailbox import Message
+
+WORLD_SIZES = [1, 2, 3, 4, 8]
+SHAPES = [(3, 5), (7,), (2, 2, 2)]
+NUMEL = 30
+LR = 0.1
+
+
+class Network:
+    """Questions under way, by asking and answering rank; `deliver` answers the oldest of a pair."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.answers: list[Callable[..., None]] = []
+        self.under_way: dict[tuple[int, int], deque[Any]] = {}
+        self.sizes: list[int] = []
+
+    def connect(self, rank: int) -> Callable[..., Any]:
+        def connect(answer: Callable[..., None], max_request: int) -> ScriptedMailbox:
+            assert len(self.answers) == rank
+            self.answers.append(answer)
+            self.sizes.append(max_request)
+            return ScriptedMailbox(rank, self)
+
+        return connect
+
+    def deliver(self, asking: int, answering: int) -> bool:
+        """Have a question answered, and the reply received; False if there is none."""
+        questions = self.under_way.get((asking, answering))
+        if not questions:
+            return False
+        message, on_reply, into = questions.popleft()
+        assert len(message.payload) <= self.sizes[answering]
+
+        def reply(answer: Message) -> None:
+            into[: len(answer.payload)] = answer.payload
+            on_reply(answer)
+
+        self.answers[answering](asking, message, reply)
+        return True
+
+
+class ScriptedMailbox:
+    bytes_sent = 0.0
+
+    def __init__(self, rank: int, network: Network) -> None:
+        self.rank, self.network = rank, network
+
+    def ask(self, peer: int, message: Message, on_reply: Callable[..., None], into: Any = None) -> None:
+        self.network.under_way.setdefault((self.rank, peer), deque()).append((message, on_reply, into))
+
+    def present(self) -> list[int]:
+        return [rank for rank in range(self.network.world_size) if rank != self.rank]
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Ranks:
+    """The ranks' parameters, optimizers and runners; a step's gradient is given."""
+
+    def __init__(
+        self, algorithm: Algorithm, world_size: int, make: Callable[..., torch.optim.Optimizer], alike: bool
+    ) -> None:
+        self.network = Network(world_size)
+        self.parameters, self.optimizers, self.runners = [], [], []
+        for rank in range(world_size):
+            values = np.random.default_rng(0 if alike else rank).standard_normal(NUMEL).astype(np.float32)
+            pieces = np.split(values, np.cumsum([np.prod(shape) for shape in SHAPES])[:-1])
+            own = [
+                torch.nn.Parameter(torch.tensor(piece.reshape(shape)))
+                for piece, shape in zip(pieces, SHAPES, strict=True)
+            ]
+            self.parameters.append(own)
+            self.optimizers.append(make(own))
+            self.runners.append(self._attach(algorithm, rank))
+
+    def _attach(self, algorithm: Algorithm, rank: int) -> Runner:
+        named = [(f"p{idx}", parameter) for idx, parameter in enumerate(self.parameters[rank])]
+        return algorithm.attach(
+            Attachment(
+                comm=Communicator(rank, self.network.world_size),
+                parameters=named,
+                optimizer=self.optimizers[rank],
+                gather=lambda value: [value],
+                run=lambda what, communication: None,
+                connect=self.network.connect(rank),
+                timeout_s=1.0,
+            )
+        )
+
+    def weights(self, rank: int) -> np.ndarray:
+        return np.concatenate([p.detach().numpy().reshape(-1) for p in self.parameters[rank]])
+
+    @torch.no_grad()
+    def step(self, rank: int, gradient: np.ndarray) -> None:
+        start = 0
+        for parameter in self.parameters[rank]:
+            part = gradient[start : start + parameter.numel()].reshape(parameter.shape)
+            parameter.grad = torch.tensor(part)
+            start += parameter.numel()
+        self.runners[rank].before_step()
+        self.optimizers[rank].step()
+        self.runners[rank].after_step()
+        assert all(parameter.grad is not None for parameter in self.parameters[rank])
+
+
+def gradient_of(weights: np.ndarray, step: int, rank: int) -> np.ndarray:
+    noise = np.random.default_rng((step, rank)).standard_normal(NUMEL)
+    return (0.5 * weights.astype(np.float64) + noise).astype(np.float32)
+
+
+def script(world_size: int, seed: int, length: int) -> list[tuple[int, int | None]]:
+    """Steps `(rank, None)` and deliveries `(asking, answering)` in random order; rank 0 makes few steps."""
+    rng = random.Random(seed)
+    events: list[tuple[int, int | None]] = []
+    for _ in range(length):
+        rank = rng.randrange(world_size)
+        if rng.random() < 0.35 and (rank != 0 or rng.random() < 0.4):
+            events.append((rank, None))
+        else:
+            events.append((rank, rng.randrange(world_size)))
+    return events
+
+
+# --- asynchronous SGD ------------------------------------------------------------------------------------------------
+
+
+class ReferenceSgd:
+    """Parameter servers with momentum SGD, in float64, one number after the other."""
+
+    def __init__(self, weights: np.ndarray, world_size: int, momentum: float, **options: Any) -> None:
+        self.size, self.momentum, self.options = world_size, momentum, options
+        cuts = [NUMEL * idx // world_size for idx in range(world_size + 1)]
+        self.ranges = [slice(*pair) for pair in itertools.pairwise(cuts)]
+        self.server = weights.astype(np.float64)
+        self.velocity = np.zeros(NUMEL)
+        self.versions = [0] * world_size
+        self.local = [self.server.copy() for _ in range(world_size)]
+        self.installed = [[(0, self.server[r].copy()) for r in self.ranges] for _ in range(world_size)]
+        self.pending: list[list[np.ndarray | None]] = [[None] * world_size for _ in range(world_size)]
+        self.line: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
+        self.stale: list[int] = []
+
+    def step(self, rank: int, gradient: np.ndarray) -> None:
+        for shard, where in enumerate(self.ranges):
+            part = gradient[where].astype(np.float64)
+            before = self.pending[rank][shard]
+            self.pending[rank][shard] = part if before is None else before + part
+            line = self.line[rank][shard]
+            pushed_on = self.installed[rank][shard]
+            if line is not None and line[0] == "reply":
+                self.installed[rank][shard] = line[1]
+                self.local[rank][where] = line[1][1]
+                line = None
+            if line is None:
+                line = ("push", pushed_on, self.pending[rank][shard])
+                self.pending[rank][shard] = None
+            self.line[rank][shard] = line
+
+    def deliver(self, rank: int, shard: int) -> None:
+        line = self.line[rank][shard]
+        if line is None or line[0] == "reply":
+            return
+        _, (version, old), gradient = line
+        staleness = self.versions[shard] - version
+        self.stale.append(staleness)
+        limit = self.options["max_staleness"]
+        if staleness <= limit or self.options["on_stale"] == "damp":
+            now = self.server[self.ranges[shard]]
+            gradient = gradient + self.options["delay_compensation"] * gradient * gradient * (now - old)
+            if staleness > limit:
+                gradient = gradient * (limit / staleness)
+            velocity = gradient
+            if self.versions[shard]:
+                velocity = self.momentum * self.velocity[self.ranges[shard]] + gradient
+            self.velocity[self.ranges[shard]] = velocity
+            self.server[self.ranges[shard]] = now - LR / self.size * velocity
+            self.versions[shard] += 1
+        self.line[rank][shard] = ("reply", (self.versions[shard], self.server[self.ranges[shard]].copy()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_staleness": 100, "on_stale": "damp", "delay_compensation": 0.0},
+        {"max_staleness": 1, "on_stale": "damp", "delay_compensation": 0.0},
+        {"max_staleness": 1, "on_stale": "drop", "delay_compensation": 0.0},
+        {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3},
+    ],
+    ids=["fresh", "damp", "drop", "compensated"],
+)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
+    ranks = Ranks(AsyncSGD(**options), world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
+    reference = ReferenceSgd(ranks.weights(0), world_size, 0.5, **options)
+    for number, (rank, shard) in enumerate(script(world_size, seed=world_size, length=300)):
+        if shard is None:
+            gradient = gradient_of(ranks.weights(rank), number, rank)
+            ranks.step(rank, gradient)
+            reference.step(rank, gradient)
+        else:
+            ranks.network.deliver(rank, shard)
+            reference.deliver(rank, shard)
+        for each in range(world_size):
+            np.testing.assert_allclose(ranks.weights(each), reference.local[each], rtol=1e-5, atol=1e-6)
+    assert len(reference.stale) > 30
+    assert world_size < 3 or max(reference.stale) > 2, "the script never made a gradient stale"
+
+
+def test_async_sgd_alone_is_adam_one_step_late() -> None:
+    """One rank: a step's weights come back at the end of the next one, and are what Adam makes of its gradient."""
+    ranks = Ranks(AsyncSGD(), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
+    weight = torch.nn.Parameter(torch.tensor(ranks.weights(0)))
+    plain = torch.optim.Adam([weight], LR, weight_decay=0.01)
+    gradient = gradient_of(ranks.weights(0), 0, 0)
+    for _ in range(5):
+        ranks.step(0, gradient)
+        np.testing.assert_array_equal(ranks.weights(0), weight.detach().numpy())
+        weight.grad = torch.tensor(gradient)
+        plain.step()
+        assert ranks.network.deliver(0, 0)
+
+
+def test_async_sgd_follows_the_learning_rate_of_the_users_optimizer() -> None:
+    ranks = Ranks(AsyncSGD(), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
+    before, ones = ranks.weights(0), np.ones(NUMEL, np.float32)
+    ranks.optimizers[0].param_groups[0]["lr"] = 0.5
+    for _ in range(2):
+        ranks.step(0, ones)
+        ranks.network.deliver(0, 0)
+    np.testing.assert_allclose(ranks.weights(0), before - 0.5, rtol=1e-6)
+
+
+def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
+    """Wrapped after some steps, momenta go on; cut into the shards of two ranks."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(parameters, LR)
+        for parameter in parameters:
+            parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+        optimizer.step()
+        return optimizer
+
+    ranks = Ranks(AsyncSGD(lr_scale=1.0), 2, make, alike=True)
+    plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
+    optimizer = torch.optim.Adam(plain, LR)
+    optimizer.load_state_dict(ranks.optimizers[0].state_dict())
+    gradient = gradient_of(ranks.weights(0), 0, 0)
+    for _ in range(2):
+        ranks.step(0, gradient)
+        ranks.network.deliver(0, 0)
+        ranks.network.deliver(0, 1)
+    start = 0
+    for parameter in plain:
+        parameter.grad = torch.tensor(gradient[start : start + parameter.numel()].reshape(parameter.shape))
+        start += parameter.numel()
+    optimizer.step()
+    np.testing.assert_array_equal(ranks.weights(0), np.concatenate([p.detach().numpy().reshape(-1) for p in plain]))
+
+
+def test_async_sgd_resumes_from_its_state() -> None:
+    def run(ranks: Ranks, steps: range) -> None:
+        for number in steps:
+            for rank in (0, 1):
+                ranks.step(rank, gradient_of(ranks.weights(rank), number, rank))
+            for pair in ((0, 0), (1, 1), (1, 0), (0, 1)):
+                ranks.network.deliver(*pair)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, LR)
+
+    kept = Ranks(AsyncSGD(), 2, make, alike=True)
+    run(kept, range(6))
+    resumed = Ranks(AsyncSGD(), 2, make, alike=True)
+    for rank in (0, 1):
+        resumed.runners[rank].load_state_dict(kept.runners[rank].state_dict())
+        servers = [ranks.runners[rank]._server for ranks in (kept, resumed)]
+        for mine, other in zip(servers[0].weights, servers[1].weights, strict=True):
+            assert torch.equal(mine, other)
+            assert mine is not other
+        gradient = [torch.ones_like(weight) for weight in servers[0].weights]
+        for server in servers:
+            server.push(0, server.version, [each.clone() for each in gradient])
+        for mine, other in zip(servers[0].weights, servers[1].weights, strict=True):
+            assert torch.equal(mine, other), "the optimizer's state was not taken over"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.LBFGS(p), "elementwise optimizer: one of SGD, Adam, AdamW, got LBFGS"),
+        (lambda p: torch.optim.Adagrad(p), "got Adagrad"),
+    ],
+)
+def test_async_sgd_refuses_what_it_cannot_cut(make: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Ranks(AsyncSGD(), 2, make, alike=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_staleness": 0}, {"on_stale": "keep"}, {"delay_compensation": -1.0}, {"lr_scale": 0.0}]
+)
+def test_async_sgd_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="AsyncSGD: expected"):
+        AsyncSGD(**options)
+
+
+# --- passive gossip --------------------------------------------------------------------------------------------------
+
+
+class ReferenceGossip:
+    """Weights, what was published last, and the change that is on its way, in float64."""
+
+    def __init__(self, weights: list[np.ndarray], period: int) -> None:
+        self.weights = [each.astype(np.float64) for each in weights]
+        self.published = [each.copy() for each in self.weights]
+        self.line: list[Any] = [None] * len(weights)
+        self.steps = [0] * len(weights)
+        self.published_at = [0] * len(weights)
+        self.period = period
+        self.num_taken = 0
+
+    def step(self, rank: int, gradient: np.ndarray, partner: int | None) -> None:
+        self.weights[rank] -= LR * gradient.astype(np.float64)
+        self.steps[rank] += 1
+        if self.line[rank] is not None and self.line[rank][0] == "change":
+            self.weights[rank] += self.line[rank][1]
+            self.line[rank] = None
+            self.num_taken += 1
+        if self.steps[rank] - self.published_at[rank] >= self.period:
+            self.published[rank] = self.weights[rank].copy()
+            self.published_at[rank] = self.steps[rank]
+            if self.line[rank] is None and len(self.weights) > 1:
+                self.line[rank] = ("asked", partner, self.published[rank])
+
+    def deliver(self, rank: int, partner: int) -> None:
+        line = self.line[rank]
+        if line is not None and line[0] == "asked" and line[1] == partner:
+            self.line[rank] = ("change", (self.published[partner] - line[2]) / 2)
+
+
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_passive_gossip_follows_the_reference(world_size: int, period: int) -> None:
+    ranks = Ranks(PassiveGossip(period), world_size, lambda p: torch.optim.SGD(p, LR), alike=False)
+    reference = ReferenceGossip([ranks.weights(rank) for rank in range(world_size)], period)
+    for number, (rank, partner) in enumerate(script(world_size, seed=10 + world_size, length=400)):
+        if partner is None:
+            gradient = gradient_of(ranks.weights(rank), number, rank)
+            ranks.step(rank, gradient)
+            asked = [pair[1] for pair, questions in ranks.network.under_way.items() if pair[0] == rank and questions]
+            reference.step(rank, gradient, asked[0] if asked else None)
+        else:
+            ranks.network.deliver(rank, partner)
+            reference.deliver(rank, partner)
+        for each in range(world_size):
+            np.testing.assert_allclose(ranks.weights(each), reference.weights[each], rtol=1e-5, atol=1e-5)
+    assert world_size == 1 or reference.num_taken > 10
+
+
+def test_passive_gossip_asks_another_partner_when_one_is_late() -> None:
+    ranks = Ranks(PassiveGossip(1, limit_s=1e-9), 4, lambda p: torch.optim.SGD(p, LR), alike=False)
+    zero = np.zeros(NUMEL, np.float32)
+    for _ in range(5):
+        ranks.step(0, zero)
+    asked = {pair[1] for pair, questions in ranks.network.under_way.items() if questions}
+    assert len(asked) == 2, "at most two are asked at once"
+
+
+def test_a_published_copy_stays_whole_while_it_is_read() -> None:
+    from commlib.algorithms._published import Published
+
+    tensors = [torch.zeros(5), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)]
+    published = Published(tensors)
+    held = published.take()
+    for number in range(1, 5):
+        for tensor in tensors:
+            tensor.fill_(number)
+        published.publish(tensors, number)
+        assert all(float(each.abs().max()) == 0 for each in held.tensors)
+    with published.latest() as latest:
+        assert latest.number == 4
+        assert all(torch.equal(each, tensor) for each, tensor in zip(latest.tensors, tensors, strict=True))
+    published.give_back(held)
+    published.publish(tensors, 5)
+    assert len(published._copies) == 3, "buffers are used again"

@@ -1,0 +1,276 @@
+"""The mailbox: questions are answered, foreign and malformed bytes are dropped, and how a peer ends is known."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport import mailbox as mailboxes
+from commlib.transport.mailbox import Mailbox, Message, Presence
+
+LIMIT_S = 10.0
+
+
+class Meeting:
+    """Lets threads stand for ranks: what `gather_objects` needs."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=LIMIT_S)
+        self.values: list[Any] = [None] * world_size
+
+
+class FakeTransport:
+    """The part of a transport that a mailbox uses."""
+
+    timeout_s = LIMIT_S
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.world_size, self._meeting = rank, len(meeting.values), meeting
+
+    def local_address(self) -> str:
+        return "127.0.0.1"
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._meeting.values[self.rank] = value
+        self._meeting.barrier.wait()
+        values = list(self._meeting.values)
+        self._meeting.barrier.wait()
+        return values
+
+
+class Echo:
+    """Answers with the number plus its rank, and the payload backwards."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.asked: list[tuple[int, int]] = []
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
+        self.hold.wait(LIMIT_S)
+        self.asked.append((peer, message.number))
+        if message.number < 0:
+            raise RuntimeError("the answer's own error")
+        reply(Message(message.kind, message.number + self.rank, bytes(message.payload)[::-1]))
+
+
+class Ranks:
+    def __init__(self, world_size: int, max_request: int = 64) -> None:
+        meeting = Meeting(world_size)
+        self.echoes = [Echo(rank) for rank in range(world_size)]
+        with ThreadPoolExecutor(world_size) as pool:
+            made = [
+                pool.submit(Mailbox, FakeTransport(rank, meeting), self.echoes[rank].answer, max_request)
+                for rank in range(world_size)
+            ]
+            self.boxes = [future.result(LIMIT_S) for future in made]
+
+    def ask(self, rank: int, peer: int, message: Message, room: int = 64) -> tuple[Message, bytes]:
+        done, found, into = threading.Event(), [], bytearray(room)
+
+        def on_reply(reply: Message) -> None:
+            found.append((reply, bytes(reply.payload)))
+            done.set()
+
+        self.boxes[rank].ask(peer, message, on_reply, into)
+        assert done.wait(LIMIT_S), "no reply"
+        return found[0]
+
+    def close(self) -> None:
+        for box in self.boxes:
+            box.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks(3)
+    yield made
+    made.close()
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def test_every_rank_asks_every_other(ranks: Ranks) -> None:
+    for rank in range(3):
+        for peer in {0, 1, 2} - {rank}:
+            reply, payload = ranks.ask(rank, peer, Message(3, 10 * rank, b"abc"))
+            assert (reply.kind, reply.number, payload) == (3, 10 * rank + peer, b"cba")
+
+
+def test_questions_to_a_peer_are_answered_in_order_and_do_not_wait_for_other_peers(ranks: Ranks) -> None:
+    ranks.echoes[1].hold.clear()
+    replies: list[int] = []
+    for number in range(5):
+        ranks.boxes[0].ask(1, Message(0, number), lambda reply: replies.append(reply.number))
+    assert ranks.ask(0, 2, Message(0, 7))[0].number == 9
+    assert replies == []
+    ranks.echoes[1].hold.set()
+    assert eventually(lambda: len(replies) == 5)
+    assert replies == [1, 2, 3, 4, 5]
+
+
+def test_payloads_larger_than_the_buffers_of_the_network() -> None:
+    ranks = Ranks(2, max_request=8 << 20)
+    sent = bytes(range(256)) * (8 << 12)
+    assert ranks.ask(0, 1, Message(0, 0, sent), room=len(sent))[1] == sent[::-1]
+    assert ranks.boxes[0].bytes_sent == len(sent) == ranks.boxes[1].bytes_sent
+    ranks.close()
+
+
+def test_a_goodbye_is_not_a_failure(ranks: Ranks) -> None:
+    ranks.boxes[2].close()
+    assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LEFT)
+    assert ranks.boxes[0].present() == [1]
+    ranks.boxes[0].check()
+    ranks.boxes[0].ask(2, Message(0), lambda _: pytest.fail("a rank that left answered"))
+
+
+def test_a_goodbye_is_read_though_the_answer_cannot_be_sent(ranks: Ranks) -> None:
+    """The asking rank leaves while its question is being answered."""
+    ranks.echoes[1].hold.clear()
+    ranks.boxes[0].ask(1, Message(0, 0, b"x"), lambda _: None, bytearray(8))
+    time.sleep(0.05)
+    ranks.boxes[0].close()
+    ranks.echoes[1].hold.set()
+    assert eventually(lambda: ranks.boxes[1].presence(0) is Presence.LEFT)
+    ranks.boxes[1].check()
+
+
+def test_closing_with_questions_in_the_queue_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    ranks = Ranks(2)
+    ranks.echoes[1].hold.clear()
+    for number in range(3):
+        ranks.boxes[0].ask(1, Message(0, number), lambda _: None)
+    time.sleep(0.05)
+    ranks.boxes[0].close()
+    ranks.echoes[1].hold.set()
+    assert eventually(lambda: ranks.boxes[1].presence(0) is Presence.LEFT)
+    ranks.boxes[1].close()
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_process_that_ends_with_an_exception_has_failed(ranks: Ranks) -> None:
+    mailboxes._close(ranks.boxes[2]._state, mailboxes._FAILED)
+    assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.FAILED)
+    with pytest.raises(PeerFailure, match="rank 2 ended with an exception"):
+        ranks.boxes[0].check()
+
+
+def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -> None:
+    for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
+    with pytest.raises(PeerFailure, match="rank 2 is gone without a goodbye"):
+        ranks.boxes[0].check()
+    assert ranks.ask(0, 1, Message(0, 1))[0].number == 2
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n____________", mailboxes._HEADER.pack(mailboxes._MAGIC, 0, 0, 65)],
+    ids=["foreign", "too-long"],
+)
+def test_malformed_bytes_end_the_connection_with_a_log_line(
+    ranks: Ranks, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "commlib"):
+        ranks.boxes[2]._state.lines[0].connection.sendall(garbage)
+        assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
+    assert "dropped the connection of rank 2" in caplog.text
+    assert ranks.ask(0, 1, Message(0, 1))[0].number == 2
+
+
+def test_an_error_in_an_answer_is_raised_on_the_answering_rank(ranks: Ranks) -> None:
+    ranks.boxes[0].ask(1, Message(0, -1), lambda _: None)
+    assert eventually(lambda: ranks.boxes[1]._state.error is not None)
+    with pytest.raises(TransportError, match="the answer's own error"):
+        ranks.boxes[1].check()
+
+
+def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixture) -> None:
+    token, wrong = b"t" * 16, b"w" * 16
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connections = []
+        for hello in (b"GET / HTTP/1.1\r\n\r\n___________", mailboxes._HELLO.pack(b"CMM1", wrong, 1), b"short"):
+            connections.append(socket.create_connection(listener.getsockname()))
+            connections[-1].sendall(hello)
+            connections[-1].shutdown(socket.SHUT_WR)
+        connections.append(socket.create_connection(listener.getsockname()))
+        connections[-1].sendall(mailboxes._HELLO.pack(b"CMM1", token, 1))
+        with caplog.at_level(logging.WARNING, "commlib"):
+            ((peer, connection),) = mailboxes._accept(listener, token, [1], 0, time.monotonic() + LIMIT_S)
+        assert peer == 1
+        assert caplog.text.count("dropped a foreign connection") == 3
+        for each in (*connections, connection):
+            each.close()
+
+
+def test_a_rank_that_does_not_connect_is_named() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(PeerTimeout, match=r"ranks \[1, 3\] did not connect"),
+    ):
+        mailboxes._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + 0.1)
+
+
+def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:
+    before = set(threading.enumerate())
+    ranks = Ranks(3)
+    assert len(set(threading.enumerate()) - before) == 12
+    ranks.close()
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+    ranks = Ranks(2)
+    del ranks
+    gc.collect()
+    assert eventually(lambda: set(threading.enumerate()) <= before)
+
+
+class Neighbourhood(FakeTransport):
+    """Knows what every rank says of its own address."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        super().__init__(0, Meeting(1))
+        self._addresses = addresses
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._addresses
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["127.0.0.1", "127.0.0.1"], "127.0.0.1"),  # all on one machine
+        (["10.1.2.3", "127.0.0.1"], "10.1.2.3"),
+        (["127.0.1.1", "127.0.0.2"], "127.0.1.1"),
+    ],
+)
+def test_the_address_is_one_that_others_reach(addresses: list[str], expected: str) -> None:
+    assert mailboxes._reachable(addresses[0], Neighbourhood(addresses)) == expected
+
+
+def test_a_loopback_address_is_replaced_where_others_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes, "address_towards", lambda host: f"towards {host}")
+    assert mailboxes._reachable("127.0.1.1", Neighbourhood(["127.0.1.1", "10.1.2.3"])) == "towards 10.1.2.3"
+
+
+def test_a_rank_asks_itself(ranks: Ranks) -> None:
+    reply, payload = ranks.ask(1, 1, Message(2, 5, b"xyz"))
+    assert (reply.number, payload) == (6, b"zyx")
