@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,6 +39,90 @@ def doctor(
     else:
         checks.show(report)
     raise typer.Exit(checks.exit_code(report))
+
+
+@app.command()
+def compare(
+    workload: Annotated[
+        str, typer.Option(help="A name of `--list`, or a file that `commlib profile` wrote.")
+    ] = "vgg16",
+    network: Annotated[str, typer.Option(help="Names of `--list`, with commas between them.")] = "10gbps,100gbps",
+    algorithms: Annotated[
+        str, typer.Option(help="'all', or names with commas between them, with options: 'bytegrad, topk(ratio=0.001)'.")
+    ] = "all",
+    exactness: Annotated[str, typer.Option(help="The widest class: exact, 8bit, compensated or any.")] = "any",
+    device: Annotated[str | None, typer.Option(help="What ranks compute with; the workload's by default.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None,
+    bandwidth_gbps: Annotated[float | None, typer.Option(help="Of a node's adapter, instead of the network's.")] = None,
+    latency_us: Annotated[float | None, typer.Option(help="Between nodes, instead of the network's.")] = None,
+    intra_gbps: Annotated[
+        float | None, typer.Option(help="Of a rank inside its node, instead of the network's.")
+    ] = None,
+    efficiency: Annotated[float | None, typer.Option(help="The part of the bandwidth that messages reach.")] = None,
+    ceiling_gbps: Annotated[float | None, typer.Option(help="The most that the transport carries.")] = None,
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of a bucket; by default they are planned.")] = None,
+    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 10,
+    plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False,
+) -> None:
+    """Simulate what each algorithm makes of a workload on networks: step time, speed-up over DDP, bytes, memory."""
+    from commlib.network import report
+
+    overrides = {
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "bandwidth_gbps": bandwidth_gbps,
+        "latency_us": latency_us,
+        "intra_gbps": intra_gbps,
+        "efficiency": efficiency,
+        "ceiling_gbps": ceiling_gbps,
+    }
+    with _config_errors():
+        if list_known:
+            report.show_known()
+            return
+        task = report.Task(workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb)
+        report.run(task, plot=plot, trace=trace, as_json=as_json)
+
+
+@app.command()
+def profile(
+    script: Annotated[Path, typer.Argument(help="A Python file that defines `model` and `step(model)`.")],
+    output: Annotated[Path, typer.Option(help="The workload to write, for `commlib compare --workload`.")] = Path(
+        "workload.json"
+    ),
+    batch_per_rank: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps to measure; the median counts.")] = 5,
+) -> None:
+    """Measure a model of your own, layer by layer, for `commlib compare --workload FILE`.
+
+    The script is run; `step(model)` must make one forward and backward (`loss.backward()`); a global `optimizer`, if
+    there is one, is stepped and timed too.
+    """
+    from commlib.network import profiling
+
+    with _config_errors():
+        measured = profiling.profile_script(script, batch_per_rank=batch_per_rank, steps=steps)
+        profiling.save(measured, output)
+    typer.echo(
+        f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; "
+        f"now: commlib compare --workload {output}"
+    )
+
+
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """End with exit code 2 and the message, without a traceback, where the user's input is wrong."""
+    from commlib.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def main() -> None:

@@ -43,10 +43,10 @@ class BucketView(Protocol):
         ...
 
 
-#: What an algorithm may do to the optimisation, each class wider than the one before: "exact", the full-precision mean of
-#: the gradients in every step; "8bit", that mean rounded to no less than 8 bits per element; "compensated", what is not
-#: sent now is remembered and sent later (error feedback); "any", everything else, such as weights that differ between
-#: ranks or another optimizer.
+#: What an algorithm may do to the optimisation, each class wider than the one before: "exact", the full-precision mean
+#: of the gradients in every step; "8bit", that mean rounded to no less than 8 bits per element; "compensated", what is
+#: not sent now is remembered and sent later (error feedback); "any", everything else, such as weights that differ
+#: between ranks or another optimizer.
 EXACTNESS = ("exact", "8bit", "compensated", "any")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ class Row:
     """One algorithm on one network.
 
     Attributes:
-        algorithm: Its registered name.
+        algorithm: What it is called: its registered name, and options if any.
         exactness: What it may do to the optimisation (`commlib.algorithms.base.EXACTNESS`).
         result: What the simulation found.
         speedup: Steps of DDP-style all-reduce in the time of one step.
@@ -76,6 +78,11 @@ class Comparison:
     rows: tuple[Row, ...]
     refused: dict[str, str]
 
+    def results(self) -> list[Result]:
+        """Return all results, that of DDP first; each is called as its row is."""
+        named = [dataclasses.replace(row.result, algorithm=row.algorithm) for row in self.rows]
+        return [dataclasses.replace(self.ddp, algorithm="DDP-style all-reduce"), *named]
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything but layers and spans, for JSON."""
         network = {field.name: getattr(self.network, field.name) for field in dataclasses.fields(self.network)}
@@ -97,27 +104,65 @@ class Comparison:
         }
 
 
-def candidates(names: str = "all", exactness: str = "any") -> list[str]:
-    """Return algorithms by name: those of a list with commas, or all, up to a class of exactness.
+def candidates(text: str = "all", exactness: str = "any", *, several_per_node: bool = False) -> dict[str, Algorithm]:
+    """Return algorithms by what they are called in tables.
+
+    Args:
+        text: "all", or names with commas between them, each with options if wanted: `allreduce, topk(ratio=0.001)`.
+        exactness: The widest class that is allowed (`commlib.algorithms.base.EXACTNESS`).
+        several_per_node: Whether "all" contains the hierarchical form of the algorithms that have one.
 
     Raises:
-        ConfigError: An unknown name or class, or none that is left.
+        ConfigError: An unknown name, option or class, or none that is left.
     """
     if exactness not in EXACTNESS:
         raise ConfigError(f"exactness: expected one of {', '.join(EXACTNESS)}, got {exactness!r}")
-    wanted = algorithms.list() if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    found = _all(several_per_node) if text.strip() == "all" else dict(map(_parsed, _listed(text)))
     allowed = EXACTNESS[: EXACTNESS.index(exactness) + 1]
-    chosen = [name for name in dict.fromkeys(wanted) if algorithms.create(name).exactness in allowed]
+    chosen = {label: algorithm for label, algorithm in found.items() if algorithm.exactness in allowed}
     if not chosen:
-        raise ConfigError(f"algorithms: none of {names!r} is of the class {exactness!r} or a narrower one")
+        raise ConfigError(f"algorithms: none of {text!r} is of the class {exactness!r} or a narrower one")
     return chosen
+
+
+def _all(several_per_node: bool) -> dict[str, Algorithm]:
+    found: dict[str, Algorithm] = {}
+    for name in algorithms.list():
+        found[name] = algorithms.create(name)
+        if several_per_node and "hierarchical" in inspect.signature(type(found[name])).parameters:
+            found[f"{name}(hierarchical=True)"] = algorithms.get(name)(hierarchical=True)  # type: ignore[call-arg]
+    return found
+
+
+def _listed(text: str) -> list[ast.expr]:
+    try:
+        tree = ast.parse(f"[{text}]", mode="eval").body
+    except SyntaxError as error:
+        raise ConfigError(f"algorithms: expected names such as 'allreduce, topk(ratio=0.001)', got {text!r}") from error
+    assert isinstance(tree, ast.List)
+    return tree.elts
+
+
+def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
+    """Return label and instance of `name` or `name(option=value)`."""
+    label = ast.unparse(tree)
+    match tree:
+        case ast.Name(id=name):
+            return label, algorithms.create(name)
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+            try:
+                options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+                return label, algorithms.get(name)(**options)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"algorithms: {label!r}: {error}") from error
+    raise ConfigError(f"algorithms: expected a name or name(option=value), got {label!r}")
 
 
 def compare(
     workload: Workload,
     network: Network,
     device: Device,
-    names: Iterable[str],
+    chosen: Mapping[str, Algorithm],
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
 ) -> Comparison:
@@ -127,19 +172,18 @@ def compare(
         workload: What is trained.
         network: What connects the ranks.
         device: What each rank computes with.
-        names: Registered names.
+        chosen: Algorithms by what they are called (`candidates`).
         options: How simulations are made; the size of buckets is not that of DDP, which has its own.
         progress: Called after each simulation.
 
     Raises:
-        ConfigError: An unknown name, or options that make no sense.
+        ConfigError: Options that make no sense.
     """
     ddp = _ddp(workload, network, device, options)
     progress("ddp")
     rows: list[Row] = []
     refused: dict[str, str] = {}
-    for name in names:
-        algorithm = algorithms.create(name)
+    for name, algorithm in chosen.items():
         try:
             result = simulate(workload, network, device, algorithm, options)
         except ConfigError as error:
@@ -155,21 +199,22 @@ def sweep(
     workload: Workload,
     networks: Sequence[Network],
     device: Device,
-    names: Sequence[str],
+    chosen: Mapping[str, Algorithm],
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
 ) -> dict[str, list[float]]:
-    """Return, by algorithm, its speed-up over DDP-style all-reduce on each network; NaN where it cannot be simulated."""
-    speedups: dict[str, list[float]] = {name: [] for name in names}
+    """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN where it cannot be simulated."""
+    speedups: dict[str, list[float]] = {name: [] for name in chosen}
     for network in networks:
-        found = {row.algorithm: row.speedup for row in compare(workload, network, device, names, options, progress).rows}
-        for name in names:
+        found = {
+            row.algorithm: row.speedup for row in compare(workload, network, device, chosen, options, progress).rows
+        }
+        for name in chosen:
             speedups[name].append(found.get(name, math.nan))
     return speedups
 
 
 def _ddp(workload: Workload, network: Network, device: Device, options: Options) -> Result:
-    algorithm: Algorithm = AllReduce()
     return simulate(
-        workload, network, device, algorithm, dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB)
+        workload, network, device, AllReduce(), dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB)
     )

@@ -18,6 +18,7 @@ _BAGUA = (
 _NVLINK2 = "NVLink 2: 150 GB/s of a V100 in each direction (NVIDIA V100 data sheet)"
 # TCP over Ethernet frames of 1,500 bytes: 1,448 bytes of data in 1,538 on the wire.
 _TCP_EFFICIENCY = 1448 / 1538
+_NCCL_TCP_GBPS = 23.0
 _TCP_LATENCY = "25 us: a message through two kernels' TCP and a switch"
 
 
@@ -31,7 +32,9 @@ def _v100_cluster(name: str, bandwidth_gbps: float) -> Network:
         intra_gbps=1200.0,
         intra_latency_us=5.0,
         efficiency=_TCP_EFFICIENCY,
-        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes",
+        ceiling_gbps=_NCCL_TCP_GBPS,
+        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: what "
+        "NCCL carries over TCP, fitted to BAGUA's figures (commlib/network/bagua.py)",
     )
 
 
@@ -51,8 +54,8 @@ NETWORKS: dict[str, Network] = {
             intra_gbps=3600.0,
             intra_latency_us=3.0,
             efficiency=_TCP_EFFICIENCY,
-            source="sites on several continents: 127 to 935 Mbit/s and about 100 ms there and back, as measured by Jaghouar "
-            "et al., INTELLECT-1 (2024); one server with 8 H100s at each",
+            source="sites on several continents: 127 to 935 Mbit/s and about 100 ms there and back, as measured by "
+            "Jaghouar et al., INTELLECT-1 (2024); one server with 8 H100s at each",
         ),
         Network(
             name="h100-400g",
@@ -63,8 +66,8 @@ NETWORKS: dict[str, Network] = {
             intra_gbps=3600.0,
             intra_latency_us=3.0,
             efficiency=0.92,
-            source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in each "
-            "direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA over Ethernet in NCCL's tests",
+            source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
+            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA over Ethernet in NCCL's tests",
         ),
     )
 }  # fmt: skip
@@ -79,8 +82,8 @@ DEVICES: dict[str, Device] = {
             launch_us=5.0,
             codec_fractions={"": 0.85},
             contention=0.0,
-            source="V100 SXM2 32 GB: 900 GB/s, 15.7 TFLOP/s in fp32, 125 in fp16 (NVIDIA data sheet); a copy reaches about "
-            "790 GB/s and matrix products about 90 and 70 % of it (Jia et al., Dissecting Volta, 2018)",
+            source="V100 SXM2 32 GB: 900 GB/s, 15.7 TFLOP/s in fp32, 125 in fp16 (NVIDIA data sheet); a copy reaches "
+            "about 790 GB/s and matrix products about 90 and 70 % of it (Jia et al., Dissecting Volta, 2018)",
         ),
         Device(
             name="h100",

@@ -46,7 +46,7 @@ def _bert_large() -> Workload:
     return _workload(
         "bert-large", architectures.bert(1024, 24, 384), 6, step_s=_BERT_LARGE_S, optimizer="adam",
         samples_per_epoch=88_000,
-        source=f"shapes: transformers; time: about linear scaling, 61 s an epoch with asynchronous averaging, in {_GAN}",
+        source=f"shapes: transformers; time: 61 s an epoch with asynchronous averaging, about linear scaling, {_GAN}",
     )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def _gpt2() -> Workload:
 
 def _llama3_8b() -> Workload:
     return _workload(
-        "llama3-8b", architectures.llama3_8b(), 2, step_s=2 * 8192 / 6514, optimizer="adam", dtype="bf16", device="h100",
-        source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
+        "llama3-8b", architectures.llama3_8b(), 2, step_s=2 * 8192 / 6514, optimizer="adam", dtype="bf16",
+        device="h100", source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
     )  # fmt: skip
 
 
@@ -134,6 +134,12 @@ def get(name: str) -> Workload:
     )
 
 
+def with_optimizer(workload: Workload, optimizer: str) -> Workload:
+    """Return a workload of a preset device with another optimizer, "sgd" or "adam", and what its step takes."""
+    optimizer_s = _optimizer_s(optimizer, workload.nbytes, workload.device)
+    return dataclasses.replace(workload, optimizer=optimizer, optimizer_s=optimizer_s)
+
+
 def save(workload: Workload, path: Path | str) -> None:
     """Write a workload as JSON, for `commlib compare --workload <path>`."""
     content = {"format": _FORMAT, **dataclasses.asdict(workload)}
@@ -181,7 +187,7 @@ def _workload(
     source: str,
 ) -> Workload:
     nbytes = sum(layer.numel for layer in layers) * DTYPES[dtype].itemsize
-    optimizer_s = _OPTIMIZER_PASSES[optimizer] * nbytes / (presets.device(device).memory_gbytes_s * 1e9)
+    optimizer_s = _optimizer_s(optimizer, nbytes, device)
     compute_s = step_s - optimizer_s
     return Workload(
         name=name,
@@ -196,6 +202,10 @@ def _workload(
         samples_per_epoch=samples_per_epoch,
         source=source,
     )
+
+
+def _optimizer_s(optimizer: str, nbytes: int, device: str) -> float:
+    return _OPTIMIZER_PASSES[optimizer] * nbytes / (presets.device(device).memory_gbytes_s * 1e9)
 
 
 def _by_arithmetic(

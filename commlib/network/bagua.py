@@ -1,0 +1,343 @@
+"""BAGUA 0.9 and its rivals as they were run, beside the figures that its authors published.
+
+The systems here exist only in the simulator: they are not commlib's algorithms but what the released code does, so that
+the simulator can be held against measurements that others made on 128 V100s.
+
+[Note: BAGUA as it was run] Buckets of 10 MiB; one worker carries them out one after the other, each operation followed by
+a synchronisation with the host; everything that crosses nodes goes through one GPU of each, to which the others' tensors
+are reduced and from which the result is broadcast. Its codec has one thread block for each chunk, three reads, and takes
+turns with the computation. Decentralized algorithms exchange weights at the end of a step, nothing overlapped: of a
+pair's averaging, an all-reduce of weights, and each overlapped or not, that is what comes closest to both figures.
+
+What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.codecs.base import BlockCodec
+from commlib.codecs.floats import OneBit
+from commlib.codecs.integer import UInt8Bagua, UInt8MinMax
+from commlib.errors import ConfigError
+from commlib.network import presets, workloads
+from commlib.network.model import Device, Network, Workload
+from commlib.network.sim_links import TransportProfile
+from commlib.network.simulator import Options, Result, simulate
+from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
+from commlib.transport.base import Communication, Communicator
+
+#: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
+CEILINGS_GBPS = {
+    "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
+    "bagua-net": 36.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
+    "ps-lite": 19.4,  # BytePS
+}
+
+_HOST_SYNC_US = 20.0
+
+
+class _ThroughLeaders(Algorithm):
+    """Reduces a bucket to one rank of each node, and broadcasts what it got from the other nodes."""
+
+    traits = Traits(hierarchical=True, window=1)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        local, across = comm.local, comm.across
+        assert local is not None
+        assert across is not None
+        yield local.broadcast(bucket.flat)  # a reduction takes what a broadcast does
+        yield from self._exchange(bucket, across)
+        yield local.broadcast(bucket.flat)
+
+    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+        yield across.all_reduce(bucket.flat)
+
+
+class BytePS(_ThroughLeaders):
+    """Parameter servers on the same machines: each node pushes its parts to the others', and pulls the sums."""
+
+    @override
+    def setup(self, context: Context) -> None:
+        assert context.comm.across is not None
+        size = context.comm.across.world_size
+        self._buffers = {
+            bucket.index: bucket.flat.new_empty(2, -(-bucket.flat.numel() // size) * size) for bucket in context.buckets
+        }
+
+    @override
+    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+        sent, received = self._buffers[bucket.index]
+        yield across.all_to_all(received, sent)
+        yield across.all_gather(sent, received[: sent.numel() // across.world_size])
+
+
+class ByteGrad(_ThroughLeaders):
+    """BAGUA's: gradients in 8 bits, quantized before and after they are summed."""
+
+    def __init__(self, codec: BlockCodec | None = None) -> None:
+        self._codec = codec or UInt8Bagua()
+        self._exchanges: dict[int, LowPrecisionExchange] = {}
+
+    @override
+    def setup(self, context: Context) -> None:
+        assert context.comm.across is not None
+        self._exchanges = {
+            bucket.index: LowPrecisionExchange(
+                bucket.flat.numel(), context.device, self._codec, context.comm.across, feedback=False
+            )
+            for bucket in context.buckets
+        }
+
+    @override
+    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+        yield from centralized_low_precision(bucket.flat, self._exchanges[bucket.index], across)
+
+
+class QAdam(ByteGrad):
+    """BAGUA's, after its warm-up: the momentum instead of the gradients."""
+
+    @override
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self._momenta = {bucket.index: torch.empty_like(bucket.flat) for bucket in context.buckets}
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        momentum = self._momenta[bucket.index]
+        bucket.flat.mul_(0.1).add_(momentum, alpha=0.9)
+        yield from super().communicate(bucket, comm)
+        momentum.copy_(bucket.flat)
+
+
+class Decentralized(_ThroughLeaders):
+    """BAGUA's "shift_one": weights are averaged with those of one other node."""
+
+    traits = Traits(tensors="weights", hierarchical=True, window=1)
+
+    @override
+    def setup(self, context: Context) -> None:
+        self._peers = {bucket.index: torch.empty_like(bucket.flat) for bucket in context.buckets}
+
+    @override
+    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+        peer = self._peers[bucket.index].copy_(bucket.flat)
+        yield across.broadcast(peer)
+        bucket.flat.add_(peer).mul_(0.5)
+
+
+class LowPrecisionDecentralized(_ThroughLeaders):
+    """BAGUA's: the change of the weights in 8 bits to both neighbours in a ring, with replicas of them."""
+
+    traits = Traits(tensors="weights", hierarchical=True, window=1)
+
+    @override
+    def setup(self, context: Context) -> None:
+        codec = UInt8MinMax()  # one scale for a bucket: a reduction by the whole device
+        self._codec = codec
+        self._replicas = {b.index: [torch.empty_like(b.flat) for _ in range(4)] for b in context.buckets}
+        self._payloads = {
+            b.index: [b.flat.new_empty(codec.payload_bytes(b.flat.numel()), dtype=torch.uint8) for _ in range(2)]
+            for b in context.buckets
+        }
+
+    @override
+    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+        own, left, right, change = self._replicas[bucket.index]
+        sent, received = self._payloads[bucket.index]
+        change.copy_(bucket.flat).add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).add_(own, alpha=-5 / 3)
+        self._codec.encode(change, sent)
+        for replica in (left, right):
+            yield across.broadcast(received)
+            self._codec.decode_add(received, replica)
+        self._codec.decode_add(sent, own)
+        bucket.flat.copy_(own)
+
+
+class Async(_ThroughLeaders):
+    """BAGUA's: weights are averaged in the background."""
+
+    traits = Traits(tensors="weights", asynchronous=True, hierarchical=True, window=1)
+
+
+@dataclass(frozen=True)
+class System:
+    """What was run.
+
+    Attributes:
+        algorithm: What is communicated.
+        transport: A key of `CEILINGS_GBPS`.
+        bucket_cap_mb: Size of a bucket, MiB.
+        optimizer: Of the workload, unless None.
+        overlaps: Whether communication goes on beside backward.
+        passes: Bytes that a node sends in a step, of those of the parameters.
+    """
+
+    algorithm: Algorithm
+    transport: str
+    bucket_cap_mb: float = 10.0
+    optimizer: str | None = None
+    overlaps: bool = True
+    passes: float = 2 * 15 / 16
+
+
+#: One bucket for everything, as BAGUA has for weights.
+_ONE = 1e6
+
+SYSTEMS: Mapping[str, System] = {
+    "byteps": System(BytePS(), "ps-lite", bucket_cap_mb=4.0),
+    "ddp": System(AllReduce(), "nccl-tcp", bucket_cap_mb=25.0, passes=2 * 127 / 128),
+    "horovod": System(AllReduce(), "nccl-tcp", bucket_cap_mb=64.0, passes=2 * 127 / 128),
+    "allreduce": System(_ThroughLeaders(), "bagua-net"),
+    "decentralized": System(Decentralized(), "bagua-net", _ONE, overlaps=False, passes=1.0),
+    "low_precision_decentralized": System(LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4),
+    "qadam": System(QAdam(), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 4),
+    "qadam_1bit": System(QAdam(OneBit()), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 32),
+    "bytegrad": System(ByteGrad(), "bagua-net", passes=2 * 15 / 16 / 4),
+    "async": System(Async(), "bagua-net", _ONE, passes=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A published figure.
+
+    Attributes:
+        workload: "vgg16" or "bert-large".
+        bandwidth_gbps: Of a server's adapter.
+        system: A key of `SYSTEMS`.
+        value: Samples a second of all ranks ("vgg16"), or seconds an epoch ("bert-large"); read off a plot, to 3 %.
+    """
+
+    workload: str
+    bandwidth_gbps: float
+    system: str
+    value: float
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of a step that the figure means."""
+        if self.workload == "vgg16":
+            return _NUM_RANKS * 32 / self.value
+        return self.value * _NUM_RANKS * 6 / 88_000
+
+
+_NUM_RANKS = 128
+
+#: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), and the project's benchmark
+#: page (tutorials.baguasys.com/benchmark): 16 servers with 8 V100s each.
+PUBLISHED: tuple[Cell, ...] = (
+    *(
+        Cell("vgg16", 100.0, system, samples_per_s)
+        for system, samples_per_s in {
+            "byteps": 8571,
+            "ddp": 8882,
+            "horovod": 9689,
+            "allreduce": 12298,
+            "decentralized": 13665,
+            "low_precision_decentralized": 15901,
+            "qadam": 18882,
+            "bytegrad": 21801,
+            "async": 28882,
+        }.items()
+    ),
+    *(
+        Cell("bert-large", bandwidth_gbps, system, epoch_s)
+        for system, both in {
+            "ddp": (320, 125),
+            "bytegrad": (90, 86),
+            "qadam_1bit": (68, 68),
+            "decentralized": (199, 83),
+            "low_precision_decentralized": (90, 75),
+            "async": (62, 61),
+        }.items()
+        for bandwidth_gbps, epoch_s in zip((8.0, 100.0), both, strict=True)
+    ),
+)
+
+#: What a figure read off a plot may be wrong by.
+READING_ERROR = 0.03
+
+
+def workload(name: str) -> Workload:
+    """Return what was trained: VGG-16, or the encoder of BERT-large (302.3 million parameters, as the paper counts)."""
+    if name == "vgg16":
+        return workloads.get(name)
+    if name != "bert-large":
+        raise ConfigError(f"bagua: expected 'vgg16' or 'bert-large', got {name!r}")
+    whole = workloads.get(name)
+    return dataclasses.replace(whole, layers=tuple(layer for layer in whole.layers if layer.name.startswith("encoder")))
+
+
+def device() -> Device:
+    """Return a V100 with BAGUA's codec: a chunk is one thread block's, so 16 of 80 processors work, and then 1."""
+    return presets.device(
+        "v100",
+        codec_fractions={"uint8_bagua.encode": 0.045, "uint8_bagua.encode_sum": 0.02, "onebit.encode": 0.045,
+                         "onebit.encode_sum": 0.02, "": 0.85},
+        contention=1.0,
+    )  # fmt: skip
+
+
+def network(system: str, bandwidth_gbps: float, latency_us: float | None = None) -> Network:
+    """Return the servers and what connects them, as far as a system's transport can use it."""
+    ceiling_gbps = CEILINGS_GBPS[SYSTEMS[system].transport]
+    return presets.network("100gbps", bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, ceiling_gbps=ceiling_gbps)
+
+
+def profile(system: str) -> TransportProfile:
+    """Return how a system carries its collectives out."""
+    if SYSTEMS[system].transport == "nccl-tcp":
+        return TransportProfile("nccl-tcp", all_reduce=("ring",), op_us=10.0)
+    return TransportProfile(
+        "bagua_v0_9",
+        all_reduce=("ring",),
+        op_us=_HOST_SYNC_US,
+        leaders_only=True,
+        waits=SYSTEMS[system].transport != "ps-lite",
+    )
+
+
+def predict(system: str, workload_name: str, bandwidth_gbps: float, latency_us: float | None = None) -> Result:
+    """Simulate a system as it was run.
+
+    Args:
+        system: A key of `SYSTEMS`.
+        workload_name: "vgg16" or "bert-large".
+        bandwidth_gbps: Of a server's adapter.
+        latency_us: From one server to another; None is that of the preset.
+    """
+    if system not in SYSTEMS:
+        raise ConfigError(f"bagua: expected one of {', '.join(SYSTEMS)}, got {system!r}")
+    setting = SYSTEMS[system]
+    trained = workload(workload_name)
+    if setting.optimizer:
+        trained = workloads.with_optimizer(trained, setting.optimizer)
+    options = Options(steps=8, bucket_cap_mb=setting.bucket_cap_mb, transport=profile(system))
+    return simulate(trained, network(system, bandwidth_gbps, latency_us), device(), setting.algorithm, options)
+
+
+def least_step_s(system: str, workload_name: str, bandwidth_gbps: float) -> float:
+    """Return the seconds that a step takes at least if the adapter carries its bytes at the full rate of the line."""
+    setting, trained = SYSTEMS[system], workload(workload_name)
+    wire_s = setting.passes * trained.nbytes / (bandwidth_gbps * 1e9 / 8)
+    if not setting.overlaps:
+        return trained.step_s + wire_s
+    return trained.forward_s + max(trained.backward_s, wire_s) + trained.optimizer_s
+
+
+def impossible() -> list[Cell]:
+    """Return the published figures that move more bytes than the link can carry, beyond the reading error."""
+    return [
+        cell
+        for cell in PUBLISHED
+        if cell.step_s * (1 + READING_ERROR) < least_step_s(cell.system, cell.workload, cell.bandwidth_gbps)
+    ]

@@ -1,0 +1,208 @@
+"""A workload of the user's own model: shapes, and the time of each layer, measured by hooks."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commlib.errors import ConfigError
+from commlib.network.model import DTYPES, Layer, Workload
+from commlib.network.workloads import save
+
+__all__ = ["profile_model", "profile_script", "save"]
+
+
+def profile_model(
+    model: torch.nn.Module,
+    step: Callable[[torch.nn.Module], Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    name: str = "",
+    batch_per_rank: int = 1,
+    steps: int = 5,
+    warmup_steps: int = 2,
+) -> Workload:
+    """Measure training steps of a model that is not wrapped, and return them as a workload.
+
+    Gradients are accumulated and cleared between the steps; with an optimizer, parameters change.
+
+    Args:
+        model: Its parameters that require a gradient are the workload's; all of one dtype.
+        step: Called with the model: makes one forward and one backward.
+        optimizer: Stepped after `step`, and timed; Adam's kind ("exp_avg" in its state) is told from SGD's.
+        name: Of the workload; the model's class by default.
+        batch_per_rank: Samples of a step.
+        steps: Steps to measure; of their times the median counts.
+        warmup_steps: Steps before them.
+
+    Raises:
+        ConfigError: No parameter that requires a gradient, several dtypes, a parameter without a gradient after `step`,
+            or numbers of steps that make no sense.
+    """
+    parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    dtype = _dtype(parameters)
+    if steps < 1 or warmup_steps < 0:
+        raise ConfigError(f"profile: expected steps >= 1 and warmup_steps >= 0, got {steps=}, {warmup_steps=}")
+    clock = _Clock(next(iter(parameters.values())).device, model, parameters)
+    with clock.hooked():
+        for done in range(warmup_steps + steps):
+            model.zero_grad(set_to_none=True)
+            clock.begin()
+            step(model)
+            missing = [key for key, p in parameters.items() if p.grad is None]
+            if missing:
+                raise ConfigError(f"profile: step(model) left no gradient in {missing[:5]}: it must call backward()")
+            clock.end_backward()
+            if optimizer is not None:
+                optimizer.step()
+            clock.end(keep=done >= warmup_steps)
+    state = optimizer.state.values() if optimizer is not None else ()
+    ready_s = {key: statistics.median(times) for key, times in clock.ready_s.items()}
+    return Workload(
+        name=name or type(model).__name__,
+        layers=_layers(parameters, ready_s),
+        batch_per_rank=batch_per_rank,
+        forward_s=statistics.median(clock.forward_s),
+        backward_s=statistics.median(clock.backward_s),
+        optimizer_s=statistics.median(clock.optimizer_s) if optimizer is not None else 0.0,
+        device=str(clock.device.type),
+        dtype=dtype,
+        optimizer="adam" if any("exp_avg" in entry for entry in state) else "sgd",
+        source=f"measured: median of {steps} steps, torch {torch.__version__}, {clock.device}",
+    )
+
+
+def profile_script(script: Path | str, *, batch_per_rank: int = 1, steps: int = 5) -> Workload:
+    """Run a Python file and profile its globals `model`, `step` and, if there is one, `optimizer`.
+
+    Raises:
+        ConfigError: No such file, or globals that are missing; see also `profile_model`.
+    """
+    if not Path(script).is_file():
+        raise ConfigError(f"profile: no such file: {str(script)!r}")
+    found = runpy.run_path(str(script), run_name="__commlib_profile__")
+    model, step = found.get("model"), found.get("step")
+    if not isinstance(model, torch.nn.Module) or not callable(step):
+        raise ConfigError(
+            f"profile: expected {str(script)!r} to define `model`, a torch.nn.Module, and `step(model)`, got "
+            f"model={type(model).__name__}, step={type(step).__name__}"
+        )
+    return profile_model(
+        model,
+        step,
+        optimizer=found.get("optimizer"),
+        name=Path(script).stem,
+        batch_per_rank=batch_per_rank,
+        steps=steps,
+    )
+
+
+class _Clock:
+    """When a forward ends and each gradient is ready, in seconds, by hooks; the device is waited for at the ends.
+
+    On a CUDA device gradients are dated by events, so that nothing is waited for within a step.
+    """
+
+    def __init__(self, device: torch.device, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self.device = device
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self.optimizer_s: list[float] = []
+        self.ready_s: dict[str, list[float]] = {key: [] for key in parameters}
+        self._model = model
+        self._parameters = parameters
+        self._marks: dict[str, Any] = {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Keep hooks on the parameters and on the model's forward."""
+
+        def marks(key: str) -> Callable[..., None]:
+            return lambda *_: self._mark(key)
+
+        handles = [p.register_post_accumulate_grad_hook(marks(key)) for key, p in self._parameters.items()]
+        handles.append(self._model.register_forward_hook(marks("forward end")))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def begin(self) -> None:
+        self._marks = {}
+        self._wait()
+        self._mark("begin")
+
+    def end_backward(self) -> None:
+        self._mark("backward end")
+
+    def end(self, keep: bool) -> None:
+        self._mark("end")
+        self._wait()
+        if not keep:
+            return
+        if "forward end" not in self._marks:
+            raise ConfigError("profile: step(model) did not call model(...)")
+        self.forward_s.append(self._between("begin", "forward end"))
+        self.backward_s.append(self._between("forward end", "backward end"))
+        self.optimizer_s.append(self._between("backward end", "end"))
+        for key, times in self.ready_s.items():
+            times.append(self._between("forward end", key))
+
+    def _mark(self, key: str) -> None:
+        """Note the time; of several (a parameter that is used twice) the last counts."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks[key] = event
+        else:
+            self._marks[key] = time.perf_counter()
+
+    def _between(self, first: str, second: str) -> float:
+        begin, end = self._marks[first], self._marks[second]
+        return begin.elapsed_time(end) * 1e-3 if self.device.type == "cuda" else end - begin
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _dtype(parameters: dict[str, torch.nn.Parameter]) -> str:
+    dtypes = {p.dtype for p in parameters.values()}
+    names = [name for name, dtype in DTYPES.items() if dtypes == {dtype}]
+    if not names:
+        raise ConfigError(
+            f"profile: expected parameters that require gradients, of one dtype of {', '.join(DTYPES)}, got "
+            f"{sorted(map(str, dtypes)) or 'none'}"
+        )
+    return names[0]
+
+
+def _layers(parameters: dict[str, torch.nn.Parameter], ready_s: dict[str, float]) -> tuple[Layer, ...]:
+    """Return a layer for each module, such that the gradients become ready when they did.
+
+    A layer's weight is the time between its gradients and those before. Layers stand in the order in which backward
+    reaches them, last first, which need not be that of registration.
+    """
+    modules: dict[str, dict[str, torch.nn.Parameter]] = {}
+    for key, parameter in parameters.items():
+        owner, _, own = key.rpartition(".")
+        modules.setdefault(owner or own, {})[own] = parameter
+    at_s = {owner: max(ready_s[_key(owner, own)] for own in members) for owner, members in modules.items()}
+    layers, before_s = [], 0.0
+    for owner in sorted(modules, key=at_s.__getitem__):
+        shapes = tuple((own, tuple(parameter.shape)) for own, parameter in modules[owner].items())
+        layers.append(Layer(owner, shapes, max(0.0, at_s[owner] - before_s)))
+        before_s = at_s[owner]
+    return tuple(reversed(layers))
+
+
+def _key(owner: str, own: str) -> str:
+    return own if owner == own else f"{owner}.{own}"

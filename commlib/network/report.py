@@ -1,0 +1,186 @@
+"""What `commlib compare` prints and draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import TimeRemainingColumn
+from rich.table import Table
+
+from commlib.algorithms.base import Algorithm
+from commlib.network import compare, plots, presets, timeline, workloads
+from commlib.network.compare import Comparison
+from commlib.network.model import Network
+from commlib.network.simulator import Options
+
+#: Bandwidths (Gbit/s) and latencies (us) of the pictures.
+BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
+LATENCIES_US = (5.0, 25.0, 100.0, 500.0, 2000.0, 10000.0)
+#: Simulated steps of each point in a picture.
+_SWEEP_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be compared, as the command line says it.
+
+    Attributes:
+        workload: A known name or a file.
+        networks: Known names.
+        algorithms: See `compare.candidates`.
+        exactness: See `compare.candidates`.
+        device: A known name; None is the workload's.
+        overrides: Fields of the networks; None leaves a field as it is.
+        steps: Simulated steps.
+        bucket_cap_mb: Size of a bucket, MiB; None plans.
+    """
+
+    workload: str
+    networks: Sequence[str]
+    algorithms: str = "all"
+    exactness: str = "any"
+    device: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 10
+    bucket_cap_mb: float | None = None
+
+
+def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_json: bool = False) -> list[Comparison]:
+    """Simulate a task and print it.
+
+    Args:
+        task: What is compared.
+        plot: A folder for pictures.
+        trace: A file for one step of each algorithm, in the Trace Event Format.
+        as_json: Print JSON.
+
+    Raises:
+        ConfigError: A name that is not known or a value that is not possible.
+    """
+    workload = workloads.get(task.workload)
+    device = presets.device(task.device or workload.device)
+    networks = [presets.network(name.strip(), **task.overrides) for name in task.networks]
+    options = Options(steps=task.steps, bucket_cap_mb=task.bucket_cap_mb)
+    console = Console()
+    comparisons = []
+    for network in networks:
+        several = network.gpus_per_node > 1 and network.nodes > 1
+        chosen = compare.candidates(task.algorithms, task.exactness, several_per_node=several)
+        with progress_bar(f"simulating {network.name}", len(chosen) + 1) as progress:
+            comparison = compare.compare(workload, network, device, chosen, options, progress)
+        comparisons.append(comparison)
+        if not as_json:
+            show(comparison, console)
+        if plot is not None:
+            for path in draw(comparison, chosen, options, plot):
+                print(f"drawn: {path}", file=sys.stderr)
+    if trace is not None:
+        timeline.save_trace([result for one in comparisons for result in one.results()], trace)
+    if as_json:
+        print(json.dumps([comparison.as_dict() for comparison in comparisons], indent=1))
+    return comparisons
+
+
+def show_known() -> None:
+    """Print workloads, networks and devices with their sources."""
+    console = Console()
+    for name in workloads.names():
+        known = workloads.get(name)
+        console.print(f"[bold]{name}[/]: {known.numel:,} parameters, {known.step_s * 1e3:.1f} ms. {known.source}")
+    for known in (*presets.NETWORKS.values(), *presets.DEVICES.values()):
+        console.print(f"[bold]{known.name}[/]: {known.source}")
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print one comparison as a table, with the network, the scale and the sources."""
+    workload, network = comparison.workload, comparison.network
+    console.print(
+        f"[bold]{workload.name}[/] ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
+        f"{workload.step_s * 1e3:.1f} ms a step alone on {comparison.device.name}) on [bold]{network.name}[/]: "
+        f"{network.nodes} x {network.gpus_per_node} ranks, {network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us"
+    )
+    if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
+        console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most ({network.source}).")
+    table = Table()
+    table.add_column("algorithm")
+    table.add_column("class")
+    for title in ("step, ms", "samples/s", "speed-up", "exposed, ms", "sent, MB", "memory, MB"):
+        table.add_column(title, justify="right")
+    ddp = comparison.ddp
+    rows = [("DDP-style all-reduce", "exact", ddp, 1.0)]
+    rows += [(row.algorithm, row.exactness, row.result, row.speedup) for row in comparison.rows]
+    for name, exactness, result, speedup in rows:
+        table.add_row(
+            name,
+            exactness,
+            f"{result.step_s * 1e3:.1f}",
+            f"{result.samples_per_s:,.0f}",
+            f"{speedup:.2f}",
+            f"{result.exposed_s * 1e3:.1f}",
+            f"{result.wire_bytes / 1e6:.1f}",
+            f"{result.memory_bytes / 1e6:.0f}",
+        )
+    console.print(table)
+    for name, reason in comparison.refused.items():
+        console.print(f"not simulated: {name}: {reason}")
+
+
+def draw(comparison: Comparison, chosen: dict[str, Algorithm], options: Options, folder: Path) -> list[Path]:
+    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{comparison.workload.name}-{comparison.network.name}".replace("/", "-")
+    options = dataclasses.replace(options, steps=min(options.steps, _SWEEP_STEPS))
+    network, runs = comparison.network, len(chosen) + 1
+    by_bandwidth = [dataclasses.replace(network, bandwidth_gbps=value) for value in BANDWIDTHS_GBPS]
+    by_latency = [dataclasses.replace(network, latency_us=value) for value in LATENCIES_US]
+    total = runs * (len(by_bandwidth) + len(by_latency) + len(by_bandwidth) * len(by_latency))
+
+    def title(what: str) -> str:
+        return f"{comparison.workload.name}, {network.nodes} x {network.gpus_per_node} {comparison.device.name}, {what}"
+
+    def swept(networks: Sequence[Network]) -> dict[str, list[float]]:
+        return compare.sweep(comparison.workload, networks, comparison.device, chosen, options, progress)
+
+    paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
+    with progress_bar(f"drawing {name}", total) as progress:
+        plots.speedups(
+            swept(by_bandwidth),
+            BANDWIDTHS_GBPS,
+            "bandwidth of a node, Gbit/s",
+            title(f"{network.latency_us:g} us"),
+            paths[0],
+        )
+        plots.speedups(
+            swept(by_latency), LATENCIES_US, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1]
+        )
+        grid = []
+        for at_latency in by_latency:
+            found = swept([dataclasses.replace(net, latency_us=at_latency.latency_us) for net in by_bandwidth])
+            grid.append([_best(found, place) for place in range(len(by_bandwidth))])
+        plots.best(grid, BANDWIDTHS_GBPS, LATENCIES_US, title("the fastest, and its speed-up over DDP"), paths[2])
+    plots.timelines(comparison, paths[3])
+    return paths
+
+
+def _best(found: dict[str, list[float]], place: int) -> tuple[str, float]:
+    known = {name: line[place] for name, line in found.items() if line[place] == line[place]}
+    name = max(known, key=known.__getitem__)
+    return name, known[name]
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error, where that is a terminal; yields what is called after each of `total` parts."""
+    console = Console(stderr=True)
+    with Bar(*Bar.get_default_columns()[:-1], TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda _: bar.advance(task)
