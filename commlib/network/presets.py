@@ -18,7 +18,7 @@ _BAGUA = (
 _NVLINK2 = "NVLink 2: 150 GB/s of a V100 in each direction (NVIDIA V100 data sheet)"
 # TCP over Ethernet frames of 1,500 bytes: 1,448 bytes of data in 1,538 on the wire.
 _TCP_EFFICIENCY = 1448 / 1538
-_NCCL_TCP_GBPS = 23.0
+_NCCL_TCP_GBPS = 22.5
 _TCP_LATENCY = "25 us: a message through two kernels' TCP and a switch"
 
 

@@ -25,6 +25,8 @@ from commlib.network.simulator import Options
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
 BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 LATENCIES_US = (5.0, 25.0, 100.0, 500.0, 2000.0, 10000.0)
+#: Columns where the output is no terminal.
+_WIDTH = 140
 #: Simulated steps of each point in a picture.
 _SWEEP_STEPS = 4
 
@@ -70,7 +72,7 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
     device = presets.device(task.device or workload.device)
     networks = [presets.network(name.strip(), **task.overrides) for name in task.networks]
     options = Options(steps=task.steps, bucket_cap_mb=task.bucket_cap_mb)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     comparisons = []
     for network in networks:
         several = network.gpus_per_node > 1 and network.nodes > 1
@@ -92,7 +94,7 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
 
 def show_known() -> None:
     """Print workloads, networks and devices with their sources."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in workloads.names():
         known = workloads.get(name)
         console.print(f"[bold]{name}[/]: {known.numel:,} parameters, {known.step_s * 1e3:.1f} ms. {known.source}")
@@ -111,8 +113,8 @@ def show(comparison: Comparison, console: Console) -> None:
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
         console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most ({network.source}).")
     table = Table()
-    table.add_column("algorithm")
-    table.add_column("class")
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("class", no_wrap=True)
     for title in ("step, ms", "samples/s", "speed-up", "exposed, ms", "sent, MB", "memory, MB"):
         table.add_column(title, justify="right")
     ddp = comparison.ddp
