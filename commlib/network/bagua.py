@@ -3,12 +3,12 @@
 The systems here exist only in the simulator: they are not commlib's algorithms but what the released code does, so that
 the simulator can be held against measurements that others made on 128 V100s.
 
-[Note: BAGUA as it was run] Buckets of 10 MiB in a fixed order; a synchronisation with the host for every operation; what
-is not a plain all-reduce crosses nodes through one GPU of each, to which the others' tensors are reduced and from which
-the result is broadcast. The codec takes turns with the computation. Two things follow from the figures themselves:
-ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before;
-decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move more
-than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
+[Note: BAGUA as it was run] Buckets of 10 MiB in a fixed order; a synchronisation with the host for every operation;
+what is not a plain all-reduce crosses nodes through one GPU of each, to which the others' tensors are reduced and from
+which the result is broadcast. The codec takes turns with the computation. Two things follow from the figures themselves:
+ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
+decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
+more than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
 
 What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
 """
@@ -37,12 +37,15 @@ from commlib.transport.base import Communication, Communicator
 
 #: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
 CEILINGS_GBPS = {
-    "nccl-tcp": 22.5,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
+    "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
     "bagua-net": 37.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
     "ps-lite": 19.4,  # BytePS
 }
 
+#: Of an operation, until the host knows that it has ended.
 _HOST_SYNC_US = 20.0
+#: What one thread block reads: 256 loads of 16 bytes under way, which take about 1.6 us with what is done with them.
+_BLOCK_GBYTES_S = 2.5
 
 
 class _ThroughLeaders(Algorithm):
@@ -280,18 +283,18 @@ def workload(name: str) -> Workload:
     return dataclasses.replace(whole, layers=tuple(layer for layer in whole.layers if layer.name.startswith("encoder")))
 
 
-def device() -> Device:
+def device(nodes: int = 16) -> Device:
     """Return a V100 with BAGUA's codec.
 
-    It searches minimum and maximum of each chunk, and of the own one, in one thread block: 16 of 80 processors work, and
-    then 1. Its encodings reach 2 and 1.2 % of the copy rate: what the time of ByteGrad at 100 Gbit/s leaves.
+    It looks for the minimum and the maximum of each chunk in one thread block (two reads, then a third that encodes), so
+    as many blocks read at once as there are nodes; of the own chunk's sum it looks for them in a single one.
     """
-    return presets.device(
-        "v100",
-        codec_fractions={"uint8_bagua.encode": 0.02, "uint8_bagua.encode_sum": 0.012, "onebit.encode": 0.02,
-                         "onebit.encode_sum": 0.012, "": 0.85},
-        contention=1.0,
-    )  # fmt: skip
+    copy = presets.device("v100").memory_gbytes_s
+    search_ns = 2 * 4 / (nodes * _BLOCK_GBYTES_S)  # of an element of the bucket, in either stage
+    fractions = {"encode": 5 / copy / (search_ns + 5 / copy), "encode_sum": (1 + 1 / nodes) / copy / search_ns}
+    codecs = (UInt8Bagua.name, OneBit.name)
+    slow = {f"{codec}.{kernel}": fraction for codec in codecs for kernel, fraction in fractions.items()}
+    return presets.device("v100", codec_fractions={**slow, "": 0.85}, contention=1.0)
 
 
 def network(system: str, bandwidth_gbps: float, latency_us: float | None = None) -> Network:

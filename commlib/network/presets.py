@@ -18,7 +18,7 @@ _BAGUA = (
 _NVLINK2 = "NVLink 2: 150 GB/s of a V100 in each direction (NVIDIA V100 data sheet)"
 # TCP over Ethernet frames of 1,500 bytes: 1,448 bytes of data in 1,538 on the wire.
 _TCP_EFFICIENCY = 1448 / 1538
-_NCCL_TCP_GBPS = 22.5
+_NCCL_TCP_GBPS = 23.0
 _TCP_LATENCY = "25 us: a message through two kernels' TCP and a switch"
 
 
@@ -67,7 +67,7 @@ NETWORKS: dict[str, Network] = {
             intra_latency_us=3.0,
             efficiency=0.92,
             source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
-            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA over Ethernet in NCCL's tests",
+            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA in NCCL's tests",
         ),
     )
 }  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_profile_has_the_shapes_and_the_order_of_backward(tmp_path):
     workload = profile_model(model, _step, optimizer=optimizer, batch_per_rank=16, steps=3)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert {name.removeprefix("scale."): shape for name, shape in workload.parameters()} == expected
-    assert [layer.name for layer in workload.layers][0] == "first"
+    assert workload.layers[0].name == "first"
     heavy = next(layer for layer in workload.layers if layer.name == "heavy")
     assert heavy.weight > 0.3 * sum(layer.weight for layer in workload.layers)
     assert workload.optimizer == "adam"
