@@ -5,7 +5,7 @@ the simulator can be held against measurements that others made on 128 V100s.
 
 [Note: BAGUA as it was run] Buckets of 10 MiB in a fixed order; a synchronisation with the host for every operation;
 what is not a plain all-reduce crosses nodes through one GPU of each, to which the others' tensors are reduced and from
-which the result is broadcast. The codec takes turns with the computation. Two things follow from the figures themselves:
+which the result is broadcast. The codec takes turns with the computation. The figures themselves say two more things:
 ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
 decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
 more than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
@@ -286,8 +286,8 @@ def workload(name: str) -> Workload:
 def device(nodes: int = 16) -> Device:
     """Return a V100 with BAGUA's codec.
 
-    It looks for the minimum and the maximum of each chunk in one thread block (two reads, then a third that encodes), so
-    as many blocks read at once as there are nodes; of the own chunk's sum it looks for them in a single one.
+    It looks for the minimum and the maximum of each chunk in one thread block (two reads; a third encodes), so as many
+    blocks read at once as there are nodes; of the own chunk's sum it looks for them in a single one.
     """
     copy = presets.device("v100").memory_gbytes_s
     search_ns = 2 * 4 / (nodes * _BLOCK_GBYTES_S)  # of an element of the bucket, in either stage
