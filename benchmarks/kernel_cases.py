@@ -118,8 +118,8 @@ def _block(codec: codecs.BlockCodec, tensors: Tensors) -> list[Kernel]:
 def _sparse(codec: Any, tensors: Tensors) -> list[Kernel]:
     x, out = tensors.x, tensors.out
     full, size, places = x.nbytes, codec.payload_bytes(x.numel()), codec.places(x.numel())
-    # The residual is read and written but not added (beta 0): else the same values, given again and again, would grow in
-    # it from call to call, and soon all of them would reach the threshold.
+    # The residual is read and written but not added (beta 0): else the same values, given again and again, would grow
+    # in it from call to call, and soon all of them would reach the threshold.
     payload, feedback, random = _bytes(size, x), Feedback(tensors.residual, beta=0.0), Random(seed=1)
     read = min(64 * places, full) if isinstance(codec, codecs.RandomK) else full  # a cache line for each random element
     codec.encode(x, payload, random=random)

@@ -144,14 +144,13 @@ def topology(
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """End with exit code 2 and the message, without a traceback, where the user's input is wrong."""
+    """Turn wrong input into an error of the command line: its message, no traceback, exit code 2."""
     from commlib.errors import ConfigError
 
     try:
         yield
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.BadParameter(str(error)) from error
 
 
 def main() -> None:

@@ -65,7 +65,8 @@ class WeightRounds:
             self._comm.local, self._comm.across = groups
         self._cap_bytes = cap_bytes
         self._round: Round | None = None
-        self._votes = Votes(transport) if self._traits.asynchronous else None
+        needs_votes = self._traits.asynchronous and not transport.stands_for_all
+        self._votes = Votes(transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
         self.error: BaseException | None = None
         self.adopt(parameters)

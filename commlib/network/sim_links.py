@@ -13,10 +13,12 @@ tensor (of the result for an all-gather), w and i the bytes a second of adapter 
     all-to-all             max(q (N-q)/N B / w, (q-1)/N B / i) + max(L, l)
     chain broadcast        max(B / w, B / i) + (p-1) L + (N-p) l
     binomial broadcast     ceil(log2 p) (B / w + L) + ceil(log2 q) (B / i + l)
+    exchange               max(sum of c B / w, sum of (1 - c/q) B / i) + max(L, l), over the messages of a rank
 
 Terms in w and L are there where p > 1, those in i and l where q > 1. A ring passes through the nodes one after the
 other, so one of its edges leaves each adapter. Groups of ranks with the same place in every node ("across") share the
-adapters: w is divided by their number.
+adapters: w is divided by their number. An exchange between neighbours is taken to be the same shift at every rank: of
+the q messages of a node's ranks to those d places on, c = min(d, q) cross the adapter.
 
 Collectives of one communicator start in the order in which they were issued, at most `in_flight` at once; a link
 carries one after the other.
@@ -33,7 +35,7 @@ import numpy as np
 
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
-from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Request
+from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,19 @@ def _all_to_all(group: _Group, nbytes: float) -> _Move:
     return group.move(q * (size - q) / size * nbytes, (q - 1) / size * nbytes, (1, 0) if p > 1 else (0, 1), size - 1)
 
 
+def _exchange(group: _Group, request: Exchange, rank: int) -> _Move:
+    messages = [(_distance(group, rank, peer), tensor.nbytes) for peer, tensor in request.sends]
+    crossing = [min(distance, group.q) if group.p > 1 else 0 for distance, _ in messages]
+    adapter = sum(c * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
+    local = sum((1 - c / group.q) * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
+    return group.move(adapter, local, (1, 0) if any(crossing) else (0, 1), len(messages))
+
+
+def _distance(group: _Group, rank: int, peer: int) -> int:
+    """Return how many places two ranks are apart on the circle."""
+    return min((peer - rank) % group.size, (rank - peer) % group.size)
+
+
 def _log2(count: int) -> int:
     return math.ceil(math.log2(count))
 
@@ -252,9 +267,10 @@ class Links:
         return start, end
 
     def cost(self, request: Request) -> Cost:
-        """Return what a request costs, whoever else uses the links."""
+        """Return what a request of rank 0 costs, whoever else uses the links."""
         nbytes = _bytes_of(request)
-        key = (request.verb, request.group, nbytes)
+        peers = tuple((peer, t.nbytes) for peer, t in request.sends) if isinstance(request, Exchange) else ()
+        key = (request.verb, request.group, nbytes, peers)
         if key not in self._costs:
             self._costs[key] = self._price(request, nbytes)
         return self._costs[key]
@@ -288,6 +304,8 @@ class Links:
                 moves = [_ring(group, nbytes, passes=1)]
             case AllToAll():
                 moves = [_all_to_all(group, nbytes)]
+            case Exchange():
+                moves = [_exchange(group, request, rank=0)]
             case _:
                 raise ConfigError(f"the simulator knows no {request.verb}")
         return min(moves, key=lambda move: move.seconds)
@@ -308,14 +326,25 @@ class Links:
         return _Group(p, q, w, network.intra_bytes_per_s, network.latency_us * 1e-6, network.intra_latency_us * 1e-6)
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
-        """Return when the last rank of each one's group is there."""
+        """Return when those that a rank communicates with are there."""
         if len(at) == 1:
             return at
+        if isinstance(request, Exchange):
+            return self._with_neighbours(request, at)
         if request.group == "all":
             return np.full_like(at, at.max())
         by_node = at.reshape(self._network.nodes, -1)
         axis = 1 if request.group == "local" else 0
         return np.broadcast_to(by_node.max(axis=axis, keepdims=True), by_node.shape).reshape(-1)
+
+    def _with_neighbours(self, request: Exchange, at: np.ndarray) -> np.ndarray:
+        """Return when each one and those that it sends to and receives from are there."""
+        nodes = self._network.nodes
+        # The ranks of a group lie along the last axis, in the order of their rank in it.
+        of_groups = {"all": at[None], "local": at.reshape(nodes, -1), "across": at.reshape(nodes, -1).T}[request.group]
+        peers = {peer for peer, _ in (*request.sends, *request.receives)}
+        there = np.maximum.reduce([of_groups, *(np.roll(of_groups, -peer, axis=-1) for peer in peers)])
+        return (there.T if request.group == "across" else there).reshape(-1)
 
 
 def _bytes_of(request: Request) -> float:

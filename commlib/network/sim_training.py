@@ -37,7 +37,7 @@ class Options:
     """How a simulation is made.
 
     Attributes:
-        steps: Steps after the warm-up; rounded up to whole periods of the algorithm.
+        steps: Steps after the warm-up; 16 whole periods or more where those have several steps.
         bucket_cap_mb: Size of a bucket in MiB. None takes the transport's, or else plans as the engine does.
         stragglers: How many times longer ranks compute than the others, by rank.
         jitter: Standard deviation of the logarithm of each rank's and step's compute time.
@@ -178,12 +178,14 @@ class Training:
                 self._backward(pace)
         else:
             driver.compute(workload.backward_s * pace, "backward")
-        driver.compute(workload.optimizer_s * pace, "optimizer")
         if self._weights is not None:
             with self.meter.active():
+                self._weights.begin_step()
+                driver.compute(workload.optimizer_s * pace, "optimizer")
                 self._weights.end_step()
                 driver.flush("rounds at the step's end")
         else:
+            driver.compute(workload.optimizer_s * pace, "optimizer")
             self.schedule.end_step()
 
     def _backward(self, pace: np.ndarray) -> None:

@@ -25,6 +25,8 @@ from commlib.network.sim_training import META, Options, Training, parameters_of,
 _PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
+#: Periods that are simulated, where they are of several steps: not all of them need be alike.
+_LEAST_PERIODS = 16
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ def simulate(
     options = options or Options()
     _check(options, network)
     prototype = algorithms.create(algorithm)
+    if prototype.traits.runs_itself:
+        raise ConfigError(
+            f"simulate: {prototype.name} makes no requests of a communicator but talks to its peers by itself, which has "
+            "no virtual clock; expected an algorithm with rounds"
+        )
     try:
         if prototype.traits.asynchronous and len(options.pace(network.world_size)) > 1:
             return _apart(workload, network, device, prototype, options)
@@ -124,7 +131,7 @@ def _check(options: Options, network: Network) -> None:
 def _measure(
     training: Training, workload: Workload, network: Network, prototype: Algorithm, options: Options
 ) -> Result:
-    """Simulate a few steps of the warm-up, a period that fills what is in flight, and the steps that count."""
+    """Simulate a few steps of the warm-up, a period to get going, and the steps that count."""
     traits, driver = prototype.traits, training.driver
     num_warm_up = min(traits.warmup_steps, _WARM_UP_STEPS)
     training.schedule.step = traits.warmup_steps - num_warm_up
@@ -134,12 +141,11 @@ def _measure(
             training.step()
         phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
     cycle = traits.period * traits.fragments
-    if traits.in_background:
-        for _ in range(cycle):
-            training.step()
+    for _ in range(cycle):
+        training.step()
     begin = _Totals.of(training)
     ends_s = [begin.now_s.mean()]
-    count = math.ceil(options.steps / cycle) * cycle
+    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if cycle > 1 else 1)
     for _ in range(count):
         training.step()
         ends_s.append(driver.now_s.mean())

@@ -200,6 +200,11 @@ class DifferenceExchange:
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
         """Take replicas over, also from another plan, if they cover this stretch; start without any if not."""
+        self.is_known = False
+        if not saved["replica"]:  # nothing is looked at then, so that this works on tensors without values
+            self.replica.zero_()
+            self.neighbour_sum.zero_()
+            return
         end = self.begin + self.replica.numel()
         for name in ("replica", "neighbour_sum"):
             getattr(self, name).copy_(_pasted(saved[name].items(), parts, self.replica)[self.begin : end])

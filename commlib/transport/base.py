@@ -216,6 +216,7 @@ class Transport(ABC):
     world_size: int
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
+    stands_for_all: bool = False  # whether this process simulates all ranks, which then come to everything together
 
     def split_by_node(self) -> tuple[Communicator, Communicator] | None:
         """Return the ranks of this node, and those with this one's place in every node. Collective.

@@ -77,7 +77,8 @@ def test_sparse_codecs_see_the_same_values_in_every_call(name):
         by_name["encode + feedback"].run()
         by_name["decode"].run()
         decoded.append(tensors.out.clone())
-    assert torch.equal(decoded[0], decoded[1]) and torch.equal(decoded[0], decoded[2])
+    assert torch.equal(decoded[0], decoded[1])
+    assert torch.equal(decoded[0], decoded[2])
     places = round(kernel_cases.RATIO * (1 << 14))
     assert 0.8 * places < decoded[0].count_nonzero() <= places
 

@@ -1,0 +1,70 @@
+"""The simulator counts the bytes that real ranks send."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib import algorithms
+from commlib.network.model import Device, Layer, Network, Workload
+from commlib.network.sim_training import Options
+from commlib.network.simulator import simulate
+from commlib.optim import FrozenVarianceAdam
+from tests.multi.common import Mlp
+from tests.multi.pool import on_ranks
+
+#: One bucket holds everything, so that both have the same buckets, whatever became ready when.
+CAP_MB = 100.0
+WIDTH = 64
+
+
+def make(name: str) -> algorithms.Algorithm:
+    """Return an algorithm whose every step after the first few is alike."""
+    cls = algorithms.get(name)
+    options = {"diloco": {"period": 2}, "decentralized": {"overlap": False}}
+    options |= {"local_sgd": {"period": 2}, "post_local_sgd": {"period": 2, "warmup_steps": 1}}
+    options |= {"onebit_adam": {"warmup_steps": 1}, "qadam": {"warmup_steps": 1}, "gossip": {"period": 1}}
+    options |= {"hierarchical_local_sgd": {"period": 2, "global_every": 1}}
+    return cls(**options.get(name, {}))
+
+
+def simulated_bytes(algorithm: algorithms.Algorithm, num_steps: int) -> float:
+    layers = tuple(
+        Layer(f"layer{idx}", ((name, tuple(param.shape)),), 1.0)
+        for idx, (name, param) in enumerate(Mlp(WIDTH).named_parameters())
+    )
+    workload = Workload("mlp", layers, 1, 0.001, 0.002)
+    device = Device("any", 10.0, {"fp32": 0.1})
+    network = Network("ranks", nodes=dist.get_world_size())
+    options = Options(steps=num_steps, bucket_cap_mb=CAP_MB)
+    result = simulate(workload, network, device, algorithm, options)
+    return result.wire_bytes * len(result.steps_s)
+
+
+@on_ranks(2, 3)
+def test_simulated_bytes_are_those_of_real_ranks() -> None:
+    num_checked = 0
+    for name in algorithms.list():
+        algorithm = make(name)
+        traits = algorithm.traits
+        if traits.runs_itself or traits.in_background:  # what they have sent at a step's end depends on time
+            continue
+        torch.manual_seed(0)
+        model = Mlp(WIDTH)
+        optimizer = FrozenVarianceAdam(model.parameters()) if algorithm.optimizer_type else None
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+        commlib.wrap(model, algorithm, optimizer=optimizer, bucket_cap_mb=CAP_MB)
+        cycle = traits.period * traits.fragments
+        sent = []
+        for step in range(traits.warmup_steps + 3 * cycle + 1):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            if (step + 1 - traits.warmup_steps) % cycle == 0 and step >= traits.warmup_steps:
+                sent.append(commlib.stats(model).wire_bytes)
+        commlib.synchronize(model)
+        commlib.unwrap(model)
+        assert sent[-1] - sent[-2] == simulated_bytes(algorithm, cycle), name
+        num_checked += 1
+    assert num_checked >= 10

@@ -1,0 +1,426 @@
+"""The simulator against cases that can be worked out by hand, and against itself."""
+
+import dataclasses
+import inspect
+import math
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from commlib import algorithms
+from commlib.algorithms import Algorithm, Traits
+from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.bytegrad import ByteGrad
+from commlib.errors import CodecError, ConfigError
+from commlib.kernels import meta, native_codecs, native_sparse
+from commlib.network.model import Device, Layer, Network, Workload
+from commlib.network.sim_links import NCCL, Links, TransportProfile
+from commlib.network.sim_meter import Meter
+from commlib.network.sim_training import Options
+from commlib.network.simulator import Result, simulate
+from commlib.transport.base import Communicator
+
+#: Local work costs nothing, and a gigabyte a second leaves each of four nodes.
+FREE = Device("free", memory_gbytes_s=1e15, tflops={"fp32": 1e12})
+FOUR = Network("four", nodes=4, gpus_per_node=1, bandwidth_gbps=8.0, latency_us=100.0)
+NODES = Network("nodes", nodes=4, gpus_per_node=2, bandwidth_gbps=8.0, latency_us=100.0, intra_gbps=80.0)
+RING = TransportProfile("ring")
+ALL = [name for name in algorithms.list() if not algorithms.create(name).traits.runs_itself]
+
+
+def workload(*numels: int, forward_s: float = 0.010, backward_s: float = 0.020) -> Workload:
+    """Layers of one matrix each, which take equal parts of the time."""
+    layers = tuple(Layer(f"layer{idx}", (("weight", (numel // 1000, 1000)),), 1.0) for idx, numel in enumerate(numels))
+    return Workload("model", layers, 8, forward_s, backward_s, 0.001)
+
+
+def run(
+    model: Workload, network: Network = FOUR, algorithm: str | Algorithm = "allreduce", device: Device = FREE, **options
+) -> Result:
+    return simulate(model, network, device, algorithm, Options(**{"transport": RING, **options}))
+
+
+def ring_s(numel: int, num_flags: int = 0) -> float:
+    return 2 * 3 / 4 * 4 * (numel + num_flags) / 1e9 + 2 * 3 * 100e-6
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_bucket_takes_the_rings_time():
+    result = run(workload(1_000_000), bucket_cap_mb=100)
+    assert result.step_s == pytest.approx(0.031 + ring_s(1_000_000, num_flags=1), rel=1e-9)
+    assert result.exposed_s == pytest.approx(result.waited_s, rel=1e-6)
+    assert result.wire_bytes == 2 * 3 / 4 * 4 * 1_000_001
+    assert result.num_buckets == 1
+
+
+def test_a_bucket_that_is_ready_early_hides_behind_backward():
+    # The last layer's gradients are ready after 10 ms of backward and take 3.6 ms, the first layer's at its end.
+    result = run(workload(500_000, 500_000), bucket_cap_mb=1)
+    assert result.num_buckets == 2
+    assert result.step_s == pytest.approx(0.031 + ring_s(500_000, num_flags=2), rel=1e-9)
+
+
+def test_collectives_follow_one_another_where_the_network_is_slower_than_backward():
+    result = run(workload(5_000_000, 5_000_000), bucket_cap_mb=1)
+    first_s, second_s = ring_s(5_000_000), ring_s(5_000_000, num_flags=2)
+    assert result.step_s == pytest.approx(0.031 + first_s - 0.010 + second_s, rel=1e-9)
+
+
+class TwoStages(Algorithm):
+    """Local work, a collective, local work, a collective, local work; for a pipeline worked out by hand."""
+
+    traits = Traits(window=2, reduces_flags=True)
+
+    def communicate(self, bucket, comm):
+        for _ in range(2):
+            bucket.flat.mul_(2.0)
+            yield comm.all_reduce(bucket.payload)
+        bucket.flat.mul_(2.0)
+
+
+def test_stages_of_two_buckets_are_pipelined():
+    # A pass over a bucket of 2 MB reads and writes it: 4 MB at 4 GB/s take 1 ms. Gathering it takes 1 ms of backward.
+    numel = 500_000
+    device = Device("slow", memory_gbytes_s=4.0, tflops={"fp32": 1.0})
+    network = dataclasses.replace(FOUR, latency_us=0.0)  # a collective takes 3 ms
+    result = run(workload(numel, numel), network, TwoStages(), device, bucket_cap_mb=1)
+    work, wire = 1e-3, 3e-3
+    # Bucket 0 is gathered at 10 ms of backward, bucket 1 at its end (the gather lengthens backward), 21 ms, 22 ms.
+    # 0: work 11-12, wire 12-15, work 15-16; its second collective follows the first of bucket 1, gathered at 22.
+    # 1: work 22-23, wire 23-26.   0: wire 26-29.   1: work 26-27, wire 29-32, work 32-33 (0: work 29-30).
+    expected = 0.010 + 10e-3 + work + 10e-3 + work + work + wire + wire + wire + work + 0.001
+    assert result.step_s == pytest.approx(expected, rel=1e-4)
+
+
+def test_local_work_beside_backward_slows_it_by_the_devices_contention():
+    numel = 500_000
+    slow = Device("slow", memory_gbytes_s=4.0, tflops={"fp32": 1.0}, contention=0.5)
+    network = dataclasses.replace(FOUR, bandwidth_gbps=8e6, latency_us=0.0)
+    with_it = run(workload(numel, numel), network, TwoStages(), slow, bucket_cap_mb=1).step_s
+    without = run(
+        workload(numel, numel), network, TwoStages(), dataclasses.replace(slow, contention=0.0), bucket_cap_mb=1
+    ).step_s
+    # Bucket 0 works 2 ms beside backward (its second collective waits for bucket 1's first), each costs half of that.
+    assert with_it - without == pytest.approx(0.5 * 2e-3, rel=1e-3)
+
+
+def test_ranks_of_a_processor_share_its_cores():
+    # Four ranks on two cores have half a core each. 1 ms of work takes 4 ms beside computation, which loses 2 ms of it.
+    cpu = Device("cpu", 4.0, {"fp32": 1.0}, shares_compute=True, cores=2, ranks_per_machine=4)
+    numel = 500_000
+    network = dataclasses.replace(FOUR, bandwidth_gbps=8e6, latency_us=0.0)
+    result = run(workload(numel, numel), network, TwoStages(), cpu, bucket_cap_mb=1)
+    # Two works of bucket 0 beside backward: + 2 * 2 ms. After it: work of bucket 1, of both after their collectives, of
+    # bucket 1 again: 4 pieces of 2 ms (nothing computes). Gathers take 1 ms of the computation's own time.
+    assert result.step_s == pytest.approx(0.031 + 2 * 1e-3 + 2 * 2e-3 + 4 * 2e-3, rel=1e-3)
+
+
+def test_the_processors_time_of_a_collective_is_lost_to_the_computation():
+    cpu = Device("cpu", 1e15, {"fp32": 1e12}, shares_compute=True, cpu_s_per_byte=1e-9, cores=1)
+    result = run(workload(500_000, 500_000), device=cpu, bucket_cap_mb=1)
+    # 3 MB sent by bucket 0 beside backward cost 3 ms of it, although the link carries them in as long.
+    assert result.step_s == pytest.approx(0.031 + 3e-3 + ring_s(500_000, num_flags=2), rel=1e-3)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(network: Network, make, profile: TransportProfile = RING) -> float:
+    comm = Communicator(0, network.world_size)
+    comm.local = Communicator(0, network.gpus_per_node, "local")
+    comm.across = Communicator(0, network.nodes, "across")
+    return Links(network, profile, FREE).cost(make(comm)).seconds
+
+
+def meta_bytes(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def test_collectives_cost_what_their_algorithms_cost():
+    mega = 1_000_000
+    tensor, part = meta_bytes(8 * mega), meta_bytes(mega)
+    w, i, L, l = 1e9, 1e10, 100e-6, 5e-6  # noqa: E741
+
+    def of(verb, profile=RING):
+        return pytest.approx(seconds_of(NODES, verb, profile), rel=1e-9)
+
+    assert of(lambda c: c.all_reduce(tensor)) == 2 * 7 / 8 * 8e6 / w + 2 * (3 * L + 4 * l)
+    assert of(lambda c: c.all_gather(tensor, part)) == 7 / 8 * 8e6 / w + 3 * L + 4 * l
+    assert of(lambda c: c.all_to_all(tensor, tensor)) == 2 * 6 / 8 * 8e6 / w + L
+    assert of(lambda c: c.broadcast(tensor)) == 8e6 / w + 3 * L + 4 * l
+    assert of(lambda c: c.local.all_reduce(tensor)) == 8e6 / i + 2 * l
+    # Two ranks of each node cross at once, and share the adapter.
+    assert of(lambda c: c.across.all_reduce(tensor)) == 2 * 3 / 4 * 8e6 / (w / 2) + 6 * L
+    assert of(lambda c: c.across.all_reduce(tensor), TransportProfile("x", leaders_only=True)) == 12e6 / w + 6 * L
+    hierarchical = TransportProfile("h", all_reduce=("hierarchical",))
+    assert of(lambda c: c.all_reduce(tensor), hierarchical) == 8e6 / i + 2 * l + 2 * 3 / 4 * 8e6 / w + 6 * L
+    leaders = TransportProfile("l", all_reduce=("leaders",))
+    assert of(lambda c: c.all_reduce(tensor), leaders) == 16e6 / i + 2 * l + 2 * 3 / 4 * 8e6 / w + 6 * L
+    tree = TransportProfile("t", all_reduce=("tree",))
+    assert of(lambda c: c.all_reduce(tensor), tree) == 16e6 / w + 2 * (2 * L + l)
+    binomial = TransportProfile("b", broadcast=("binomial",))
+    assert of(lambda c: c.broadcast(tensor), binomial) == 2 * (8e6 / w + L) + 8e6 / i + l
+
+
+def test_the_fastest_all_reduce_is_taken():
+    small, large = meta_bytes(64), meta_bytes(1 << 28)
+    for tensor in (small, large):
+        each = [
+            seconds_of(NODES, lambda c, t=tensor: c.all_reduce(t), TransportProfile("one", all_reduce=(name,)))
+            for name in NCCL.all_reduce
+        ]
+        assert seconds_of(NODES, lambda c, t=tensor: c.all_reduce(t), NCCL) == min(each)
+
+
+def test_latencies_overlap_where_several_collectives_are_under_way():
+    request = Communicator(0, 4).all_reduce(meta_bytes(8))
+    at = torch.zeros(1).numpy()
+    alone, together = Links(FOUR, RING, FREE), Links(FOUR, dataclasses.replace(RING, in_flight=2), FREE)
+    ends = [[links.carry("c", request, at)[1][0] for _ in range(2)] for links in (alone, together)]
+    assert ends[0][1] == pytest.approx(2 * ends[0][0])
+    assert ends[1][1] < 1.01 * ends[1][0]
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def test_a_straggler_delays_all_ranks_of_a_synchronous_algorithm():
+    model = workload(1_000_000)
+    alike, slowed = (run(model, bucket_cap_mb=100, stragglers=s) for s in (None, {2: 3.0}))
+    # All wait for its forward and backward; its optimizer's step is its own, and comes before its next forward.
+    assert slowed.step_s == pytest.approx(alike.step_s + 2 * model.step_s, rel=0.01)
+
+
+class Asynchronous(Algorithm):
+    traits = Traits(tensors="weights", asynchronous=True)
+
+    def communicate(self, bucket, comm):
+        yield comm.all_reduce(bucket.flat)
+        bucket.flat.div_(comm.world_size)
+
+
+def test_a_straggler_delays_nobody_in_an_asynchronous_algorithm():
+    model = workload(1_000_000)
+    slowed = run(model, algorithm=Asynchronous(), stragglers={2: 3.0}, steps=40)
+    free = (3 / model.step_s + 1 / (3 * model.step_s)) * model.batch_per_rank
+    assert slowed.samples_per_s == pytest.approx(free, rel=1e-6)
+    assert slowed.waited_s == 0.0
+    assert 0 < slowed.wire_bytes <= 2 * 3 / 4 * model.nbytes
+
+
+def test_asynchronous_ranks_that_are_alike_never_wait():
+    model = workload(1_000_000)
+    result = run(model, algorithm=Asynchronous())
+    assert result.step_s == pytest.approx(model.step_s, rel=1e-6)
+
+
+def test_rounds_in_the_background_hide_behind_the_next_step():
+    class Delayed(Asynchronous):
+        traits = Traits(tensors="weights", delay=1)
+
+    class Waiting(Asynchronous):
+        traits = Traits(tensors="weights")
+
+    model = workload(1_000_000)
+    assert run(model, algorithm=Delayed()).step_s == pytest.approx(model.step_s, rel=1e-6)
+    assert run(model, algorithm=Waiting()).step_s == pytest.approx(model.step_s + ring_s(1_000_000), rel=1e-6)
+
+
+def test_periods_are_simulated_whole():
+    class Local(Asynchronous):
+        traits = Traits(tensors="weights", period=30)
+
+    result = run(workload(1_000_000), algorithm=Local(), steps=20)
+    assert len(result.steps_s) == 16 * 30
+    assert result.wire_bytes == pytest.approx(2 * 3 / 4 * 4_000_000 / 30)
+
+
+def test_jitter_is_drawn_from_the_seed():
+    model = workload(500_000, 500_000)
+    first, again, other = (run(model, jitter=0.1, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.step_s != other.step_s
+    assert first.step_s > run(model).step_s  # every step waits for the slowest rank
+
+
+@pytest.mark.parametrize("network", [FOUR, NODES], ids=lambda network: network.name)
+@pytest.mark.parametrize("name", ALL)
+def test_alike_ranks_are_simulated_once_with_the_same_result(name, network):
+    model = workload(200_000, 300_000)
+    device = Device("device", 100.0, {"fp32": 10.0}, launch_us=2.0, contention=0.3)
+    one, each = (run(model, network, name, device, stragglers=s, steps=3) for s in (None, {0: 1.0}))
+    if algorithms.create(name).traits.asynchronous:  # another way of simulating it, with simpler costs
+        assert each.step_s == pytest.approx(one.step_s, rel=0.05)
+        return
+    assert each.step_s == pytest.approx(one.step_s, rel=1e-12)
+    assert (each.wire_bytes, each.adapter_bytes) == (one.wire_bytes, one.adapter_bytes)
+
+
+# --- any algorithm ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_algorithm_can_be_simulated(name):
+    model = dataclasses.replace(workload(200_000, 300_000), optimizer="adam")
+    result = run(model, NODES, name, Device("device", 100.0, {"fp32": 10.0}, launch_us=2.0), transport=NCCL, steps=2)
+    assert result.step_s >= model.step_s * (1 - 1e-9)
+    assert result.wire_bytes > 0
+    assert result.memory_bytes >= 0
+    assert {span.lane for span in result.spans} >= {"compute", "network"}
+    assert ("warm-up" in result.phases) == (algorithms.create(name).traits.warmup_steps > 0)
+
+
+def test_the_example_of_the_documentation_runs_on_1024_ranks():
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?class ScaledSign.*?)\nmodel = ", text, re.DOTALL)
+    namespace: dict = {}
+    exec(source, namespace)
+    network = Network("large", nodes=128, gpus_per_node=8)
+    model = workload(500_000)
+    result = run(model, network, namespace["ScaledSign"](), transport=NCCL, steps=2, bucket_cap_mb=100)
+    # A byte for each element and a scale, to 1,023 others; and the flags.
+    assert result.wire_bytes == 1023 * (500_000 + 4) + 2 * 1023 / 1024 * 4
+    assert result.memory_bytes >= 1024 * 500_000
+
+
+def test_4096_ranks_are_no_more_work_than_few():
+    network = Network("huge", nodes=512, gpus_per_node=8)
+    begin_s = time.process_time()
+    run(workload(500_000, 500_000), network, ByteGrad(hierarchical=True), transport=NCCL)
+    assert time.process_time() - begin_s < 10
+
+
+def test_all_algorithms_take_seconds_on_128_ranks():
+    layers = tuple(
+        Layer(f"layer{idx}", (("weight", (512, 512)), ("bias", (512,)), ("mlp", (2048, 512)), ("norm", (512,))), 1.0)
+        for idx in range(12)
+    )
+    model = Workload("small", layers, 8, 0.05, 0.1, 0.01, optimizer="adam")
+    network = Network("128", nodes=16, gpus_per_node=8)
+    begin_s = time.process_time()
+    for name in ALL:
+        run(model, network, name, transport=NCCL, steps=20)
+    assert time.process_time() - begin_s < 2 * len(ALL)
+
+
+def test_an_algorithm_that_asks_for_values_is_refused():
+    class Peeking(AllReduce):
+        def communicate(self, bucket, comm):
+            if bucket.flat.sum().item() > 0:
+                yield comm.all_reduce(bucket.flat)
+
+    with pytest.raises(ConfigError, match=r"Peeking failed on meta tensors"):
+        run(workload(1000), algorithm=Peeking())
+
+
+def test_hierarchy_sends_less_through_the_adapters():
+    network = Network("nodes", nodes=4, gpus_per_node=8, bandwidth_gbps=8.0)
+    model = workload(4_000_000)
+    flat, nodes = (run(model, network, ByteGrad(hierarchical=h), transport=NCCL, steps=1) for h in (False, True))
+    assert nodes.adapter_bytes < flat.adapter_bytes / 4
+    assert nodes.step_s < flat.step_s
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": 0}, {"jitter": -1.0}, {"bucket_cap_mb": 0.0}, {"stragglers": {9: 2.0}}, {"stragglers": {0: 0.0}}],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(ConfigError, match="simulate: expected"):
+        run(workload(1000), **options)
+
+
+# --- local work -------------------------------------------------------------------------------------------------------
+
+
+def test_operations_cost_their_traffic_or_their_arithmetic():
+    meter = Meter(Device("device", memory_gbytes_s=1.0, tflops={"fp32": 1e-3}, launch_us=0.0))
+
+    def cost(work) -> float:
+        work()
+        return meter.take()
+
+    with meter.active():
+        x, y, narrow = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000, dtype=torch.uint8)
+        a, b, c = torch.zeros(100, 100), torch.zeros(100, 100), torch.empty(100, 100)
+        meter.take()
+        assert cost(lambda: x.add_(y)) == pytest.approx(12_000e-9)
+        assert cost(lambda: x + y) == pytest.approx(12_000e-9)
+        assert cost(lambda: torch.add(x, y, out=y)) == pytest.approx(12_000e-9)
+        assert cost(lambda: x.copy_(y)) == pytest.approx(8_000e-9)
+        assert cost(lambda: x.copy_(narrow)) == pytest.approx(5_000e-9)
+        assert cost(x.zero_) == pytest.approx(4_000e-9)
+        assert cost(lambda: torch._foreach_copy_([x, y], [y, x])) == pytest.approx(16_000e-9)
+        assert cost(lambda: torch.empty(1000)) == 0.0
+        assert cost(lambda: x.view(10, 100)[2:].t()) == 0.0
+        assert cost(lambda: torch.mm(a, b, out=c)) == pytest.approx(2 * 100**3 / 1e9)
+        assert cost(lambda: x.index_fill_(0, torch.empty(10, dtype=torch.int64), 0.0)) == pytest.approx(
+            (80 + 80) * 1e-9
+        )
+
+
+def test_memory_is_what_is_alive():
+    meter = Meter(FREE)
+    with meter.active():
+        kept = torch.zeros(1000)
+        view = kept[:10]
+        torch.zeros(500)
+        del kept
+    assert meter.allocated_bytes == 4000
+    del view
+    assert meter.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("executor", "own"), [(native_codecs, meta), (native_sparse, meta.Sparse)], ids=["block", "sparse"]
+)
+def test_the_executor_for_meta_tensors_has_the_functions_of_the_others(executor, own):
+    names = [n for n, f in inspect.getmembers(executor, inspect.isfunction) if f.__module__ == executor.__name__]
+    for name in names:
+        if name.startswith("_") or name in ("payload_bytes", "buffer_bytes", "native_feedback", "native_random"):
+            continue
+        assert inspect.signature(getattr(own, name)) == inspect.signature(getattr(executor, name)), name
+
+
+def test_arguments_of_codecs_are_checked_on_meta_tensors_too():
+    with pytest.raises(CodecError, match="out"):
+        ByteGrad().codec.encode(torch.empty(100, device="meta"), torch.empty(7, dtype=torch.uint8, device="meta"))
+
+
+def test_codec_kernels_take_their_part_of_the_copy_rate():
+    codec = ByteGrad().codec
+    seconds = []
+    for fraction in (1.0, 0.5):
+        meter = Meter(Device("device", 1.0, {"fp32": 1.0}, codec_fractions={"": 0.25, "int8.encode": fraction}))
+        with meter.active():
+            x, out = torch.empty(1024), torch.empty(codec.payload_bytes(1024), dtype=torch.uint8)
+            codec.encode(x, out)
+        seconds.append(meter.take())
+    assert seconds[0] == pytest.approx((x.nbytes + out.nbytes) * 1e-9)
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Network("n", nodes=0),
+        lambda: Network("n", 2, efficiency=1.5),
+        lambda: Network("n", 2, latency_us=-1.0),
+        lambda: Device("d", 0.0, {"fp32": 1.0}),
+        lambda: Device("d", 1.0, {"fp16": 1.0}),
+        lambda: Device("d", 1.0, {"fp32": 1.0}, codec_fractions={"int8": 1.0}),
+        lambda: Workload("w", (), 1, 1.0, 1.0),
+        lambda: dataclasses.replace(workload(1000), dtype="int8"),
+        lambda: dataclasses.replace(workload(1000), forward_s=math.nan),
+        lambda: TransportProfile("t", all_reduce=("star",)),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused(make):
+    with pytest.raises(ConfigError, match="expected"):
+        make()
