@@ -48,6 +48,7 @@ class Meter(TorchDispatchMode):
         self._launch_s = device.launch_us * 1e-6
         self._s_per_byte = 1e-9 / device.memory_gbytes_s
         self._seconds = 0.0
+        self._known: dict[Any, float] = {}  # what operations cost that only change their operands
         self._allocated: list[tuple[StorageWeakRef, int]] = []
 
     @contextlib.contextmanager
@@ -70,13 +71,26 @@ class Meter(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func.is_view:
-            self._count(func, args, kwargs, result)
-        return result
+        if func.is_view:
+            return func(*args, **kwargs)
+        if not _only_changes(func):
+            result = func(*args, **kwargs)
+            self._seconds += self._cost(func, args, kwargs, result)
+            return result
+        # What makes no tensor need not be called again: torch checks the first call of each kind.
+        key = (func, *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
+        if key not in self._known:
+            result = func(*args, **kwargs)
+            cost = self._cost(func, args, kwargs, result)
+            if not all(tensor.is_meta for tensor in _all_tensors([args, kwargs])):
+                self._seconds += cost
+                return result
+            self._known[key] = cost
+        self._seconds += self._known[key]
+        return _changed(func, args, kwargs)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add what one operation costs."""
+    def _cost(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Return what one operation costs, and note what it allocates."""
         name = func.overloadpacket.__name__
         mutated = [args[idx] for idx, at in enumerate(_mutated(func)) if at and idx < len(args)]
         written = _tensors([*mutated, kwargs.get("out")])
@@ -84,7 +98,7 @@ class Meter(TorchDispatchMode):
             written = _tensors(result)
             self._allocated += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in written]
         if name in _ALLOCATIONS or not written:
-            return
+            return 0.0
         read = _tensors([args, {key: value for key, value in kwargs.items() if key != "out"}])
         if name in _INDEXED:
             read, written = read[1:], written if not mutated else []
@@ -99,7 +113,7 @@ class Meter(TorchDispatchMode):
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             flops = formula(*args, **kwargs, out_val=result)
             seconds = max(seconds, flops / self._device.flops_per_s(written[0].dtype))
-        self._seconds += self._launch_s + seconds
+        return self._launch_s + seconds
 
     def _on_kernel(self, kernel: meta.Kernel) -> None:
         codec = "sparse" if kernel.codec == meta.SPARSE else by_id[kernel.codec].name
@@ -113,9 +127,36 @@ def _mutated(func: Any) -> tuple[bool, ...]:
     return tuple(bool(a.alias_info and a.alias_info.is_write) for a in func._schema.arguments if not a.kwarg_only)
 
 
+@functools.cache
+def _only_changes(func: Any) -> bool:
+    """Return whether an operation returns nothing, or one of its operands, which it has changed."""
+    returns = func._schema.returns
+    return not returns or (len(returns) == 1 and bool(returns[0].alias_info and returns[0].alias_info.is_write))
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what such an operation returns."""
+    if not func._schema.returns:
+        return None
+    return kwargs["out"] if "out" in kwargs else args[_mutated(func).index(True)]
+
+
+def _signature(value: Any) -> Any:
+    """Return what the cost of an operation depends on in one argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    return type(value)
+
+
+def _all_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors on the meta device in nested arguments; those elsewhere are small, and cost nothing."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    return [tensor for tensor in _all_tensors(tree) if tensor.is_meta]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
