@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.network import compare, presets, workloads
 from commlib.network.emulated import EmulatedCluster, parse_rate
@@ -38,7 +39,7 @@ from commlib.network.probe import Probe, probe, scaled, work_factor
 from commlib.network.simulator import Options, simulate
 from commlib.network.synthetic import SyntheticModel, shrink
 from commlib.transport.torch_dist import TorchTransport
-from commlib.wrap import wrap
+from commlib.wrap import stats, wrap
 
 #: Not algorithms of commlib: no communication, and `DistributedDataParallel`.
 BASELINES = ("none", "ddp")
@@ -80,12 +81,14 @@ class Row:
         step_s: Median seconds of a step over the blocks, on the slowest rank.
         predicted_s: What the simulator says, from the probe and the step without communication; None for baselines.
         blocks_s: The blocks.
+        algorithm: What ran in the end: for "auto" what it chose, else the system.
     """
 
     system: str
     step_s: float
     predicted_s: float | None
     blocks_s: tuple[float, ...]
+    algorithm: str
 
     @property
     def error(self) -> float | None:
@@ -235,7 +238,8 @@ def table(workload: str, emulation: Emulation) -> Table:
     ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)
     for row in sorted(emulation.rows, key=lambda row: row.step_s):
         said = ["", ""] if row.predicted_s is None else [f"{row.predicted_s * 1e3:.1f}", f"{row.error:+.1%}"]
-        shown.add_row(row.system, f"{row.step_s * 1e3:.1f}", *said, f"{ddp_s / row.step_s:.2f}")
+        name = row.system if row.algorithm in row.system else f"{row.system}: {row.algorithm}"
+        shown.add_row(name, f"{row.step_s * 1e3:.1f}", *said, f"{ddp_s / row.step_s:.2f}")
     return shown
 
 
@@ -309,7 +313,7 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
 
 def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) -> float | None:
     """Return the simulated step of a system."""
-    if racer.algorithm is None:
+    if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
     world_size = dist.get_world_size()
     largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
@@ -331,7 +335,7 @@ def _work(spec: dict[str, Any]) -> None:
     found = probe(transport, cpu)
     racers = [_Racer(name, workload, setting) for name in spec["systems"]]
     for racer in racers:
-        racer.steps(_WARM_UP_STEPS)
+        racer.steps(_WARM_UP_STEPS * (3 if isinstance(racer.algorithm, Auto) else 1))
         racer.parts_s = [0.0, 0.0, 0.0]
     for repetition in range(setting.reps):
         for racer in racers if repetition % 2 == 0 else reversed(racers):
@@ -351,6 +355,7 @@ def _work(spec: dict[str, Any]) -> None:
                 "step_s": median(racer.blocks_s),
                 "predicted_s": _predict(measured, racer, found, setting),
                 "blocks_s": racer.blocks_s,
+                "algorithm": racer.name if racer.algorithm is None else stats(racer.model).algorithm,
             }
             for racer in racers
         ]
