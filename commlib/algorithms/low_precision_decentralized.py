@@ -42,7 +42,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
             nodes.
 
     Paper: Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed communication"
-    (ICML 2019), algorithms 2 and 6; Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
+    (ICML 2019), CHOCO-SGD; Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
     algorithm 1; BAGUA's decentralized low precision is dcd on a ring.
     Deviations: any optimizer instead of plain SGD; the uncompressed start; overlap.
     """

@@ -148,7 +148,7 @@ def compress(codec: str, values: Floats) -> Floats:
 
 
 class ChocoReference:
-    """Algorithm 2 of CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
+    """CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
 
     def __init__(self, matrix: Floats, codec: str, gamma: float) -> None:
         self.matrix, self.codec, self.gamma = matrix, codec, gamma

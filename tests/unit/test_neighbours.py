@@ -143,7 +143,7 @@ def differences(
 
 
 class ChocoReference:
-    """Algorithm 2 of CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
+    """CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
 
     def __init__(self, matrix: Floats, codec: BlockCodec, gamma: float) -> None:
         self.matrix, self.codec, self.gamma = matrix, codec, gamma
