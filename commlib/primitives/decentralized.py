@@ -236,8 +236,8 @@ def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator
         q_i  = C(x_i - x^_i),   x^_j <- x^_j + q_j for all j,   x_i <- x_i + step_size sum_j W_ij (x^_j - x^_i)
 
     Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed communication"
-    (ICML 2019), CHOCO-Gossip. The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become NaN
-    in its replica for good, and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
+    (ICML 2019), CHOCO-Gossip. The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become
+    NaN in its replica for good, and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
