@@ -1,6 +1,7 @@
 """Compare the loss curves of several systems, step by step, with those of the first.
 
 python benchmarks/convergence.py --ranks 2,3,4 --steps 200 --json out.json
+python benchmarks/convergence.py final --help          # what all of it comes to: losses at the end (final_loss.py)
 
 All systems start from the same weights and see the same batches. The curve of a system is the mean loss of all ranks.
 DDP with another bucket size sums in another order and so differs from DDP itself: that spread is the yardstick. Every
@@ -13,6 +14,7 @@ import argparse
 import sys
 from typing import Any
 
+import final_loss
 import harness
 import numpy as np
 from harness import Place
@@ -96,6 +98,9 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["final"]:
+        final_loss.main(sys.argv[2:])
+        return
     args = parse_args()
     try:
         result = measure(args)

@@ -16,7 +16,7 @@ from commlib.codecs import Feedback, Random
 from commlib.kernels import native, native_codecs
 
 INPUTS = 8  # of decode-sum and decode-sum-encode
-RATIO, THRESHOLD = 0.01, 2.5
+RATIO, THRESHOLD = 0.01, 2.6  # of normally distributed elements, 0.93 % reach the threshold
 ROTATION = "hadamard"  # stands where other kernels have a codec
 
 
@@ -118,7 +118,9 @@ def _block(codec: codecs.BlockCodec, tensors: Tensors) -> list[Kernel]:
 def _sparse(codec: Any, tensors: Tensors) -> list[Kernel]:
     x, out = tensors.x, tensors.out
     full, size, places = x.nbytes, codec.payload_bytes(x.numel()), codec.places(x.numel())
-    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual), Random(seed=1)
+    # The residual is read and written but not added (beta 0): else the same values, given again and again, would grow
+    # in it from call to call, and soon all of them would reach the threshold.
+    payload, feedback, random = _bytes(size, x), Feedback(tensors.residual, beta=0.0), Random(seed=1)
     read = min(64 * places, full) if isinstance(codec, codecs.RandomK) else full  # a cache line for each random element
     codec.encode(x, payload, random=random)
 

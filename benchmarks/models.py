@@ -1,4 +1,4 @@
-"""The models that the benchmarks train, each with data of its real shape, a loss and an optimizer."""
+"""The models that the benchmarks train, each with data of its real shape, a loss and learning rates."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,27 @@ import gpt
 
 Batch = tuple[Tensor, Tensor]
 
+#: Standard deviation of the noise on pixels of 0 to 1. Without it the loss goes to zero, and a ratio of two losses says
+#: little; with it no model can tell all digits.
+_DIGIT_NOISE = 0.7
+
+
+def _frozen_variance_adam(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    from commlib.optim import FrozenVarianceAdam  # lazily: the other systems are measured without it
+
+    return FrozenVarianceAdam(parameters, lr=lr, weight_decay=0.01)
+
+
+#: By name: what takes the parameters and a learning rate. The last two are what some algorithms demand in the place of
+#: the two before, whose learning rates they take (`systems.OPTIMIZER_OF`).
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+    "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
+    "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True),
+    "frozen-variance-adam": _frozen_variance_adam,
+    "plain-sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
+}
+_RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -27,15 +49,22 @@ class Workload:
 
     Attributes:
         build: Makes a model; the seed is set before, so that all copies start equal.
-        make_optimizer: Makes its optimizer.
         loss: Maps the model's output and the target to a scalar.
         draw: Maps (seed, step, rank) to a batch.
+        rates: The learning rates by optimizer, "adamw" and "sgd"; the first is its usual one.
+        validation: Returns batches that are never trained on.
     """
 
     build: Callable[[], nn.Module]
-    make_optimizer: Callable[[nn.Module], Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     draw: Callable[[tuple[int, int, int]], Batch]
+    rates: Mapping[str, float]
+    validation: Callable[[], list[Batch]] | None = None
+
+    def make_optimizer(self, model: nn.Module, kind: str | None = None, lr: float | None = None) -> Optimizer:
+        """Return an optimizer (of `OPTIMIZERS`; None is the usual one) of the model's parameters."""
+        kind = kind or next(iter(self.rates))
+        return OPTIMIZERS[kind](model.parameters(), self.rates[_RATE_OF.get(kind, kind)] if lr is None else lr)
 
     def new_model(self, seed: int, device: torch.device) -> nn.Module:
         """Return a model whose parameters depend on the seed only."""
@@ -72,35 +101,53 @@ class ManySmall(nn.Module):
         return x
 
 
-def _sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-
-
-def _adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-
 def _draw_noise(shape: tuple[int, ...], key: tuple[int, int, int]) -> Batch:
     generator = torch.Generator().manual_seed(hash(key) % 2**63)
     return torch.randn(shape, generator=generator), torch.randint(10, shape[:1], generator=generator)
 
 
-def _byte_gpt(size: gpt.Size, batch: int) -> Workload:
-    text, _ = corpus.standard_library()
+def _byte_gpt(size: gpt.Size, batch: int, adamw: float = 1e-3) -> Workload:
+    text, unseen = corpus.standard_library()
 
     def draw(key: tuple[int, int, int]) -> Batch:
         return corpus.batch(text, key, batch, size.context)
 
-    return Workload(functools.partial(gpt.GPT, size), _adamw, gpt.next_byte_loss, draw)
+    def validation() -> list[Batch]:
+        return [corpus.batch(unseen, (idx,), 16, size.context) for idx in range(16)]
+
+    rates = {"adamw": adamw, "sgd": 0.1}
+    return Workload(functools.partial(gpt.GPT, size), gpt.next_byte_loss, draw, rates, validation)
+
+
+def _digits(batch: int) -> Workload:
+    from train_digits import CNN, digits
+
+    train_x, test_x, train_y, test_y = digits(torch.device("cpu"))
+
+    def blurred(images: Tensor, random: np.random.Generator) -> Tensor:
+        return images + _DIGIT_NOISE * torch.from_numpy(random.standard_normal(images.shape, np.float32))
+
+    def draw(key: tuple[int, int, int]) -> Batch:
+        random = np.random.default_rng(key)
+        picks = torch.from_numpy(random.integers(0, len(train_x), batch))
+        return blurred(train_x[picks], random), train_y[picks]
+
+    def validation() -> list[Batch]:
+        return [(blurred(test_x, np.random.default_rng(idx)), test_y) for idx in range(4)]
+
+    return Workload(CNN, F.cross_entropy, draw, {"sgd": 0.02, "adamw": 1e-3}, validation)
 
 
 def _noise(build: Callable[[], nn.Module], *shape: int) -> Workload:
-    return Workload(build, _sgd, F.cross_entropy, functools.partial(_draw_noise, shape))
+    rates = {"sgd": 0.01, "adamw": 1e-3}
+    return Workload(build, F.cross_entropy, functools.partial(_draw_noise, shape), rates)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "bytes-gpt": lambda: _byte_gpt(gpt.SIZES["10m"], batch=2),
+    "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=1, adamw=2e-3),
     "bytes-tiny": lambda: _byte_gpt(gpt.SIZES["tiny"], batch=2),
     "cnn": lambda: _noise(ConvNet, 8, 3, 32, 32),
+    "digits": lambda: _digits(batch=8),
     "many-small": lambda: _noise(ManySmall, 16, 32),
 }

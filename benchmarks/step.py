@@ -124,10 +124,22 @@ def rows(
             "ratio_hi": ratio.hi,
             "exposed_s": None if bare_s is None else step_s - bare_s,
             "wire_bytes": float(np.median(measured["wire_bytes"])),
+            **_to_lower_bound(name, times),
             "peak_bytes": memory.get(name),
         }
         result.append({**row, **_details(measured)})
     return result
+
+
+def _to_lower_bound(name: str, times: dict[str, list[float]]) -> dict[str, float | None]:
+    """Compare an algorithm with the bound that was measured with it: the best, where there are several bucket sizes."""
+    own = parse(name)
+    bounds = [other for other in map(parse, times) if other.kind == "bound"]
+    blocks = {b.name: times[b.name] for b in bounds if (b.variant, b.options) == (own.variant, own.options)}
+    if own.kind != "commlib" or not blocks:
+        return {"lower_bound_s": None, "to_lower_bound": None}
+    best, ratio = ratio_to_best(times[name], blocks)
+    return {"lower_bound_s": float(np.median(blocks[best])), "to_lower_bound": ratio.median}
 
 
 def _details(measured: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,11 @@ none                                no communication
 ddp                                 DistributedDataParallel, at the best of its configurations (found by a race)
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
+torchft                             torchft's DistributedDataParallel, where it is installed (torchft_system.py)
 commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
+commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\)
 _HOOKS = ("fp16", "bf16", "powersgd")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
+#: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
+OPTIMIZER_OF = {"onebit_adam": "frozen-variance-adam", "qadam": "frozen-variance-adam", "dgc": "plain-sgd"}
+
 
 @dataclasses.dataclass(frozen=True)
 class System:
@@ -32,10 +37,11 @@ class System:
 
     Attributes:
         name: As given on the command line.
-        kind: "none", "ddp", "commlib" or "bound".
+        kind: "none", "ddp", "torchft", "commlib" or "bound".
         variant: DDP's hook or commlib's algorithm; empty for neither.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
+        lr: The optimizer's learning rate; None is the workload's.
     """
 
     name: str
@@ -43,6 +49,7 @@ class System:
     variant: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     cap: str = ""
+    lr: float | None = None
 
     @property
     def cap_mb(self) -> float | None:
@@ -67,17 +74,19 @@ def parse(name: str) -> System:
         ValueError: Not a name of the form above.
     """
     match = _NAME.fullmatch(name.strip())
-    if not match or match["kind"] not in ("none", "ddp", "commlib", "bound"):
-        forms = "none, ddp[:hook], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
+    if not match or match["kind"] not in ("none", "ddp", "torchft", "commlib", "bound"):
+        forms = "none, ddp[:hook], torchft, commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
     if kind == "ddp" and variant and variant not in _HOOKS:
         raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
-    if kind != "ddp" and (kind != "none") != bool(variant):
-        raise ValueError(
-            f"system {name!r}: {'an algorithm is missing' if kind == 'commlib' else 'none has no variant'}"
-        )
-    return System(name.strip(), kind, variant, _options(match["options"] or ""), match["cap"] or "")
+    if kind != "ddp" and (kind in ("commlib", "bound")) != bool(variant):
+        raise ValueError(f"system {name!r}: {f'{kind} has no variant' if variant else 'an algorithm is missing'}")
+    options = _options(match["options"] or "")
+    lr = options.pop("lr", None)
+    if not isinstance(lr, float | None):
+        raise ValueError(f"system {name!r}: lr is {lr!r}, expected a number such as 1e-3")
+    return System(name.strip(), kind, variant, tuple(options.items()), match["cap"] or "", lr)
 
 
 def parse_list(names: str) -> list[System]:
@@ -88,9 +97,9 @@ def parse_list(names: str) -> list[System]:
     return systems
 
 
-def _options(text: str) -> tuple[tuple[str, Any], ...]:
+def _options(text: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-    return tuple((key.strip(), _value(value.strip())) for key, _, value in pairs)
+    return {key.strip(): _value(value.strip()) for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:
@@ -107,12 +116,16 @@ def ddp_configurations() -> list[System]:
     ]  # fmt: skip
 
 
-def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module:
-    """Return `model` made to communicate as `system` says."""
+def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Return `model` made to communicate as `system` says, and the optimizer to step."""
     if system.kind == "none":
-        return model
+        return model, optimizer
     if system.kind == "ddp":
-        return _install_ddp(system, model)
+        return _install_ddp(system, model), optimizer
+    if system.kind == "torchft":
+        import torchft_system
+
+        return torchft_system.install(model, optimizer, dict(system.options), system.cap_mb)
     import commlib  # lazily: the other systems are measured without it
 
     algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))
@@ -120,7 +133,7 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> nn.Module
         from bounds import Bound
 
         algorithm = Bound(algorithm)
-    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb)
+    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb), optimizer
 
 
 def _install_ddp(system: System, model: nn.Module) -> nn.Module:

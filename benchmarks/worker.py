@@ -11,6 +11,7 @@ import datetime
 import gc
 import hashlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from intervals import rotation
 from models import WORKLOADS, Batch, Workload
-from systems import System, ddp_configurations, install, parse
+from systems import OPTIMIZER_OF, System, ddp_configurations, install, parse
 from torch import Tensor
 
 _NUM_BATCHES = 16
@@ -40,8 +41,8 @@ class Racer:
         self.system = system
         self.loss_of = workload.loss
         model = workload.new_model(bench.spec["seed"], bench.device)
-        self.optimizer = workload.make_optimizer(model)
-        self.model = install(system, model, self.optimizer)
+        kind = OPTIMIZER_OF.get(system.variant, bench.spec.get("optimizer"))
+        self.model, self.optimizer = install(system, model, workload.make_optimizer(model, kind, system.lr))
         self.num_steps = 0
         self.blocks_s: list[float] = []
         self.wire_bytes: list[float] = []
@@ -283,7 +284,58 @@ def _digest(racer: Racer) -> str:
     return digest.hexdigest()
 
 
-_MODES = {"time": measure_times, "memory": measure_memory, "losses": measure_losses}
+def measure_final(bench: Bench) -> dict[str, Any]:
+    """Train every system to the end of its schedule; returns what the consensus model is worth on unseen data."""
+    return {"systems": {system.name: _final(bench, system) for system in map(parse, bench.spec["systems"])}}
+
+
+def _final(bench: Bench, system: System) -> dict[str, Any]:
+    racer, steps = bench.racer(system), bench.spec["steps"]
+    torch.manual_seed(bench.spec["seed"] * bench.world_size + bench.rank)  # every rank drops out its own units
+    base = [group["lr"] for group in racer.optimizer.param_groups]
+    losses = []
+    for step in range(steps):
+        for group, lr in zip(racer.optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * schedule(step, steps)
+        losses.append(racer.step(bench.draw(step)).item())
+        bench.progress(system.name, 1)
+    digests: list[Any] = [None] * bench.world_size
+    dist.all_gather_object(digests, _digest(racer))
+    if system.is_wrapped:
+        import commlib
+
+        commlib.synchronize(racer.model)
+    sent = racer.describe().get("reported_wire_bytes")
+    identical = len(set(digests)) == 1
+    return {**_validate(bench, racer), "train_losses": losses, "identical": identical, "wire_bytes": sent}
+
+
+def schedule(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: a linear rise over the first twentieth, then a cosine down to a tenth."""
+    rise = max(1, steps // 20)
+    if step < rise:
+        return (step + 1) / rise
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+
+
+@torch.no_grad()
+def _validate(bench: Bench, racer: Racer) -> dict[str, float]:
+    """Return the mean loss and accuracy over the validation batches, each evaluated by one rank."""
+    assert bench.workload.validation is not None
+    # The bare model: a rank without a batch does not take part in a forward, nor in its broadcast of buffers.
+    model = racer.model if racer.system.kind == "none" else racer.model.module
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64)
+    for inputs, target in bench.workload.validation()[bench.rank :: bench.world_size]:
+        scores, target = model(inputs.to(bench.device)), target.to(bench.device)
+        correct = (scores.argmax(-1) == target).sum().item()
+        count = target.numel()
+        totals += torch.tensor([count * racer.loss_of(scores, target).item(), correct, count])
+    dist.all_reduce(totals)
+    return {"loss": float(totals[0] / totals[2]), "accuracy": float(totals[1] / totals[2])}
+
+
+_MODES = {"time": measure_times, "memory": measure_memory, "losses": measure_losses, "final": measure_final}
 
 
 def main() -> None:

@@ -113,16 +113,32 @@ def profile(
     )
 
 
+@app.command()
+def topology(
+    name: Annotated[str, typer.Argument(help="ring, exponential, one_peer_exponential, shift_one, grid, ...")],
+    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 8,
+    plot: Annotated[str | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Show whom ranks average with: weights, spectral gap, and how many steps lead to the mean."""
+    from commlib.network import topology_report
+    from commlib.primitives.topology import create
+
+    with _config_errors():
+        chosen = create(name)
+        typer.echo(topology_report.describe(chosen, ranks))
+        if plot is not None:
+            topology_report.plot(chosen, ranks, plot)
+
+
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """End with exit code 2 and the message, without a traceback, where the user's input is wrong."""
+    """Turn wrong input into an error of the command line: its message, no traceback, exit code 2."""
     from commlib.errors import ConfigError
 
     try:
         yield
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise typer.BadParameter(str(error)) from error
 
 
 def main() -> None:

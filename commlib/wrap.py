@@ -14,6 +14,7 @@ from commlib import algorithms, verify
 from commlib.algorithms.base import Algorithm
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
+from commlib.engine.attached import Attached
 from commlib.engine.bucket import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
@@ -96,7 +97,7 @@ def wrap(
         replica.broadcast_model()
     if optimizer is not None and traits.runs_itself:
         try:
-            engine.attach(optimizer)
+            engine.attached = Attached(engine, optimizer)
         except BaseException:
             unwrap(model)
             raise

@@ -7,6 +7,10 @@
 //         which costs less while the codes are still in registers. Returns whether all of that is known to be finite.
 //     decode<kAdds>(codes, scale, minima, m, out)
 //         with kAdds, adds to `out`, and a NaN may have any sign and payload.
+//     Reader(codes, scale, minima)(i)
+//         the kLanes values of a whole block from i on, a NaN with any sign and payload; `added_to` adds them to a
+//         sum faster, if has_exact_products() ([Note: exact products]). Not every codec has it; sums and decode-add are
+//         made of it where it is, as numbers then stay in registers.
 // where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
 // block, in the first-level cache.
 
@@ -76,6 +80,20 @@ static inline void put_values(std::size_t m, float* out, bool is_plain, const Va
     for (std::size_t i = 0; i < m; ++i) out[i] = value(i);
   } else {
     for (std::size_t i = 0; i < m; ++i) out[i] = canonical(value(i));
+  }
+}
+
+// The same for a whole block, from a codec's Reader. Everything is read before anything is written: a load that
+// follows a store waits for it where their addresses are alike in the last 12 bits.
+template <std::size_t kBlock, bool kAdds, class Reader>
+static inline void put_lanes(float* out, const Reader& reader) {
+  for (std::size_t at = 0; at < kBlock; at += kRegisters * kLanes) {
+    Lanes x[kRegisters];
+    for (std::size_t k = 0; k < kRegisters; ++k) x[k] = reader(at + k * kLanes);
+    for (std::size_t k = 0; k < kRegisters; ++k) {
+      float* const to = out + at + k * kLanes;
+      store_lanes(to, kAdds ? load_lanes(to) + x[k] : x[k]);
+    }
   }
 }
 
@@ -187,11 +205,23 @@ struct Integer {
     return true;
   }
 
+  struct Reader {
+    const Byte* codes;
+    float s;
+    Reader(const Byte* at, const Byte* scale, const Byte*) : codes(at), s(load_scale(scale)) {}
+    inline Lanes operator()(std::size_t i) const { return lanes_of_signed_bytes(codes + i) * s; }
+    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
+    inline Lanes added_to(Lanes sum, std::size_t i) const {
+      return add_product(sum, lanes_of_signed_bytes(codes + i), s);
+    }
+  };
+
   template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const float s = load_scale(scale);
     const bool is_plain = is_finite_number(s);
     if constexpr (kCodeBits == 8) {
+      if (kLanes > 1 && m == kBlock && is_plain) return put_lanes<kBlock, kAdds>(out, Reader(codes, scale, nullptr));
       put_values<kAdds>(m, out, is_plain,
                         [=](std::size_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])) * s; });
     } else {
@@ -245,11 +275,24 @@ struct MinMax {
     return true;
   }
 
+  struct Reader {
+    const Byte* codes;
+    float s, minimum;
+    Reader(const Byte* at, const Byte* scale, const Byte* minima)
+        : codes(at), s(load_scale(scale)), minimum(load_float(minima)) {}
+    inline Lanes operator()(std::size_t i) const { return minimum + lanes_of_bytes(codes + i) * s; }
+    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
+    inline Lanes added_to(Lanes sum, std::size_t i) const {
+      return sum + add_product(same_lanes(minimum), lanes_of_bytes(codes + i), s);
+    }
+  };
+
   template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte* minima, std::size_t m, float* out) {
     const float s = load_scale(scale), minimum = load_float(minima);
-    put_values<kAdds>(m, out, is_finite_number(s) && is_finite_number(minimum),
-                      [=](std::size_t i) { return minimum + static_cast<float>(codes[i]) * s; });
+    const bool is_plain = is_finite_number(s) && is_finite_number(minimum);
+    if (kLanes > 1 && m == kBlock && is_plain) return put_lanes<kBlock, kAdds>(out, Reader(codes, scale, minima));
+    put_values<kAdds>(m, out, is_plain, [=](std::size_t i) { return minimum + static_cast<float>(codes[i]) * s; });
   }
 };
 

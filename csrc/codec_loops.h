@@ -98,9 +98,49 @@ static inline void decode_tile(const Byte* payload, const Layout& layout, std::s
   });
 }
 
+template <class Codec, class = void>
+constexpr bool kHasReader = false;
 template <class Codec>
-static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, float divisor, const Layout& layout,
-                            std::size_t block, std::size_t m, float* total) {
+constexpr bool kHasReader<Codec, std::void_t<typename Codec::Reader>> = kLanes > 1 && Codec::kBits == 8;
+
+// Asks also for the codes and the scales that come later.
+template <class Codec>
+static inline typename Codec::Reader reader_of(const Byte* payload, const Layout& layout, std::size_t block,
+                                               std::size_t at) {
+  constexpr std::size_t kScalesAhead = 192;  // bytes
+  const Place<Codec> from(const_cast<Byte*>(payload), layout, block);
+  prefetch_behind(from.codes + at, kRegisters * kLanes);
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(from.scale) + kScalesAhead));
+  return typename Codec::Reader(from.codes, from.scale, from.minima);
+}
+
+// The sum of a whole block; it stays in registers while the inputs pass by.
+template <class Codec>
+static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout, std::size_t block,
+                             float* total) {
+  for (std::size_t at = 0; at < Codec::kBlock; at += kRegisters * kLanes) {
+    Lanes sum[kRegisters];
+    const auto first = reader_of<Codec>(inputs[0], layout, block, at);
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = first(at + k * kLanes);
+    for (std::size_t input = 1; input < num_inputs; ++input) {
+      const auto reader = reader_of<Codec>(inputs[input], layout, block, at);
+      if (reader.has_exact_products()) {
+        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
+      } else {
+        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
+      }
+    }
+    for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k]);
+  }
+}
+
+// The sum of the inputs' tiles, of any codec and any length.
+template <class Codec>
+static inline void sum_inputs(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout,
+                              std::size_t block, std::size_t m, float* total) {
+  if constexpr (kHasReader<Codec>) {
+    if (m == Codec::kBlock) return sum_block<Codec>(inputs, num_inputs, layout, block, total);
+  }
   for (std::size_t input = 0; input < num_inputs; ++input) {
     const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
     prefetch_behind(from.codes, m * Codec::kBits / 8);
@@ -112,6 +152,12 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
       decode_block<Codec, true>(inputs[input], layout, which, count, total + at);
     });
   }
+}
+
+template <class Codec>
+static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, float divisor, const Layout& layout,
+                            std::size_t block, std::size_t m, float* total) {
+  sum_inputs<Codec>(inputs, num_inputs, layout, block, m, total);
   // A power of two can as well be multiplied with, which is faster.
   const bool is_power = (to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f;
   if (is_power && divisor != 1.0f) {
@@ -161,8 +207,8 @@ static inline void store_values(void* dst, DType type, std::size_t at, std::size
 }
 
 // v = x + beta * residual (x alone where there is none): where it is, if it can be read in place, else in `buffer`.
-static inline const float* compensate(const void* x, DType type, const float* residual, float beta, std::size_t at,
-                                      std::size_t m, float* buffer) {
+COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* residual, float beta, std::size_t at,
+                                       std::size_t m, float* buffer) {
   const float* v = static_cast<const float*>(x) + at;
   if (type != DType::kFloat32) {
     load_values(x, type, at, m, buffer);
@@ -175,7 +221,7 @@ static inline const float* compensate(const void* x, DType type, const float* re
 
 // The values to encode, of the tile from `block` on.
 template <class Codec>
-static inline const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
+COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
   if (job.x != nullptr) {
     if (job.exceeds_cache) {
@@ -214,7 +260,7 @@ static inline void replace_residual(const float* v, const float* decoded, float 
 
 // One tile: its values, its payload, and with kFeeds its residuals.
 template <class Codec, bool kFeeds>
-static inline void encode_tile(const EncodeJob& job, std::size_t block, std::size_t m) {
+COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::size_t m) {
   constexpr std::size_t kMost = kTileElements<Codec>, kCodeBytes = kMost * Codec::kBits / 8;
   alignas(64) float buffer[kMost], decoded[kFeeds ? kMost : 1], uniforms[kMost];
   alignas(64) Byte staged[kCodeBytes];
@@ -281,6 +327,20 @@ static inline void decode_tile_to(const DecodeJob& job, std::size_t block, std::
   }
 }
 
+// out += weight * value, for a whole block of floats.
+template <class Codec>
+static inline void add_block(const DecodeJob& job, std::size_t block) {
+  float* const out = static_cast<float*>(job.out) + block * Codec::kBlock;
+  for (std::size_t at = 0; at < Codec::kBlock; at += kRegisters * kLanes) {
+    const auto reader = reader_of<Codec>(job.inputs[0], job.layout, block, at);
+    Lanes x[kRegisters];
+    for (std::size_t k = 0; k < kRegisters; ++k) {
+      x[k] = load_lanes(out + at + k * kLanes) + job.weight * reader(at + k * kLanes);
+    }
+    for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(out + at + k * kLanes, canonical_lanes(x[k]));
+  }
+}
+
 template <class Codec>
 static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t end) {
   const bool is_plain = job.num_inputs == 1 && job.divisor == 1.0f && !job.adds && job.type == DType::kFloat32;
@@ -288,6 +348,12 @@ static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t e
   alignas(64) float decoded[kTileElements<Codec>];
   for (std::size_t block = begin; block < end; block += kTileBlocks<Codec>) {
     const std::size_t at = block * Codec::kBlock, m = tile_elements<Codec>(at, last);
+    if constexpr (kHasReader<Codec>) {
+      if (job.adds && job.type == DType::kFloat32 && m == Codec::kBlock) {
+        add_block<Codec>(job, block);
+        continue;
+      }
+    }
     if (!is_plain) {
       decode_tile_to<Codec>(job, block, m);
     } else if (job.streams) {

@@ -241,27 +241,52 @@ void clear_sent(const SparseSource& source, const Keys& keys) {
   }
 }
 
-// Adds to `keys`, all that reach `low`, the best of the elements below it: `places` keys in all, in order. Reads what
-// the first pass wrote. Elements that are not finite were all collected: their residuals, still the old ones, must not
-// be taken for them.
-void complete(const SparseSource& source, std::uint32_t low, std::size_t places, int num_threads, Keys& keys) {
-  SparseSource rest = source;
-  if (source.residual != nullptr) rest = {source.residual, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel};
-  std::vector<std::uint32_t> taken;
-  for (std::size_t i = 0; i < keys.size; ++i) {
-    if (magnitude_of(keys.data[i]) >= kInfinityBits) taken.push_back(index_of(keys.data[i]));
+// Replaces all residuals by v * gamma, what is sent or not.
+void replace_residuals(const SparseSource& source, int num_threads) {
+  parallel_for(source.numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+    Scan none = {0, 0, true, nullptr, 0, 0};
+    kernels().scan(source, begin, end, none);
+  });
+}
+
+// Takes out of `more` what is in `keys`; both are in order.
+void remove_taken(const Keys& keys, Keys& more) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0, j = 0; i < more.size; ++i) {
+    while (j < keys.size && index_of(keys.data[j]) < index_of(more.data[i])) ++j;
+    const bool is_taken = j < keys.size && index_of(keys.data[j]) == index_of(more.data[i]);
+    if (!is_taken) more.data[kept++] = more.data[i];
   }
-  const std::size_t missing = places - keys.size;
-  Keys more = collect_in_parts(rest, 0, low, missing + taken.size(), false, num_threads, second_scratch);
-  if (source.residual != nullptr) {
-    const auto is_taken = [&](Key key) { return std::binary_search(taken.begin(), taken.end(), index_of(key)); };
-    more.size = static_cast<std::size_t>(std::remove_if(more.data, more.data + more.size, is_taken) - more.data);
+  more.size = kept;
+}
+
+// Merges `more` into `keys`, which have room for it, from behind; both are in order.
+void merge(Keys& keys, const Keys& more) {
+  std::size_t i = keys.size, j = more.size;
+  while (j > 0) {
+    const bool is_later = i > 0 && index_of(keys.data[i - 1]) > index_of(more.data[j - 1]);
+    keys.data[i + j - 1] = is_later ? keys.data[i - 1] : more.data[j - 1];
+    --(is_later ? i : j);
   }
-  keep_largest(more, missing);
-  const auto by_index = [](Key a, Key b) { return index_of(a) < index_of(b); };
-  std::copy(more.data, more.data + more.size, keys.data + keys.size);  // there is room for 2 * places
-  std::inplace_merge(keys.data, keys.data + keys.size, keys.data + keys.size + more.size, by_index);
   keys.size += more.size;
+}
+
+// Adds to `keys`, all that reach `low`, the best of the elements below it: `places` keys in all, in order. Where the
+// first pass has `written` the residuals, they are v, but for elements that are not finite: these were all collected,
+// and their residuals, still the old ones, must not be taken for them.
+void complete(const SparseSource& source, std::uint32_t low, std::size_t places, bool written, int num_threads,
+              Keys& keys) {
+  const std::size_t missing = places - keys.size;
+  std::size_t wanted = missing;
+  SparseSource rest = source;
+  if (written) {
+    rest = {source.residual, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel};
+    for (std::size_t i = 0; i < keys.size; ++i) wanted += magnitude_of(keys.data[i]) >= kInfinityBits;
+  }
+  Keys more = collect_in_parts(rest, 0, low, wanted, false, num_threads, second_scratch);
+  remove_taken(keys, more);
+  keep_largest(more, missing);
+  merge(keys, more);  // there is room for 2 * places
 }
 
 }  // namespace
@@ -273,12 +298,13 @@ std::size_t sparse_payload_bytes(std::size_t places) {
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads) {
   const ExactFloatScope exact;
   const ScratchScope scope;
-  const bool writes = source.residual != nullptr;
-  // The second pass reads what the first one wrote, which is v only where gamma is 1.
-  const bool can_guess = !writes || source.gamma == 1.0f;
-  const std::uint32_t low = can_guess ? guess_threshold(source, places) : 0;
+  const bool has_residual = source.residual != nullptr;
+  // Writing at once saves a pass, but is final: should another pass be needed, it must find v.
+  const bool writes = has_residual && source.gamma == 1.0f;
+  const std::uint32_t low = guess_threshold(source, places);
   Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch);
-  if (keys.size < places && low > 0) complete(source, low, places, num_threads, keys);
+  if (keys.size < places && low > 0) complete(source, low, places, writes, num_threads, keys);
+  if (has_residual && !writes) replace_residuals(source, num_threads);
   keep_largest(keys, places);
   write_payload(keys, places, payload);
   clear_sent(source, keys);
@@ -329,12 +355,7 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
       keys.data[first + i] = make_key(bits, indices[i]);
     }
   }
-  if (source.residual != nullptr) {
-    parallel_for(source.numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
-      Scan none = {0, 0, true, nullptr, 0, 0};
-      kernels().scan(source, begin, end, none);
-    });
-  }
+  if (source.residual != nullptr) replace_residuals(source, num_threads);
   write_payload(keys, places, payload);
   clear_sent(source, keys);
 }

@@ -62,6 +62,87 @@ static inline unsigned signs_of_16(const float* v) {
 #endif
 }
 
+// --- several numbers at once -----------------------------------------------------------------------------------------
+//
+// For loops that compilers do not make well: Lanes are as many floats as a register holds, with the operators of
+// floats, and kRegisters are how many of them may be in use at once. Where there are no intrinsics for the instruction
+// set, a lane is one float, and loops are the compiler's to vectorise.
+
+constexpr Bits32 kLargestFused = 0x7B800000u;  // 2^120
+#if defined(COMMLIB_WITH_AVX512)
+constexpr std::size_t kLanes = 16, kRegisters = 16;
+using Lanes = __m512;
+static inline Lanes same_lanes(float x) {
+  return _mm512_set1_ps(x);
+}
+static inline Lanes load_lanes(const float* at) {
+  return _mm512_loadu_ps(at);
+}
+static inline void store_lanes(float* at, Lanes x) {
+  _mm512_storeu_ps(at, x);
+}
+static inline Lanes add_product(Lanes sum, Lanes a, float b) {
+  return _mm512_fmadd_ps(a, same_lanes(b), sum);
+}
+static inline Lanes canonical_lanes(Lanes x) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x, same_lanes(from_bits(kQuietNanBits)));
+}
+static inline Lanes lanes_of_bytes(const Byte* at) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
+static inline Lanes lanes_of_signed_bytes(const Byte* at) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+}
+#elif defined(COMMLIB_WITH_AVX2)
+constexpr std::size_t kLanes = 8, kRegisters = 8;
+using Lanes = __m256;
+static inline Lanes same_lanes(float x) {
+  return _mm256_set1_ps(x);
+}
+static inline Lanes load_lanes(const float* at) {
+  return _mm256_loadu_ps(at);
+}
+static inline void store_lanes(float* at, Lanes x) {
+  _mm256_storeu_ps(at, x);
+}
+static inline Lanes add_product(Lanes sum, Lanes a, float b) {
+  return sum + a * b;
+}
+static inline Lanes canonical_lanes(Lanes x) {
+  return _mm256_blendv_ps(x, same_lanes(from_bits(kQuietNanBits)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+}
+static inline Lanes lanes_of_bytes(const Byte* at) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+static inline Lanes lanes_of_signed_bytes(const Byte* at) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+#else
+constexpr std::size_t kLanes = 1, kRegisters = 1;
+using Lanes = float;
+static inline Lanes same_lanes(float x) {
+  return x;
+}
+static inline Lanes load_lanes(const float* at) {
+  return *at;
+}
+static inline void store_lanes(float* at, Lanes x) {
+  *at = x;
+}
+static inline Lanes add_product(Lanes sum, Lanes a, float b) {
+  return sum + a * b;
+}
+static inline Lanes canonical_lanes(Lanes x) {
+  return canonical(x);
+}
+static inline Lanes lanes_of_bytes(const Byte* at) {
+  return static_cast<float>(*at);
+}
+static inline Lanes lanes_of_signed_bytes(const Byte* at) {
+  return static_cast<float>(static_cast<std::int8_t>(*at));
+}
+#endif
+
 // [Note: two widths] Compilers vectorise a loop over one width well and one over bytes and floats badly, so loops make
 // codes as 32-bit numbers, and these two change the width.
 

@@ -66,6 +66,10 @@ class Compressed(Algorithm, Generic[E]):
     def _make_exchange(self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device) -> E:
         """Make what is kept of `numel` elements from `begin` on, exchanged by the ranks of `comm`."""
 
+    def _cuts(self, bucket: BucketView) -> Sequence[int] | None:
+        """Return where the stretch of a local rank may begin in a bucket; None means anywhere."""
+        return None
+
     @abstractmethod
     def _exchange(
         self, tensor: torch.Tensor, exchange: E, bucket: BucketView, comm: Communicator, peers: Communicator
@@ -93,7 +97,7 @@ class Compressed(Algorithm, Generic[E]):
         for bucket in compressed:
             begin, numel, peers = 0, bucket.flat.numel(), context.comm
             if local is not None and across is not None:
-                stage = NodeStage(numel, bucket.flat.dtype, context.device, local)
+                stage = NodeStage(numel, bucket.flat.dtype, context.device, local, self._cuts(bucket))
                 begin, numel, peers = stage.begin, stage.count, across
                 self._stages[bucket.index] = stage
             self._exchanges[bucket.index] = self._make_exchange(bucket, numel, begin, peers, context.device)
@@ -135,8 +139,11 @@ class Compressed(Algorithm, Generic[E]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._units.load_state_dict(state["units"])
         for index, exchange in self._exchanges.items():
-            rest = exchange.load(state, self._parts[index], self._num_terms)
+            parts = self._parts[index]
+            rest = exchange.load(state, parts, self._num_terms)
             if index in self._stages:
-                self._stages[index].owed = rest
+                if rest is None and any(part.name in state["owed"] for part in parts):
+                    rest = self._stages[index].sum.new_zeros(max(part.start + part.numel for part in parts))
                 if rest is not None:
-                    paste(state["owed"], rest, self._parts[index])
+                    paste(state["owed"], rest, parts)
+                self._stages[index].owed = rest

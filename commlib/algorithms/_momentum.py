@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -24,6 +25,7 @@ class QuantizedMomentum(Quantized):
         codec: What the momentum is encoded with.
         warmup_steps: Steps before the freeze, at least 1.
         feedback: Whether errors are fed back, on both sides.
+        hierarchical: See `Compressed`.
         compress: Which parameters are compressed; the momentum of the others is averaged in full precision.
     """
 
@@ -35,18 +37,19 @@ class QuantizedMomentum(Quantized):
         *,
         warmup_steps: int,
         feedback: bool,
+        hierarchical: bool,
         compress: Callable[[str, torch.Tensor], bool],
     ) -> None:
         if warmup_steps < 1:
             raise ConfigError(f"{type(self).__name__}.warmup_steps: expected at least 1, got {warmup_steps}")
-        super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress)
+        super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical)
         self.exactness = "any"  # another optimizer
         self.traits = dataclasses.replace(
             self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False
         )
         self._gradient_units = Units()
         self._optimizer: FrozenVarianceAdam | None = None
-        self._betas: dict[torch.Tensor, float] = {}
+        self._places: dict[int, list[_Place]] = {}
 
     @override
     def setup(self, context: Context) -> None:
@@ -58,7 +61,7 @@ class QuantizedMomentum(Quantized):
                     f"{type(optimizer).__name__}, which cannot freeze its variance"
                 )
             self._optimizer = optimizer
-            self._betas = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
+            self._places = {bucket.index: _places(bucket, optimizer) for bucket in context.buckets}
         self._gradient_units.follow(None, context.scaler)
         # What is exchanged is the momentum: without a loss scale, and of no learning rate.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
@@ -77,7 +80,17 @@ class QuantizedMomentum(Quantized):
         optimizer = self._optimizer
         if optimizer is None:
             return
-        for part, parameter in zip(bucket.parts, bucket.parameters, strict=False):  # a scratch bucket has none
-            beta = self._betas[parameter]
-            own = bucket.flat[part.start : part.start + part.numel]
-            own.mul_((1 - beta) / scale).add_(optimizer.momentum(parameter).reshape(-1), alpha=beta)
+        for begin, end, parameter, group in self._places[bucket.index]:
+            beta = group["betas"][0]
+            momentum = optimizer.momentum(parameter).reshape(-1)
+            bucket.flat[begin:end].mul_((1 - beta) / scale).add_(momentum, alpha=beta)
+
+
+#: Where a parameter begins and ends in its bucket, itself, and its group in the optimizer.
+_Place = tuple[int, int, torch.nn.Parameter, dict[str, Any]]
+
+
+def _places(bucket: BucketView, optimizer: FrozenVarianceAdam) -> list[_Place]:
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    own = zip(bucket.parts, bucket.parameters, strict=False)  # a scratch bucket has no parameters
+    return [(part.start, part.start + part.numel, parameter, groups[parameter]) for part, parameter in own]

@@ -71,6 +71,7 @@ class OuterSGD(Quantized):
             seed=None,
             compress=_NOTHING if codec is None else compress,
         )
+        self.exactness = "any"  # ranks move apart between rounds
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov

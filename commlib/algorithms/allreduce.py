@@ -10,7 +10,9 @@ from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.errors import ConfigError
+from commlib.primitives import hierarchical as nodes
 from commlib.primitives.centralized import centralized_full_precision
+from commlib.primitives.hierarchical import NodeStage
 from commlib.transport.base import Communication, Communicator
 
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,6 +31,8 @@ class AllReduce(Algorithm):
         op: "mean" or "sum".
         predivide: For "mean": the part of N divided before the sum, in 1..N; None means all of it. With fp16 a value
             near sqrt(N) balances overflow against underflow.
+        hierarchical: Whether gradients are summed inside each node first, in fp32 or wider; every local rank then sums
+            its part across nodes, on the wire in `wire_dtype`.
 
     Paper: for the ring, Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations" (2009).
@@ -37,7 +41,9 @@ class AllReduce(Algorithm):
 
     traits = Traits(reduces_flags=True, idle_alone=True, window=8)
 
-    def __init__(self, wire_dtype: str = "fp32", op: str = "mean", predivide: float | None = None) -> None:
+    def __init__(
+        self, wire_dtype: str = "fp32", op: str = "mean", predivide: float | None = None, hierarchical: bool = False
+    ) -> None:
         if wire_dtype not in _WIRE_DTYPES:
             raise ConfigError(f"AllReduce.wire_dtype: expected one of {sorted(_WIRE_DTYPES)}, got {wire_dtype!r}")
         if op not in ("mean", "sum"):
@@ -50,14 +56,24 @@ class AllReduce(Algorithm):
         self.exactness = "exact" if wire_dtype == "fp32" else "8bit"
         self.op = op
         self.predivide = predivide
-        self.traits = dataclasses.replace(self.traits, prompt=wire_dtype == "fp32")
+        self.hierarchical = hierarchical
+        is_prompt = wire_dtype == "fp32" and not hierarchical
+        self.traits = dataclasses.replace(self.traits, prompt=is_prompt, hierarchical=hierarchical)
         self._wires: dict[int, torch.Tensor] = {}
+        self._stages: dict[int, NodeStage] = {}
 
     @override
     def setup(self, context: Context) -> None:
-        dtype = _WIRE_DTYPES[self.wire_dtype]
-        narrowed = [b for b in context.buckets if dtype and b.flat.dtype in (torch.float32, torch.float64)]
-        self._wires = {bucket.index: torch.empty_like(bucket.payload, dtype=dtype) for bucket in narrowed}
+        narrow, local = _WIRE_DTYPES[self.wire_dtype], context.comm.local
+        self._wires, self._stages = {}, {}
+        for bucket in context.buckets:
+            summed, dtype = bucket.payload, bucket.payload.dtype
+            if local is not None:
+                self._stages[bucket.index] = stage = NodeStage(summed.numel(), dtype, context.device, local)
+                summed = stage.sum[: stage.count]
+            wire_dtype = narrow if narrow and dtype in (torch.float32, torch.float64) else dtype
+            if wire_dtype != summed.dtype:  # a node's sum of bf16 gradients is fp32 too
+                self._wires[bucket.index] = torch.empty_like(summed, dtype=wire_dtype)
 
     @override
     def divisor(self, comm: Communicator) -> float:
@@ -69,6 +85,15 @@ class AllReduce(Algorithm):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        yield from centralized_full_precision(bucket.payload, comm, wire=self._wires.get(bucket.index))
+        stage, wire = self._stages.get(bucket.index), self._wires.get(bucket.index)
+        if stage is None:
+            yield from centralized_full_precision(bucket.payload, comm, wire=wire)
+        else:
+            local, peers = comm.local, comm.across
+            assert local is not None
+            assert peers is not None
+            yield from nodes.hierarchical(
+                bucket.payload, stage, local, lambda own: centralized_full_precision(own, peers, wire=wire)
+            )
         if self.divisor(comm) != self.predivisor(comm):
             bucket.flat.div_(self.divisor(comm) / self.predivisor(comm))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from commlib.algorithms._policy import MATRICES
 from commlib.algorithms._sparse import Sparse
-from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.base import BucketView, Context, Traits
 from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.primitives.sparse import SparseExchange, mark_not_finite
 from commlib.transport.base import Communication, Communicator
 
@@ -26,10 +27,11 @@ class MomentumExchange(SparseExchange):
     """A `SparseExchange` with u, the local momentum: `velocity` [numel] fp32."""
 
     def __init__(
-        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int = 0
+        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int, momentum: float
     ) -> None:
         super().__init__(numel, device, codec, comm, begin=begin)
         self.velocity = torch.zeros_like(self.residual)
+        self._momentum = momentum
 
     @override
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
@@ -37,9 +39,13 @@ class MomentumExchange(SparseExchange):
 
     @override
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        self.velocity.zero_()
-        paste(saved["velocity"], self.velocity, parts)
-        return super().load(saved, parts, num_terms)
+        whole = self.velocity.new_zeros(max(part.start + part.numel for part in parts))
+        paste(saved["velocity"], whole, parts)
+        moved = split_at(whole, self.begin, self.velocity)
+        rest = super().load(saved, parts, num_terms)
+        # What another local rank carries now enters with the gradient, which the momentum m makes 1 / (1 - m) of in
+        # the long run; the moved velocity would still have given m / (1 - m) of itself.
+        return None if rest is None else rest.mul_(1 - self._momentum).add_(moved, alpha=self._momentum)
 
 
 class DGC(Sparse):
@@ -57,13 +63,16 @@ class DGC(Sparse):
         momentum: m above.
         clip: The norm that the gradient of the whole model is clipped to on each rank; None does not clip.
         ratio_warmup_steps: Rounds in which the ratio falls from 0.25 to `ratio`, by the same factor at each quarter.
-        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
+        hierarchical: Whether gradients are summed inside each node first, in full precision; a node is a worker then.
+        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default. The gradients of the
+            others are averaged in full precision, and the momentum comes after.
 
     Paper: Lin et al., "Deep Gradient Compression" (ICLR 2018), algorithm 4 and section 3.
     Deviations: clipping by bucket, as the norm of the whole gradient is not known during backward; no Nesterov
-    momentum; parameters that are not made sparse are averaged without momentum.
+    momentum.
     """
 
+    traits = Traits(window=4)  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 
     def __init__(
@@ -72,6 +81,7 @@ class DGC(Sparse):
         momentum: float = 0.9,
         clip: float | None = None,
         ratio_warmup_steps: int = 0,
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
     ) -> None:
         if not 0 <= momentum < 1 or (clip is not None and not clip > 0) or ratio_warmup_steps < 0:
@@ -80,28 +90,47 @@ class DGC(Sparse):
                 f"{momentum=}, {clip=}, {ratio_warmup_steps=}"
             )
         most = max(ratio, _FIRST_RATIO) if ratio_warmup_steps else ratio
-        super().__init__(codecs.TopK(most), op="mean", compress=compress)
+        super().__init__(codecs.TopK(most), op="mean", compress=compress, hierarchical=hierarchical)
         self.ratio = codecs.TopK(ratio).ratio
         self.momentum = momentum
         self.clip = clip
         self.ratio_warmup_steps = ratio_warmup_steps
-        self._share: dict[int, float] = {}
+        self._num_elements = 0
+        self._momenta: dict[int, tuple[Sequence[Part], torch.Tensor]] = {}  # of what is not made sparse
 
     @override
     def setup(self, context: Context) -> None:
         groups = context.optimizer.param_groups if context.optimizer is not None else ()
         if any(group.get("momentum") for group in groups):
             raise ConfigError("DGC: the optimizer has a momentum of its own; use SGD(momentum=0)")
+        saved = self.state_dict()["velocity"]
         super().setup(context)
-        compressed = [bucket for bucket in context.buckets if bucket.index in self._exchanges]
-        total = sum(bucket.flat.numel() for bucket in context.buckets)
-        self._share = {bucket.index: bucket.flat.numel() / total for bucket in compressed}
+        self._num_elements = sum(bucket.flat.numel() for bucket in context.buckets)
+        plain = [bucket for bucket in context.buckets if bucket.index not in self._exchanges]
+        self._momenta = {b.index: (b.parts, torch.zeros_like(b.flat, dtype=torch.float32)) for b in plain}
+        self._load_momenta(saved)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        for parts, momentum in self._momenta.values():
+            saved["velocity"].update(cut(momentum, 0, parts))
+        return saved
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._load_momenta(state["velocity"])
+
+    def _load_momenta(self, pieces: Pieces) -> None:
+        for parts, momentum in self._momenta.values():
+            paste(pieces, momentum.zero_(), parts)
 
     @override
     def _make_exchange(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> MomentumExchange:
-        return MomentumExchange(numel, device, self.codec, comm, begin=begin)
+        return MomentumExchange(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of round `step`."""
@@ -109,6 +138,15 @@ class DGC(Sparse):
             return self.ratio
         quarter = 4 * step // self.ratio_warmup_steps
         return _FIRST_RATIO * (self.ratio / _FIRST_RATIO) ** (quarter / 4)
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield from super().communicate(bucket, comm)
+        if bucket.index in self._momenta:
+            _, momentum = self._momenta[bucket.index]
+            scale, is_finite = self._units.scale, torch.isfinite(bucket.flat)
+            momentum.mul_(self.momentum).add_(torch.where(is_finite, bucket.flat, 0.0), alpha=1.0 / scale)
+            bucket.flat.copy_(torch.where(is_finite, momentum * scale, bucket.flat))
 
     @override
     def _exchange(
@@ -121,27 +159,31 @@ class DGC(Sparse):
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.step))
         assert isinstance(exchange, MomentumExchange)
-        gradient, velocity, scale = tensor, exchange.velocity, self._units.scale
+        velocity, scale = exchange.velocity, self._units.scale
         own, everyone = exchange.payloads(codec)
-        if comm.contributes:
-            velocity.mul_(self.momentum).add_(self._clipped(bucket, comm, scale))
+        largest = torch.linalg.vector_norm(tensor, float("inf"), keepdim=True) if tensor.numel() else tensor
+        if peers.contributes:
+            torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=tensor)
+            velocity.mul_(self.momentum)
+            if self.clip is None:
+                velocity.add_(tensor, alpha=1.0 / scale)
+            else:
+                gradient = tensor.float()  # itself, where it is fp32
+                limit = scale * self.clip * self._share_of_norm(exchange, comm, peers)
+                factor = torch.clamp(limit / (torch.linalg.vector_norm(gradient) + 1e-12), max=1.0) / scale
+                velocity.addcmul_(gradient, factor)
             codec.encode(velocity, own, feedback=Feedback(exchange.residual))
             velocity.index_fill_(0, codec.indices(own, exchange.numel).long() & 0xFFFFFFFF, 0.0)
         else:
-            codec.encode(gradient, own)
-        mark_not_finite(codec.values(own, exchange.numel), gradient)
-        yield comm.all_gather(everyone.view(-1), own)
-        total = exchange.sum_like(gradient)
+            codec.encode(tensor, own)
+        mark_not_finite(codec.values(own, exchange.numel), largest)
+        yield peers.all_gather(everyone.view(-1), own)
+        total = exchange.sum_like(tensor)
         codec.decode_sum(everyone, total, divisor=self.divisor(comm))
-        torch.mul(total, scale, out=total)
-        if total is not gradient:
-            gradient.copy_(total)
+        if total is not tensor or scale != 1.0:
+            torch.mul(total, scale, out=tensor)
 
-    def _clipped(self, bucket: BucketView, comm: Communicator, scale: float) -> torch.Tensor:
-        """Return the unscaled gradient in fp32, clipped; zeros where it is not finite."""
-        gradient = bucket.flat.float() / scale
-        gradient = torch.where(torch.isfinite(gradient), gradient, 0.0)
-        if self.clip is None:
-            return gradient
-        limit = self.clip * math.sqrt(self._share[bucket.index] / comm.world_size)
-        return gradient * torch.clamp(limit / (torch.linalg.vector_norm(gradient) + 1e-12), max=1.0)
+    def _share_of_norm(self, exchange: SparseExchange, comm: Communicator, peers: Communicator) -> float:
+        """Return what part of `clip` falls to these elements of one worker, whose gradient is the sum of its node's."""
+        share = exchange.numel / self._num_elements
+        return comm.world_size / peers.world_size * math.sqrt(share / peers.world_size)

@@ -55,7 +55,7 @@ class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
     def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullExchange | QuantizedExchange:
         if self.codec is None:
             return FullExchange(like.numel(), like.dtype, like.device)
-        return QuantizedExchange(like.numel(), like.device, self.codec)
+        return QuantizedExchange(like.numel(), like.dtype, like.device, self.codec)
 
     @override
     def _mix(

@@ -24,6 +24,7 @@ class OneBitAdam(QuantizedMomentum):
     Args:
         warmup_steps: Steps of Adam with full-precision averaging, until the variance has settled (the paper:
             15 to 20 % of all steps).
+        hierarchical: Whether momentum is summed inside each node first, in full precision.
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The momentum of the
             others is averaged in full precision.
 
@@ -32,5 +33,12 @@ class OneBitAdam(QuantizedMomentum):
     corrections of Adam are kept, the variance's as it was at the freeze.
     """
 
-    def __init__(self, warmup_steps: int = 100, compress: Callable[[str, torch.Tensor], bool] = MATRICES) -> None:
-        super().__init__(OneBit(), warmup_steps=warmup_steps, feedback=True, compress=compress)
+    def __init__(
+        self,
+        warmup_steps: int = 100,
+        hierarchical: bool = False,
+        compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+    ) -> None:
+        super().__init__(
+            OneBit(), warmup_steps=warmup_steps, feedback=True, hierarchical=hierarchical, compress=compress
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from typing_extensions import override
@@ -30,6 +30,8 @@ class PowerSGD(Compressed[LowRankExchange]):
         warmup_steps: Steps of plain averaging before it starts.
         min_compression: How many times smaller the factors of a matrix must be than the matrix.
         seed: Of the first Q; the same on all ranks.
+        hierarchical: Whether gradients are summed inside each node first, in full precision. Local ranks then share out
+            the matrices of a bucket, whole ones.
         compress: Which parameters are considered; all by default.
 
     Paper: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
@@ -46,11 +48,12 @@ class PowerSGD(Compressed[LowRankExchange]):
         warmup_steps: int = 0,
         min_compression: float = 2.0,
         seed: int = 0,
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:
         if rank < 1 or min_compression < 1:
             raise ConfigError(f"PowerSGD: expected rank >= 1 and min_compression >= 1, got {rank=}, {min_compression=}")
-        super().__init__(op="mean", compress=compress, hierarchical=False)
+        super().__init__(op="mean", compress=compress, hierarchical=hierarchical)
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed
@@ -69,7 +72,16 @@ class PowerSGD(Compressed[LowRankExchange]):
     def _make_exchange(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> LowRankExchange:
-        return LowRankExchange(bucket.parts, device, self.rank, self.seed)
+        own = [
+            dataclasses.replace(part, start=part.start - begin)
+            for part in bucket.parts
+            if begin <= part.start < begin + numel
+        ]
+        return LowRankExchange(own, device, self.rank, self.seed)
+
+    @override
+    def _cuts(self, bucket: BucketView) -> Sequence[int]:
+        return [part.start for part in bucket.parts]
 
     @override
     def _exchange(
@@ -83,7 +95,7 @@ class PowerSGD(Compressed[LowRankExchange]):
         yield from centralized_low_rank(
             tensor,
             exchange,
-            comm,
+            peers,
             divisor=self.divisor(comm),
             scale=self._units.scale,
             decay=self._units.decay(comm.step),

@@ -25,6 +25,7 @@ class QAdam(QuantizedMomentum):
         codec: Any block codec; `Int8` by default.
         warmup_steps: Steps of Adam with full-precision averaging.
         feedback: Whether errors are fed back, on both sides.
+        hierarchical: Whether momentum is summed inside each node first, in full precision.
         compress: Which parameters are compressed; all by default.
 
     Paper: Gan et al., "BAGUA" (VLDB 2021), as released: 1-bit Adam's scheme with 8 bits and without error feedback.
@@ -37,6 +38,9 @@ class QAdam(QuantizedMomentum):
         codec: BlockCodec | None = None,
         warmup_steps: int = 100,
         feedback: bool = False,
+        hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:
-        super().__init__(codec or Int8(), warmup_steps=warmup_steps, feedback=feedback, compress=compress)
+        super().__init__(
+            codec or Int8(), warmup_steps=warmup_steps, feedback=feedback, hierarchical=hierarchical, compress=compress
+        )

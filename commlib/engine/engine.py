@@ -388,29 +388,22 @@ class Engine:
             optimizer,
             self._cap_bytes or INITIAL_CAP_BYTES,
         )
-        rounds = weakref.ref(self.weights)
-        self._step_hooks = [
-            optimizer.register_step_pre_hook(lambda *_: (own := rounds()) and own.begin_step()),
-            optimizer.register_step_post_hook(lambda *_: (own := rounds()) and own.end_step()),
-        ]
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an algorithm begin that runs itself. Collective; the ranks' parameters are alike."""
-        self.attached = Attached(self, optimizer)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what ended the communication, if anything did."""
-        if self.error is not None:
+        error = self.error or (self.weights and self.weights.error)
+        if error is not None:
             raise CommlibError(
                 f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot go on: "
-                f"{self.error or type(self.error).__name__}"
-            ) from self.error
+                f"{error or type(error).__name__}"
+            ) from error
 
     def layout_changed(self) -> bool:
         """Return whether parameters were cast or moved to another device since their buckets were made."""
-        return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in self.dense)
+        buckets = [*self.dense, *(self.weights.buckets if self.weights is not None else ())]
+        return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
 
     def hook_counts(self) -> dict[str, int]:
         """Return how often each gradient hook fires in a backward, where that is not once."""
@@ -430,8 +423,6 @@ class Engine:
             hook.remove()
         self._hooks = []
         if self.weights is not None:
-            for hook in self._step_hooks:
-                hook.remove()
             self.weights.close()
         if self.attached is not None:
             self.attached.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class WeightRounds:
         driver: The device's driver.
         optimizer: Its step ends what `Traits` counts.
         cap_bytes: Size of a bucket.
+
+    Attributes:
+        error: What ended the rounds, if anything did.
     """
 
     def __init__(
@@ -64,16 +68,23 @@ class WeightRounds:
         needs_votes = self._traits.asynchronous and not transport.stands_for_all
         self._votes = Votes(transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
+        self.error: BaseException | None = None
         self.adopt(parameters)
+        own = weakref.ref(self)
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: (rounds := own()) and rounds.begin_step()),
+            optimizer.register_step_post_hook(lambda *_: (rounds := own()) and rounds.end_step()),
+        ]
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on; the result of a round under way is dropped.
+        """Communicate these parameters from now on; the result of a round under way is waited for and dropped.
 
         Asynchronous rounds are settled before: a rank may be in one to which others have not come.
         """
-        if self._round is not None:
+        if self._round is not None:  # it works on the algorithm's state, which moves into other buckets now
             self._schedule.drain()
-            self._round = None
+            round_, self._round = self._round, None
+            self._driver.wait(round_)
         dense = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
         num_bytes = sum(p.param.nbytes for p in dense)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._traits.fragments) or 1)
@@ -109,7 +120,16 @@ class WeightRounds:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Do what is due at the end of an optimizer step."""
+        """Do what is due at the end of an optimizer step: nothing after an error, which the next forward raises."""
+        if self.error is not None:
+            return
+        try:
+            self._end_step()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _end_step(self) -> None:
         has_arrived = self._round is not None and self._driver.has_arrived(self._round)
         is_over = self._votes is not None and self._is_over(self._votes, has_arrived)
         due = self._schedule.end_step(has_arrived and not is_over)
@@ -166,6 +186,8 @@ class WeightRounds:
 
         An asynchronous round is not waited for: peers may come to it much later, or not at all.
         """
+        for hook in self._hooks:
+            hook.remove()
         if self._votes is not None:
             self._votes.close()
         if self._round is not None:

@@ -3,11 +3,12 @@
 The systems here exist only in the simulator: they are not commlib's algorithms but what the released code does, so that
 the simulator can be held against measurements that others made on 128 V100s.
 
-[Note: BAGUA as it was run] Buckets of 10 MiB; one worker carries them out one after the other, each operation followed by
-a synchronisation with the host; everything that crosses nodes goes through one GPU of each, to which the others' tensors
-are reduced and from which the result is broadcast. Its codec has one thread block for each chunk, three reads, and takes
-turns with the computation. Decentralized algorithms exchange weights at the end of a step, nothing overlapped: of a
-pair's averaging, an all-reduce of weights, and each overlapped or not, that is what comes closest to both figures.
+[Note: BAGUA as it was run] Buckets of 10 MiB in a fixed order; a synchronisation with the host for every operation;
+what is not a plain all-reduce crosses nodes through one GPU of each, to which the others' tensors are reduced and from
+which the result is broadcast. The codec takes turns with the computation. The figures themselves say two more things:
+ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
+decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
+more than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
 
 What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
 """
@@ -37,17 +38,20 @@ from commlib.transport.base import Communication, Communicator
 #: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
 CEILINGS_GBPS = {
     "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
-    "bagua-net": 36.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
+    "bagua-net": 37.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
     "ps-lite": 19.4,  # BytePS
 }
 
+#: Of an operation, until the host knows that it has ended.
 _HOST_SYNC_US = 20.0
+#: What one thread block reads: 256 loads of 16 bytes under way, which take about 1.6 us with what is done with them.
+_BLOCK_GBYTES_S = 2.5
 
 
 class _ThroughLeaders(Algorithm):
     """Reduces a bucket to one rank of each node, and broadcasts what it got from the other nodes."""
 
-    traits = Traits(hierarchical=True, window=1)
+    traits = Traits(hierarchical=True, window=2)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
@@ -121,7 +125,7 @@ class QAdam(ByteGrad):
 class Decentralized(_ThroughLeaders):
     """BAGUA's "shift_one": weights are averaged with those of one other node."""
 
-    traits = Traits(tensors="weights", hierarchical=True, window=1)
+    traits = Traits(tensors="weights", hierarchical=True)
 
     @override
     def setup(self, context: Context) -> None:
@@ -129,15 +133,16 @@ class Decentralized(_ThroughLeaders):
 
     @override
     def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
-        peer = self._peers[bucket.index].copy_(bucket.flat)
-        yield across.broadcast(peer)
+        peer = self._peers[bucket.index]
+        other = across.rank ^ 1
+        yield across.exchange([(other, bucket.flat)], [(other, peer)])
         bucket.flat.add_(peer).mul_(0.5)
 
 
 class LowPrecisionDecentralized(_ThroughLeaders):
     """BAGUA's: the change of the weights in 8 bits to both neighbours in a ring, with replicas of them."""
 
-    traits = Traits(tensors="weights", hierarchical=True, window=1)
+    traits = Traits(tensors="weights", hierarchical=True)
 
     @override
     def setup(self, context: Context) -> None:
@@ -145,19 +150,20 @@ class LowPrecisionDecentralized(_ThroughLeaders):
         self._codec = codec
         self._replicas = {b.index: [torch.empty_like(b.flat) for _ in range(4)] for b in context.buckets}
         self._payloads = {
-            b.index: [b.flat.new_empty(codec.payload_bytes(b.flat.numel()), dtype=torch.uint8) for _ in range(2)]
+            b.index: [b.flat.new_empty(codec.payload_bytes(b.flat.numel()), dtype=torch.uint8) for _ in range(3)]
             for b in context.buckets
         }
 
     @override
     def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
         own, left, right, change = self._replicas[bucket.index]
-        sent, received = self._payloads[bucket.index]
+        sent, *received = self._payloads[bucket.index]
+        neighbours = [(across.rank + step) % across.world_size for step in (-1, 1)]
         change.copy_(bucket.flat).add_(left, alpha=1 / 3).add_(right, alpha=1 / 3).add_(own, alpha=-5 / 3)
         self._codec.encode(change, sent)
-        for replica in (left, right):
-            yield across.broadcast(received)
-            self._codec.decode_add(received, replica)
+        yield across.exchange([(rank, sent) for rank in neighbours], list(zip(neighbours, received, strict=True)))
+        for payload, replica in zip(received, (left, right), strict=True):
+            self._codec.decode_add(payload, replica)
         self._codec.decode_add(sent, own)
         bucket.flat.copy_(own)
 
@@ -165,7 +171,7 @@ class LowPrecisionDecentralized(_ThroughLeaders):
 class Async(_ThroughLeaders):
     """BAGUA's: weights are averaged in the background."""
 
-    traits = Traits(tensors="weights", asynchronous=True, hierarchical=True, window=1)
+    traits = Traits(tensors="weights", asynchronous=True, hierarchical=True)
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,7 @@ SYSTEMS: Mapping[str, System] = {
     "byteps": System(BytePS(), "ps-lite", bucket_cap_mb=4.0),
     "ddp": System(AllReduce(), "nccl-tcp", bucket_cap_mb=25.0, passes=2 * 127 / 128),
     "horovod": System(AllReduce(), "nccl-tcp", bucket_cap_mb=64.0, passes=2 * 127 / 128),
-    "allreduce": System(_ThroughLeaders(), "bagua-net"),
+    "allreduce": System(AllReduce(), "bagua-net", passes=2 * 127 / 128),
     "decentralized": System(Decentralized(), "bagua-net", _ONE, overlaps=False, passes=1.0),
     "low_precision_decentralized": System(LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4),
     "qadam": System(QAdam(), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 4),
@@ -277,14 +283,18 @@ def workload(name: str) -> Workload:
     return dataclasses.replace(whole, layers=tuple(layer for layer in whole.layers if layer.name.startswith("encoder")))
 
 
-def device() -> Device:
-    """Return a V100 with BAGUA's codec: a chunk is one thread block's, so 16 of 80 processors work, and then 1."""
-    return presets.device(
-        "v100",
-        codec_fractions={"uint8_bagua.encode": 0.045, "uint8_bagua.encode_sum": 0.02, "onebit.encode": 0.045,
-                         "onebit.encode_sum": 0.02, "": 0.85},
-        contention=1.0,
-    )  # fmt: skip
+def device(nodes: int = 16) -> Device:
+    """Return a V100 with BAGUA's codec.
+
+    It looks for the minimum and the maximum of each chunk in one thread block (two reads; a third encodes), so as many
+    blocks read at once as there are nodes; of the own chunk's sum it looks for them in a single one.
+    """
+    copy = presets.device("v100").memory_gbytes_s
+    search_ns = 2 * 4 / (nodes * _BLOCK_GBYTES_S)  # of an element of the bucket, in either stage
+    fractions = {"encode": 5 / copy / (search_ns + 5 / copy), "encode_sum": (1 + 1 / nodes) / copy / search_ns}
+    codecs = (UInt8Bagua.name, OneBit.name)
+    slow = {f"{codec}.{kernel}": fraction for codec in codecs for kernel, fraction in fractions.items()}
+    return presets.device("v100", codec_fractions={**slow, "": 0.85}, contention=1.0)
 
 
 def network(system: str, bandwidth_gbps: float, latency_us: float | None = None) -> Network:
@@ -302,7 +312,6 @@ def profile(system: str) -> TransportProfile:
         all_reduce=("ring",),
         op_us=_HOST_SYNC_US,
         leaders_only=True,
-        waits=SYSTEMS[system].transport != "ps-lite",
     )
 
 

@@ -6,7 +6,7 @@ matplotlib is needed (the extra `plot`); it draws without a display.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from commlib.network.timeline import LANES, last_step
 _MAX_COLOURS = 8
 _COLOURS = ("#4053d3", "#ddb310", "#b51d14", "#00beff", "#fb49b0", "#00b25d", "#7f4909", "#8c6bd6")
 _GREY = "#c4c4c4"
+#: Speed-ups below it are not shown.
+_LEAST_SPEEDUP = 0.1
+#: A timeline ends after this many times the step without communication.
+_LONGEST_STEP = 4.0
 _LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#ddb310", "network": "#4053d3"}
 _WAIT_COLOUR = "#f2f2f2"
 
@@ -34,7 +38,7 @@ def speedups(
         title: Above the picture.
         path: The PNG to write.
     """
-    figure, ax = _figure(8.0, 4.8)
+    figure, [ax] = _figure(8.0, 4.8)
     colours = _colours(by_algorithm)
     for name, line in sorted(by_algorithm.items(), key=lambda entry: entry[0] in colours):
         is_shown = name in colours
@@ -42,19 +46,23 @@ def speedups(
             values, line, color=colours.get(name, _GREY), linewidth=2 if is_shown else 1, marker="o", markersize=3,
             label=name if is_shown else None,
         )  # fmt: skip
-    ax.axhline(1.0, color="black", linewidth=1, linestyle=":")
-    ax.text(values[0], 1.0, "DDP-style all-reduce", fontsize=8, va="bottom")
+    ax.axhline(1.0, color="black", linewidth=1, linestyle=":", label="DDP-style all-reduce")
     if len(colours) < len(by_algorithm):
         ax.plot([], [], color=_GREY, label=f"{len(by_algorithm) - len(colours)} others")
     ax.set_xscale("log")
+    ax.set_yscale("log")
     ax.set_xticks(values, [f"{value:g}" for value in values])
     ax.minorticks_off()
-    ax.set_ylim(bottom=0)
+    lowest, highest = ax.get_ylim()
+    ticks = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
+    ticks = [tick for tick in ticks if max(lowest, _LEAST_SPEEDUP) <= tick <= highest]
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.set_ylim(bottom=max(lowest, _LEAST_SPEEDUP))
     ax.set(xlabel=axis, ylabel="speed-up of a step", title=title)
     ax.grid(color="#e6e6e6")
     # The legend follows the order of the lines at their highest end.
     handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda idx: -_highest(by_algorithm.get(labels[idx], [])))
+    order = sorted(range(len(labels)), key=lambda idx: -_highest(by_algorithm.get(labels[idx], [0.0])))
     ax.legend(
         [handles[i] for i in order], [labels[i] for i in order], fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)
     )
@@ -62,7 +70,7 @@ def speedups(
 
 
 def best(
-    grid: Sequence[Sequence[tuple[str, float]]],
+    grids: Mapping[str, Sequence[Sequence[tuple[str, float]]]],
     bandwidths: Sequence[float],
     latencies: Sequence[float],
     title: str,
@@ -71,32 +79,46 @@ def best(
     """Draw which algorithm is the fastest at each bandwidth and latency, and how much faster it is.
 
     Args:
-        grid: [latency][bandwidth] The best algorithm's name and its speed-up.
+        grids: By class of exactness, [latency][bandwidth] the best algorithm of that class or a narrower one, and its
+            speed-up.
         bandwidths: Gbit/s.
         latencies: us.
         title: Above the picture.
         path: The PNG to write.
     """
-    names = sorted({name for row in grid for name, _ in row})
-    colours = {name: (*_COLOURS, *[_GREY] * len(names))[idx] for idx, name in enumerate(names)}
-    figure, ax = _figure(1.2 * len(bandwidths) + 2.5, 0.6 * len(latencies) + 1.8)
-    for y, row in enumerate(grid):
-        for x, (name, speedup) in enumerate(row):
-            ax.add_patch(_rectangle(x - 0.5, y - 0.5, colours[name]))
-            ax.text(x, y, f"{name}\n{speedup:.2g}x", ha="center", va="center", fontsize=7, color=_ink(colours[name]))
-    ax.set_xlim(-0.5, len(bandwidths) - 0.5)
-    ax.set_ylim(-0.5, len(latencies) - 0.5)
-    ax.set_xticks(range(len(bandwidths)), [f"{value:g}" for value in bandwidths])
-    ax.set_yticks(range(len(latencies)), [f"{value:g}" for value in latencies])
-    ax.set(xlabel="bandwidth of a node, Gbit/s", ylabel="latency, us", title=title)
+    names = sorted({name for grid in grids.values() for row in grid for name, _ in row})
+    colours = dict(zip(names, (*_COLOURS, *[_GREY] * len(names)), strict=False))
+    columns = min(2, len(grids))
+    rows = -(-len(grids) // columns)
+    size = (columns * (1.15 * len(bandwidths) + 1), rows * (0.6 * len(latencies) + 0.9) + 0.5)
+    figure, axes = _figure(*size, rows=rows, columns=columns)
+    for ax in axes[len(grids) :]:
+        ax.set_visible(False)
+    for ax, (exactness, grid) in zip(axes, grids.items(), strict=False):
+        for y, row in enumerate(grid):
+            for x, (name, speedup) in enumerate(row):
+                ax.add_patch(_rectangle(x - 0.5, y - 0.5, colours[name]))
+                text = f"{name.replace('(', chr(10) + '(')}\n{speedup:.3g}x"
+                ax.text(x, y, text, ha="center", va="center", fontsize=6, color=_ink(colours[name]))
+        ax.set_xlim(-0.5, len(bandwidths) - 0.5)
+        ax.set_ylim(-0.5, len(latencies) - 0.5)
+        ax.set_xticks(range(len(bandwidths)), [f"{value:g}" for value in bandwidths])
+        ax.set_yticks(range(len(latencies)), [f"{value:g}" for value in latencies])
+        ax.set_title(f"allowed: {exactness}", fontsize=10)
+    figure.suptitle(title)
+    figure.supxlabel("bandwidth of a node, Gbit/s")
+    figure.supylabel("latency, us")
     _save(figure, path)
 
 
 def timelines(comparison: Comparison, path: Path | str) -> None:
     """Draw one step of each algorithm: what rank 0 computes, what local work communication has, what is on the wire."""
     shown = [("DDP", comparison.ddp), *((row.algorithm, row.result) for row in comparison.rows)]
-    figure, ax = _figure(10.0, 0.55 * len(shown) + 1.4)
+    end_s = min(max(result.step_s for _, result in shown), _LONGEST_STEP * comparison.workload.step_s)
+    figure, [ax] = _figure(10.0, 0.55 * len(shown) + 1.4)
     for place, (_, result) in enumerate(shown):
+        if result.step_s > end_s:
+            ax.text(end_s * 1e3, place, f"... {result.step_s * 1e3:,.0f} ms ", ha="right", va="center", fontsize=8)
         for span in last_step(result):
             is_wait = span.name == "wait"
             ax.barh(
@@ -109,6 +131,7 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     ax.barh(0, 0, color=_WAIT_COLOUR, edgecolor="#d0d0d0", label="waiting")
     ax.set_yticks(range(len(shown)), [name for name, _ in shown])
     ax.invert_yaxis()
+    ax.set_xlim(0, end_s * 1e3)
     title = f"One step of {comparison.workload.name} on {comparison.network.name}"
     ax.set(xlabel="ms", title=title)
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -130,7 +153,7 @@ def _ink(colour: str) -> str:
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "white"
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -138,7 +161,7 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
         raise ConfigError("plots need matplotlib: pip install 'commlib[plot]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots()
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def _rectangle(x: float, y: float, colour: str) -> Any:

@@ -67,7 +67,7 @@ NETWORKS: dict[str, Network] = {
             intra_latency_us=3.0,
             efficiency=0.92,
             source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
-            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA over Ethernet in NCCL's tests",
+            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA in NCCL's tests",
         ),
     )
 }  # fmt: skip

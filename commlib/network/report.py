@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,17 +17,18 @@ from rich.progress import Progress as Bar
 from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
-from commlib.algorithms.base import Algorithm
+from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.network import compare, plots, presets, timeline, workloads
 from commlib.network.compare import Comparison
-from commlib.network.model import Network
 from commlib.network.simulator import Options
 
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
-BANDWIDTHS_GBPS = (0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
-LATENCIES_US = (5.0, 25.0, 100.0, 500.0, 2000.0, 10000.0)
+BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
+LATENCIES_US = (5.0, 25.0, 300.0, 5000.0)
+#: Columns where the output is no terminal.
+_WIDTH = 140
 #: Simulated steps of each point in a picture.
-_SWEEP_STEPS = 4
+_SWEEP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
     device = presets.device(task.device or workload.device)
     networks = [presets.network(name.strip(), **task.overrides) for name in task.networks]
     options = Options(steps=task.steps, bucket_cap_mb=task.bucket_cap_mb)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     comparisons = []
     for network in networks:
         several = network.gpus_per_node > 1 and network.nodes > 1
@@ -92,7 +94,7 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
 
 def show_known() -> None:
     """Print workloads, networks and devices with their sources."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     for name in workloads.names():
         known = workloads.get(name)
         console.print(f"[bold]{name}[/]: {known.numel:,} parameters, {known.step_s * 1e3:.1f} ms. {known.source}")
@@ -111,9 +113,9 @@ def show(comparison: Comparison, console: Console) -> None:
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
         console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most ({network.source}).")
     table = Table()
-    table.add_column("algorithm")
-    table.add_column("class")
-    for title in ("step, ms", "samples/s", "speed-up", "exposed, ms", "sent, MB", "memory, MB"):
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("class", no_wrap=True)
+    for title in ("step, ms", "samples/s", "speed-up", "exposed, ms", "sent, MB", "leaves a node, MB", "memory, MB"):
         table.add_column(title, justify="right")
     ddp = comparison.ddp
     rows = [("DDP-style all-reduce", "exact", ddp, 1.0)]
@@ -127,6 +129,7 @@ def show(comparison: Comparison, console: Console) -> None:
             f"{speedup:.2f}",
             f"{result.exposed_s * 1e3:.1f}",
             f"{result.wire_bytes / 1e6:.1f}",
+            f"{result.adapter_bytes / 1e6:.1f}",
             f"{result.memory_bytes / 1e6:.0f}",
         )
     console.print(table)
@@ -134,47 +137,61 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(f"not simulated: {name}: {reason}")
 
 
-def draw(comparison: Comparison, chosen: dict[str, Algorithm], options: Options, folder: Path) -> list[Path]:
+def draw(comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path) -> list[Path]:
     """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{comparison.workload.name}-{comparison.network.name}".replace("/", "-")
+    workload, network, device = comparison.workload, comparison.network, comparison.device
     options = dataclasses.replace(options, steps=min(options.steps, _SWEEP_STEPS))
-    network, runs = comparison.network, len(chosen) + 1
-    by_bandwidth = [dataclasses.replace(network, bandwidth_gbps=value) for value in BANDWIDTHS_GBPS]
-    by_latency = [dataclasses.replace(network, latency_us=value) for value in LATENCIES_US]
-    total = runs * (len(by_bandwidth) + len(by_latency) + len(by_bandwidth) * len(by_latency))
+    bandwidths = _around(network.bandwidth_gbps, BANDWIDTHS_GBPS)
+    latencies = _around(network.latency_us, LATENCIES_US)
+    chosen = {label: algorithm for label, algorithm in chosen.items() if label not in comparison.refused}
+    name = f"{workload.name}-{network.name}"
+    rows: list[dict[str, list[float]]] = []  # by latency, the speed-ups of each algorithm by bandwidth
+    with progress_bar(f"drawing {name}", (len(chosen) + 1) * len(bandwidths) * len(latencies)) as progress:
+        for latency_us in latencies:
+            networks = [
+                dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths
+            ]
+            rows.append(compare.sweep(workload, networks, device, chosen, options, progress))
 
     def title(what: str) -> str:
-        return f"{comparison.workload.name}, {network.nodes} x {network.gpus_per_node} {comparison.device.name}, {what}"
+        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}"
 
-    def swept(networks: Sequence[Network]) -> dict[str, list[float]]:
-        return compare.sweep(comparison.workload, networks, comparison.device, chosen, options, progress)
-
+    own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
     paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
-    with progress_bar(f"drawing {name}", total) as progress:
-        plots.speedups(
-            swept(by_bandwidth),
-            BANDWIDTHS_GBPS,
-            "bandwidth of a node, Gbit/s",
-            title(f"{network.latency_us:g} us"),
-            paths[0],
-        )
-        plots.speedups(
-            swept(by_latency), LATENCIES_US, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1]
-        )
-        grid = []
-        for at_latency in by_latency:
-            found = swept([dataclasses.replace(net, latency_us=at_latency.latency_us) for net in by_bandwidth])
-            grid.append([_best(found, place) for place in range(len(by_bandwidth))])
-        plots.best(grid, BANDWIDTHS_GBPS, LATENCIES_US, title("the fastest, and its speed-up over DDP"), paths[2])
+    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", title(f"{network.latency_us:g} us"), paths[0])
+    by_latency = {label: [row[label][at] for row in rows] for label in chosen}
+    plots.speedups(by_latency, latencies, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1])
+    plots.best(_best_by_class(chosen, rows), bandwidths, latencies, title("the fastest algorithm"), paths[2])
     plots.timelines(comparison, paths[3])
     return paths
 
 
-def _best(found: dict[str, list[float]], place: int) -> tuple[str, float]:
-    known = {name: line[place] for name, line in found.items() if line[place] == line[place]}
-    name = max(known, key=known.__getitem__)
-    return name, known[name]
+def _around(own: float, usual: Sequence[float]) -> list[float]:
+    """Return the usual values with the nearest one replaced by a network's own."""
+    nearest = min(usual, key=lambda value: abs(math.log(value / max(own, 1e-9))))
+    return sorted({own, *usual} - ({nearest} - {own}))
+
+
+def _best_by_class(
+    chosen: Mapping[str, Algorithm], rows: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, list[list[tuple[str, float]]]]:
+    """Return, by class of exactness, [latency][bandwidth] the fastest algorithm that it allows."""
+    grids: dict[str, list[list[tuple[str, float]]]] = {}
+    for idx, exactness in enumerate(EXACTNESS):
+        allowed = [label for label, algorithm in chosen.items() if algorithm.exactness in EXACTNESS[: idx + 1]]
+        if any(chosen[label].exactness == exactness for label in allowed):
+            grids[exactness] = [_best_of_row({label: row[label] for label in allowed}) for row in rows]
+    return grids
+
+
+def _best_of_row(row: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
+    points = zip(*([(label, value) for value in line] for label, line in row.items()), strict=True)
+    return [max(point, key=_speedup) for point in points]
+
+
+def _speedup(entry: tuple[str, float]) -> float:
+    return -math.inf if math.isnan(entry[1]) else entry[1]
 
 
 @contextmanager

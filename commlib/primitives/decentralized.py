@@ -73,12 +73,14 @@ class QuantizedExchange:
 
     Args:
         numel: Elements of the tensor.
-        device: Where it is.
+        dtype: Their type.
+        device: Where they are.
         codec: What is sent.
     """
 
-    def __init__(self, numel: int, device: torch.device, codec: BlockCodec) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, codec: BlockCodec) -> None:
         self.codec = codec
+        self.decoded = torch.zeros(numel if dtype == torch.float64 else 0, dtype=dtype, device=device)
         self.own = torch.zeros(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         self._received: list[torch.Tensor] = []
 
@@ -114,9 +116,20 @@ def decentralized_quantized(
         [(rank, exchange.own) for rank in neighbours.targets], list(zip(neighbours.sources, payloads, strict=True))
     )
     for weight, payload in zip(neighbours.sources.values(), payloads, strict=True):
-        codec.decode_add(payload, tensor, weight=weight)
+        _decode_add(codec, payload, tensor, weight, exchange.decoded)
     if payloads:
-        codec.decode_add(exchange.own, tensor, weight=neighbours.own - 1.0)
+        _decode_add(codec, exchange.own, tensor, neighbours.own - 1.0, exchange.decoded)
+
+
+def _decode_add(
+    codec: BlockCodec, payload: torch.Tensor, target: torch.Tensor, weight: float, decoded: torch.Tensor
+) -> None:
+    """Add the decoded values, times `weight`; to fp64 by way of `decoded`, as codecs add in fp32."""
+    if target.dtype == torch.float64:
+        codec.decode(payload, decoded)
+        target.add_(decoded, alpha=weight)
+    else:
+        codec.decode_add(payload, target, weight=weight)
 
 
 class DifferenceExchange:
@@ -171,7 +184,7 @@ class DifferenceExchange:
         into = [self.replica, *(self.neighbour_sum for _ in self.neighbours.sources)]
         for values, weight, target in zip(encoded, weights, into, strict=True):
             if self.is_known:
-                self.codec.decode_add(values, target, weight=weight)
+                _decode_add(self.codec, values, target, weight, self.difference)
             else:
                 target.add_(values, alpha=weight)
         self.is_known = True

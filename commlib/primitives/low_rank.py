@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlib.primitives.parts import Part, Pieces
+from commlib.primitives.parts import Part, Pieces, paste
 from commlib.transport.base import Communication, Communicator
 
 
@@ -22,6 +22,13 @@ class _Batch:
     def __init__(self, parts: Sequence[Part], p: torch.Tensor, q: torch.Tensor, error: torch.Tensor) -> None:
         self.parts = parts
         self.p, self.q, self.error = p, q, error
+        self._orthogonal = torch.empty_like(p)
+        self._triangle = p.new_empty(len(parts), p.shape[2], p.shape[2])
+
+    def orthogonalise(self) -> None:
+        """Replace the columns of each P by an orthonormal basis of theirs (Householder QR)."""
+        torch.linalg.qr(self.p, out=(self._orthogonal, self._triangle))
+        self.p.copy_(self._orthogonal)
 
 
 class LowRankExchange:
@@ -31,8 +38,8 @@ class LowRankExchange:
     multiplied and orthogonalised together.
 
     Args:
-        parts: The bucket's matrices.
-        device: Where the bucket is.
+        parts: The matrices' places in the tensor: a bucket, or a stretch of one.
+        device: Where it is.
         rank: The largest rank; less where a matrix has fewer rows or columns.
         seed: Of the first Q; the same on all ranks.
     """
@@ -53,14 +60,26 @@ class LowRankExchange:
             q = self.q[q_at:q_end].view(len(own), columns, r)
             self.batches.append(_Batch(own, p, q, torch.zeros(len(own), rows, columns, device=device)))
             p_at, q_at = p_end, q_end
+        self._parts = parts
+        self._product = torch.zeros(0, device=device)
         for batch in self.batches:  # each Q has a seed of its own: the same on all ranks, whatever the plan
             for part, q in zip(batch.parts, batch.q, strict=True):
                 generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + part.offset) % 2**63)
                 q.copy_(torch.randn(q.shape, generator=generator, device="cpu"))
         self._first_q = self.q.clone()
 
+    def product_like(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return where to multiply P and Q' of `matrix`: itself where it is fp32."""
+        if matrix.dtype == torch.float32:
+            return matrix
+        if not self._product.numel():
+            self._product = self._product.new_empty(max(part.numel for part in self._parts))
+        return self._product[: matrix.numel()].view(matrix.shape)
+
     def renew_unless_finite(self) -> None:
         """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
+        if not self.q.numel():
+            return
         is_finite = torch.isfinite(torch.linalg.vector_norm(self.q, float("inf")))
         torch.where(is_finite, self.q, self._first_q, out=self.q)
 
@@ -74,14 +93,27 @@ class LowRankExchange:
                 factors[part.name] = (0, batch.q[idx].clone())
         return {"errors": errors, "factors": factors}
 
-    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> None:
-        """Take errors and factors over, also from another plan."""
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
+        """Take errors and factors over, also from another plan.
+
+        A matrix that comes from another local rank begins with the first Q again, which its new peers share.
+
+        Returns:
+            What `LowPrecisionExchange.load` does: the errors of matrices that are another local rank's now.
+        """
         for batch in self.batches:
             for idx, part in enumerate(batch.parts):
                 if part.name in saved["errors"]:
                     batch.error[idx].copy_(saved["errors"][part.name][1])
                 if part.name in saved["factors"] and saved["factors"][part.name][1].shape == batch.q[idx].shape:
                     batch.q[idx].copy_(saved["factors"][part.name][1])
+        if len(self._parts) == len(parts):
+            return None
+        own = {part.name for part in self._parts}
+        moved = {name: (at, error.view(-1)) for name, (at, error) in saved["errors"].items() if name not in own}
+        rest = self.p.new_zeros(max(part.start + part.numel for part in parts))
+        paste(moved, rest, parts)
+        return rest
 
 
 def centralized_low_rank(
@@ -98,7 +130,9 @@ def centralized_low_rank(
     PowerSGD (Vogels et al., NeurIPS 2019, algorithms 1 and 2), M_r the matrix of rank r, Q kept from the last round:
 
         M_r <- M_r + decay E_r,   P = orth(sum_r M_r Q),   Q = 1/divisor sum_r M_r' P,   M = P Q'
-        E_r = M_r - M
+        E_r = M_r - divisor/K M
+
+    K is the number of ranks that contribute: the divisor of a mean, except where each stands for the sum of its node.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -118,7 +152,7 @@ def centralized_low_rank(
         exchange.p.zero_()
     yield comm.all_reduce(exchange.p)
     for batch in exchange.batches:
-        batch.p.copy_(torch.linalg.qr(batch.p)[0])
+        batch.orthogonalise()
         if comm.contributes:
             torch.bmm(batch.error.transpose(1, 2), batch.p, out=batch.q)
     if not comm.contributes:
@@ -126,13 +160,16 @@ def centralized_low_rank(
     yield comm.all_reduce(exchange.q)
     exchange.q.div_(divisor)
     for batch in exchange.batches:
-        approximation = torch.bmm(batch.p, batch.q.transpose(1, 2))
-        if comm.contributes:
-            batch.error.sub_(approximation)
-            torch.nan_to_num(batch.error, nan=0.0, posinf=0.0, neginf=0.0, out=batch.error)
         for idx, part in enumerate(batch.parts):
-            torch.mul(approximation[idx], scale, out=approximation[idx])
-            _matrix(tensor, part).copy_(approximation[idx])
+            matrix = _matrix(tensor, part)
+            approximation = exchange.product_like(matrix)
+            torch.mm(batch.p[idx], batch.q[idx].t(), out=approximation)
+            if comm.contributes:
+                batch.error[idx].sub_(approximation, alpha=divisor / comm.num_active)
+            if approximation is not matrix or scale != 1.0:
+                torch.mul(approximation, scale, out=matrix)
+        if comm.contributes:
+            torch.nan_to_num(batch.error, nan=0.0, posinf=0.0, neginf=0.0, out=batch.error)
     exchange.renew_unless_finite()
 
 

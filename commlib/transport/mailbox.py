@@ -21,33 +21,28 @@ CUDA tensors are the caller's matter: payloads are host memory.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import queue
-import secrets
 import socket
 import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.errors import PeerFailure, TransportError
 from commlib.transport.base import Transport
-from commlib.transport.torch_dist import address_towards
+from commlib.transport.connections import connect_all, fill
 
 _log = logging.getLogger("commlib")
 
-_HELLO = struct.Struct("<4s16sI")  # magic, the answering rank's token, the asking rank
 _HEADER = struct.Struct("<4sBqQ")  # magic, kind, number, bytes of payload
 _MAGIC = b"CMM1"
 _LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
 
-#: How long a foreign connection may take to say who it is, in seconds.
-_HELLO_S = 5.0
 #: How long closing waits for a message that is being sent, so that a goodbye can follow it, in seconds.
 _GOODBYE_S = 2.0
 #: How long closing waits for each of its threads, in seconds.
@@ -102,8 +97,7 @@ class Mailbox:
         self._state = _State(transport.rank, transport.world_size, answer, max_request)
         self._finalizer = weakref.finalize(self, _close, self._state, None)
         try:
-            if transport.world_size > 1:
-                _connect(self._state, transport)
+            _connect(self._state, transport)
         except BaseException:
             self._finalizer.detach()
             _close(self._state, _FAILED)
@@ -227,7 +221,7 @@ class _OwnLine:
 
     def _run(self, state: _State) -> None:
         try:
-            while (job := self.jobs.get()) is not None:
+            while (job := self.jobs.get()) is not None and not state.is_closing:
                 message, on_reply, into = job
                 answer = state.answer()
                 if answer is None:
@@ -297,22 +291,14 @@ def _receive(connection: socket.socket, room: Callable[[int], memoryview]) -> Me
         _Malformed: What came is no message.
     """
     header = bytearray(_HEADER.size)
-    _fill(connection, memoryview(header))
+    fill(connection, memoryview(header))
     magic, kind, number, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise _Malformed(f"a message that begins with {bytes(magic)!r}")
     payload = room(nbytes) if nbytes else memoryview(b"")
     if nbytes:
-        _fill(connection, payload)
+        fill(connection, payload)
     return Message(kind, number, payload)
-
-
-def _fill(connection: socket.socket, view: memoryview) -> None:
-    while len(view):
-        received = connection.recv_into(view)
-        if received == 0:
-            raise EOFError("the connection ended")
-        view = view[received:]
 
 
 def _room(into: Any, nbytes: int) -> memoryview:
@@ -322,116 +308,17 @@ def _room(into: Any, nbytes: int) -> memoryview:
     return view[:nbytes]
 
 
-# --- set-up and end --------------------------------------------------------------------------------------------------
+# --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def _connect(state: _State, transport: Transport) -> None:
-    """Exchange addresses and tokens, connect to every peer, and take every peer's connection."""
-    deadline = time.monotonic() + transport.timeout_s
-    address = _reachable(transport.local_address(), transport)
-    token = secrets.token_bytes(16)
-    try:
-        listener = socket.create_server((address, 0), family=_family(address), backlog=transport.world_size + 16)
-    except OSError as error:
-        transport.gather_objects(f"{error}")
-        raise TransportError(f"rank {state.rank}: cannot listen on {address}: {error}") from error
-    with listener:
-        everyone = transport.gather_objects((*listener.getsockname()[:2], token))
-        failed = [rank for rank, where in enumerate(everyone) if isinstance(where, str)]
-        if failed:
-            raise TransportError(
-                f"rank {state.rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}"
-            )
-        for peer, (host, port, secret) in enumerate(everyone):
-            if peer != state.rank:
-                state.lines[peer] = _Line(state, peer, _dial(host, port, secret, state.rank, deadline))
-        expected = [peer for peer in range(transport.world_size) if peer != state.rank]
-        for peer, connection in _accept(listener, token, expected, state.rank, deadline):
-            thread = _thread(f"commlib-answer-{peer}", _serve, state, peer, connection)
-            state.servers.append((connection, thread))
+    """Make the connections and their threads."""
+    lines, servers = connect_all(transport)
+    state.lines.update({peer: _Line(state, peer, connection) for peer, connection in lines.items()})
+    for peer, connection in servers.items():
+        state.servers.append((connection, _thread(f"commlib-answer-{peer}", _serve, state, peer, connection)))
     for thread in [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]:
         thread.start()
-
-
-def _reachable(address: str, transport: Transport) -> str:
-    """Return an address of this rank that the others reach, by first asking where they are.
-
-    A host's own name often means a loopback address on that host alone.
-    """
-    far = [other for other in transport.gather_objects(address) if not _is_loopback(other)]
-    if not far or not _is_loopback(address):
-        return address
-    return address_towards(far[0])
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _dial(host: str, port: int, token: bytes, rank: int, deadline: float) -> socket.socket:
-    try:
-        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-        connection.sendall(_HELLO.pack(_MAGIC, token, rank))
-    except OSError as error:
-        raise TransportError(f"rank {rank}: cannot connect to a peer at {host}:{port}: {error}") from error
-    return _prepared(connection)
-
-
-def _accept(
-    listener: socket.socket, token: bytes, expected: Sequence[int], rank: int, deadline: float
-) -> list[tuple[int, socket.socket]]:
-    """Return the connections of the expected ranks. Any other that comes is dropped with a log line.
-
-    Raises:
-        PeerTimeout: Not all came before the deadline; those that did are closed.
-    """
-    found: dict[int, socket.socket] = {}
-    while len(found) < len(expected):
-        missing = sorted(set(expected) - set(found))
-        left_s = deadline - time.monotonic()
-        try:
-            if left_s <= 0:
-                raise TimeoutError
-            listener.settimeout(left_s)
-            connection, where = listener.accept()
-        except TimeoutError:
-            for connection in found.values():
-                connection.close()
-            raise PeerTimeout(f"rank {rank}: ranks {missing} did not connect to the mailbox in time") from None
-        peer = _hello(connection, token, min(_HELLO_S, left_s))
-        if peer in missing:
-            found[peer] = _prepared(connection)
-        else:
-            _log.warning("rank %d: dropped a foreign connection from %s", rank, where)
-            connection.close()
-    return list(found.items())
-
-
-def _hello(connection: socket.socket, token: bytes, limit_s: float) -> int | None:
-    """Return the rank that a new connection proves to be of, or None."""
-    hello = bytearray(_HELLO.size)
-    connection.settimeout(limit_s)
-    try:
-        _fill(connection, memoryview(hello))
-    except (OSError, EOFError):
-        return None
-    magic, got, peer = _HELLO.unpack(hello)
-    return peer if magic == _MAGIC and hmac.compare_digest(got, token) else None
-
-
-def _prepared(connection: socket.socket) -> socket.socket:
-    """Let small messages leave at once, and TCP find out that a machine is gone."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return connection
 
 
 def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:

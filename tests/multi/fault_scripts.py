@@ -153,6 +153,10 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     except commlib.errors.CommlibError as error:
         waited_s = time.monotonic() - began
         report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        try:
+            model(data(0, 4, 32))
+        except commlib.errors.CommlibError as later:
+            report(event="later", message=str(later))
         raise
 
 

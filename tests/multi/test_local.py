@@ -135,6 +135,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
+    check_against_reference(case)
+
+
+@on_ranks(8)
+@pytest.mark.parametrize("case", ["local_sgd", "diloco", "diloco, 4 bits", "streaming_diloco"])
+def test_weights_follow_the_equations_on_eight_ranks(case: str) -> None:
+    check_against_reference(case)
+
+
+def check_against_reference(case: str) -> None:
     """Step by step over five rounds and more: equal bits where the order of a sum is the same."""
     make, codec, outer, options = CASES[case]
     model, optimizer = wrapped(make())
@@ -396,6 +406,28 @@ def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any)
     assert float(model.paired.detach().abs().max()) < 0.05
     optimizer.zero_grad()
     assert_replicas_identical(model)
+
+
+@on_ranks(2, 3)
+def test_what_is_unfrozen_while_a_round_is_in_flight_joins() -> None:
+    model = seeded(Mlp)
+    model.third.bias.requires_grad_(False)
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [model.third.bias]})
+    algorithm = StreamingDiLoCo(period=4, fragments=2, delay=2, mixing=0.0, codec=Int4())
+    wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    first = model.third.bias.detach().clone()
+    for step in range(15):
+        model.third.bias.requires_grad_(step >= 3)  # two steps after the round that began at the end of step 1
+        one_step(model, optimizer, step)
+    assert not torch.equal(model.third.bias, first)
+    saved = commlib.state_dict(model)["state"]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {name: value for name, (_, value) in saved["common"].items()})
+    assert everyone[0].keys() == dict(model.named_parameters()).keys()
+    for other in everyone:
+        assert all(torch.equal(other[name], value) for name, value in everyone[0].items())
+    commlib.unwrap(model)
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, mlp_loss, raises_on_every_rank, seeded, wrap
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import FrozenVarianceAdamReference, QuantizedReference
-from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels
+from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels, two_nodes
 
 EVERYTHING = CompressionPolicy()
 WARM_UP, STEPS = 6, 56
@@ -55,6 +55,10 @@ def test_the_momentum_is_averaged_and_the_variance_frozen(name: str) -> None:
     algorithm = {"onebit_adam": OneBitAdam, "qadam": QAdam}[name](warmup_steps=WARM_UP, compress=EVERYTHING)
     wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
     for step in range(STEPS):
+        if step == STEPS // 2:  # as schedulers do that cycle the momentum
+            optimizer.param_groups[0]["betas"] = (0.7, 0.99)
+            for n in settings:
+                settings[n]["betas"] = (0.7, 0.99) if n.startswith("first") else settings[n]["betas"]
         by_rank = gradients_of_all_ranks(model, step)
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
@@ -68,6 +72,30 @@ def test_the_momentum_is_averaged_and_the_variance_frozen(name: str) -> None:
             assert difference < 1e-6, (step, n, difference)
     assert_replicas_identical(model)
     assert all(group["frozen"] for group in optimizer.param_groups)
+
+
+@on_ranks(4)
+def test_momentum_is_summed_by_node_first() -> None:
+    model = seeded(Mlp)
+    optimizer = FrozenVarianceAdam(model.parameters(), lr=0.01)
+    with two_nodes():
+        wrap(model, algorithm=QAdam(warmup_steps=2, hierarchical=True), optimizer=optimizer)
+    for step in range(12):
+        by_rank = gradients_of_all_ranks(model, step)
+        optimizer.zero_grad()
+        mlp_loss(model, step).backward()
+        for n, p in model.named_parameters():
+            gradient = np.mean([own[n] for own in by_rank], axis=0)
+            before = optimizer.momentum(p).numpy().reshape(-1).copy()
+            expected = 0.9 * before + 0.1 * gradient if step >= 2 else gradient
+            assert p.grad is not None
+            # Two encodings of 8 bits, with a scale for 256 elements, which other parameters may share.
+            lost = np.abs(p.grad.numpy().reshape(-1) - expected).max()
+            largest = max(np.abs(0.9 * optimizer.momentum(q).numpy()).max() for q in model.parameters())
+            largest += max(np.abs(0.1 * own[name]).max() for own in by_rank for name in own)
+            assert lost <= (2 / 127 * largest if step >= 2 else 1e-6 * np.abs(gradient).max()), (step, n)
+        optimizer.step()
+    assert_replicas_identical(model)
 
 
 @on_ranks(2)

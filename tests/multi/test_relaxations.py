@@ -19,6 +19,7 @@ from commlib.algorithms import (
     DGC,
     QSGD,
     Algorithm,
+    AllReduce,
     ByteGrad,
     CompressionPolicy,
     EFQuantized,
@@ -31,6 +32,7 @@ from commlib.codecs import OneBit, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.kernels import reference_ops
 from commlib.kernels.reference import BLOCK_CODECS, Stream
+from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import (
     SMALL_BUCKET_MB,
     Mlp,
@@ -57,6 +59,7 @@ from tests.multi.relaxation_references import (
 )
 
 EVERYTHING = CompressionPolicy()
+GRADIENT_ALGORITHMS = ["bytegrad", "qsgd", "ef_quantized", "signsgd", "topk", "randomk", "dgc", "powersgd"]
 STEPS = 50
 
 
@@ -78,22 +81,25 @@ def check(
     tolerance: float = 0.0,
     make_optimizer: Any = sgd,
     prepare: Any = None,
+    workers_of: Any = list,
 ) -> Any:
-    """Train, and compare every gradient of every step with the reference: equal bits, or relative to the largest."""
+    """Train, and compare every gradient of every step with the reference: equal bits, or relative to the largest.
+
+    `workers_of` makes the gradients of what the reference takes for ranks from those of all ranks.
+    """
+    stays_local = dist.get_world_size() == 1 and algorithm.traits.idle_alone
     model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=bucket_cap_mb)
     optimizer = make_optimizer(model)
     scales: dict[str, float] = {}
     for step in range(steps):
-        by_rank = gradients_of_all_ranks(model, step)
-        if prepare is not None and dist.get_world_size() > 1:
-            prepare(model, reference)
+        by_rank = workers_of(gradients_of_all_ranks(model, step))
         optimizer.zero_grad()
-        mlp_loss(model, step).backward()
+        loss = mlp_loss(model, step)  # a plan changes at the start of a forward
+        if prepare is not None and not stays_local:
+            prepare(model, reference)
+        loss.backward()
         buckets = [bucket.parameters for bucket in commlib.stats(model).buckets]
-        if dist.get_world_size() > 1:
-            expected = reference.step(step, by_rank, buckets)
-        else:
-            expected = by_rank[0]
+        expected = by_rank[0] if stays_local else reference.step(step, by_rank, buckets)
         for name, gradient in flat_gradients(model).items():
             difference = f"step {step}: {name} differs by {np.abs(gradient - expected[name]).max()}"
             if tolerance:
@@ -173,6 +179,17 @@ def test_dgc_follows_its_equations() -> None:
     check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
 
 
+@on_ranks(1, 2, 3)
+def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
+    """With nothing made sparse it is SGD with momentum."""
+    dense, model = wrap(seeded(Mlp)), wrap(seeded(Mlp), algorithm=DGC(compress=CompressionPolicy(skip=("*",))))
+    train(dense, mlp_loss, 20, torch.optim.SGD(dense.parameters(), lr=0.05, momentum=0.9))
+    train(model, mlp_loss, 20, plain_sgd(model))
+    for p, q in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert_replicas_identical(model)
+
+
 @on_ranks(1, 2, 3, 4)
 def test_powersgd_follows_its_equations() -> None:
     algorithm = PowerSGD(rank=2, min_compression=1.5, seed=4)
@@ -182,26 +199,49 @@ def test_powersgd_follows_its_equations() -> None:
     assert matrices == ["first.weight", "second.weight", "third.weight"][: len(matrices)]
     first_q = {name: powersgd_first_q(shapes[name], offsets[name], rank=2, seed=4) for name in matrices}
     reference = PowerSGDReference(dist.get_world_size(), shapes, first_q)
+    options: dict[str, Any] = {"tolerance": 1e-5, "prepare": follow_state}
     for cap in (SMALL_BUCKET_MB, 1.0):
-        check(
-            copy.deepcopy(algorithm), copy.deepcopy(reference), bucket_cap_mb=cap, tolerance=1e-5, prepare=follow_state
-        )
+        check(copy.deepcopy(algorithm), copy.deepcopy(reference), bucket_cap_mb=cap, **options)
+    if dist.get_world_size() == 4:  # a node is a worker then, and its two ranks share out the matrices
+        algorithm = PowerSGD(rank=2, min_compression=1.5, seed=4, hierarchical=True)
+        by_node = PowerSGDReference(2, shapes, first_q)
+        for cap in (SMALL_BUCKET_MB, 1.0):
+            with two_nodes():
+                check(
+                    copy.deepcopy(algorithm),
+                    copy.deepcopy(by_node),
+                    bucket_cap_mb=cap,
+                    workers_of=node_means,
+                    **options,
+                )
+
+
+def node_means(by_rank: list[ByName]) -> list[ByName]:
+    nodes = (by_rank[:2], by_rank[2:])
+    return [{name: (one[name] + other[name]) / 2 for name in one} for one, other in nodes]
 
 
 def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
-    """Give the reference the model's factors and errors once there are any.
+    """Give the reference the model's factors and errors (of sums over a node's ranks) once there are any.
 
     The weaker direction of an almost singular matrix turns with the last bits of fp32, so that two runs part; each step
     still follows from the state before it.
     """
     state = commlib.state_dict(model)["state"]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, state["errors"])
-    for name in reference.q:
-        if commlib.stats(model).steps:
-            reference.q[name] = state["factors"][name][1].numpy().astype(np.float64)
-            for rank, errors in enumerate(everyone):
-                reference.errors[rank][name] = errors[name][1].numpy().astype(np.float64)
+    dist.all_gather_object(everyone, state)
+    num = dist.get_world_size() // reference.world_size
+    for name in reference.q if commlib.stats(model).steps else ():
+        for worker in range(reference.world_size):
+            ranks = everyone[num * worker : num * (worker + 1)]
+            (owner,) = [own for own in ranks if name in own["errors"]]
+            reference.q[name] = owner["factors"][name][1].numpy().astype(np.float64)
+            error = owner["errors"][name][1].numpy().astype(np.float64)
+            for own in ranks:
+                if name in own["owed"]:  # what the last plan's owner has of it
+                    error += own["owed"][name][1].numpy().reshape(error.shape)
+            assert np.allclose(error / num, reference.errors[worker][name], rtol=0, atol=1e-5 * np.abs(error).max())
+            reference.errors[worker][name] = error / num
 
 
 def powersgd_first_q(shape: tuple[int, int], offset: int, rank: int, seed: int) -> np.ndarray:
@@ -224,7 +264,7 @@ def test_signsgd_is_the_majority() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "signsgd", "topk", "randomk", "dgc", "powersgd"])
+@pytest.mark.parametrize("name", GRADIENT_ALGORITHMS)
 def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str) -> None:
     """A gradient that is not finite on one rank shows on all of them; the next rounds are finite again."""
     model = wrap(seeded(Mlp), algorithm=commlib.algorithms.get(name)(compress=EVERYTHING), bucket_cap_mb=1.0)
@@ -276,10 +316,13 @@ def test_only_what_the_policy_names_is_compressed() -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "powersgd"])
 def test_a_resumed_run_is_bit_identical(name: str) -> None:
-    options = {"bytegrad": {"feedback": True}, "dgc": {"ratio": 0.1, "ratio_warmup_steps": 10}}.get(name, {})
+    options = {
+        "bytegrad": {"feedback": True},
+        "dgc": {"ratio": 0.1, "ratio_warmup_steps": 10, "compress": CompressionPolicy(min_dims=2)},
+    }.get(name, {})
 
     def make() -> Algorithm:
-        return commlib.algorithms.get(name)(compress=EVERYTHING, **options)
+        return commlib.algorithms.get(name)(**{"compress": EVERYTHING, **options})
 
     whole = seeded(Mlp)
     optimizer = sgd(whole)
@@ -388,11 +431,40 @@ def two_stages(codec: Any, values: list[Any], places: Any, step: int, local: int
     return result
 
 
+class NodeSums:
+    """The mean over four ranks, each divided first; two nodes' sums, added on the wire."""
+
+    def __init__(self, wire: torch.dtype) -> None:
+        self.wire = wire
+
+    def step(self, step: int, by_rank: list[ByName], buckets: Any) -> ByName:
+        result = {}
+        for name in by_rank[0]:
+            own = [torch.from_numpy(rank[name]) / 4 for rank in by_rank]
+            total = (own[0] + own[1]).to(self.wire) + (own[2] + own[3]).to(self.wire)
+            result[name] = total.float().numpy()
+        return result
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["ef_quantized", "signsgd", "topk", "randomk"])
+@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])
+def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: float) -> None:
+    reference = NodeSums({"fp32": torch.float32, "bf16": torch.bfloat16}[wire_dtype])
+    with two_nodes():
+        check(AllReduce(wire_dtype=wire_dtype, hierarchical=True), reference, bucket_cap_mb=bucket_cap_mb, steps=10)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["ef_quantized", "signsgd", "topk", "randomk", "dgc", "powersgd"])
 def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
     """The mean of many rounds of one gradient comes to the true mean, through several changes of the plan too."""
-    options = {"topk": {"ratio": 0.2}, "randomk": {"ratio": 0.5}}.get(name, {})
+    options = {
+        "topk": {"ratio": 0.2},
+        "randomk": {"ratio": 0.5},
+        "dgc": {"ratio": 0.2, "momentum": 0.0},
+        "powersgd": {"min_compression": 1.0},
+    }.get(name, {})
     algorithm = commlib.algorithms.get(name)(hierarchical=True, compress=EVERYTHING, **options)
     with two_nodes():
         model = wrap(seeded(Mlp), algorithm=algorithm)
@@ -494,20 +566,13 @@ def test_one_instance_configures_several_models() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_replicas_are_identical_after_500_steps(across_nodes: bool) -> None:
-    names = [
-        "bytegrad",
-        "qsgd",
-        "ef_quantized",
-        "signsgd",
-        "topk",
-        "randomk",
-        *(["dgc", "powersgd"] * (not across_nodes)),
-    ]
-    for name in names:
-        options = {"hierarchical": True} if across_nodes else {}
-        algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, **options)
+    for name in (*GRADIENT_ALGORITHMS, "onebit_adam", "qadam"):
+        options: dict[str, Any] = {} if name in GRADIENT_ALGORITHMS else {"warmup_steps": 20}
+        algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, hierarchical=across_nodes, **options)
+        model = seeded(Mlp)
+        optimizer = plain_sgd(model) if name in GRADIENT_ALGORITHMS else FrozenVarianceAdam(model.parameters())
         with two_nodes():
-            model = wrap(seeded(Mlp), algorithm=algorithm)
-        train(model, mlp_loss, 500, plain_sgd(model))
+            wrap(model, algorithm=algorithm, optimizer=optimizer)
+        train(model, mlp_loss, 500, optimizer)
         assert_replicas_identical(model)
         commlib.unwrap(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -17,12 +18,17 @@ BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import convergence  # noqa: E402
+import final_loss  # noqa: E402
 import intervals  # noqa: E402
 import launch  # noqa: E402
 import models  # noqa: E402
+import report  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
+import worker  # noqa: E402
 from harness import Place  # noqa: E402
+
+import commlib  # noqa: E402
 
 # -- systems ----------------------------------------------------------------------------------------------------------
 
@@ -47,10 +53,40 @@ def test_parse(name, expected):
     assert system.name == name
 
 
-@pytest.mark.parametrize("name", ["", "nccl", "commlib", "none:x", "ddp:nope", "ddp@x", "commlib:allreduce(", "ddp:"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "nccl",
+        "commlib",
+        "none:x",
+        "torchft:x",
+        "ddp:nope",
+        "ddp@x",
+        "commlib:x(lr=fast)",
+        "commlib:allreduce(",
+        "ddp:",
+    ],
+)
 def test_parse_refuses(name):
     with pytest.raises(ValueError, match="system"):
         systems.parse(name)
+
+
+def test_the_learning_rate_is_the_optimizers():
+    system = systems.parse("commlib:signsgd(feedback=False,lr=1e-4)@1")
+    assert (system.lr, system.options) == (1e-4, (("feedback", False),))
+    model = models.WORKLOADS["bytes-tiny"]().build()
+    workload = models.WORKLOADS["bytes-tiny"]()
+    for kind, expected in (("adamw", workload.rates["adamw"]), ("frozen-variance-adam", workload.rates["adamw"])):
+        assert workload.make_optimizer(model, kind).param_groups[0]["lr"] == expected
+    plain = workload.make_optimizer(model, "plain-sgd", 0.5).param_groups[0]
+    assert (plain["lr"], plain["momentum"]) == (0.5, 0)
+
+
+def test_every_algorithm_gets_the_optimizer_that_it_demands():
+    assert set(systems.OPTIMIZER_OF) <= set(commlib.algorithms.list())
+    assert set(systems.OPTIMIZER_OF.values()) <= set(models.OPTIMIZERS)
 
 
 def test_parse_list_splits_outside_parentheses():
@@ -161,6 +197,23 @@ def test_rows_compare_with_the_best_ddp_configuration():
     assert (row["ratio"], row["reference"], row["peak_bytes"]) == (0.5, systems.ddp_configurations()[0].name, None)
 
 
+def test_the_lower_bound_is_the_best_of_the_same_algorithm():
+    blocks = {
+        "commlib:qsgd(bits=4)@4": [1.1] * 4,
+        "bound:qsgd(bits=4)@1": [1.2] * 4,
+        "bound:qsgd(bits=4)@4": [1.0] * 4,
+        "bound:qsgd@4": [0.5] * 4,
+        "none": [0.1] * 4,
+    }
+    timed = {name: {**measured(name, *times), "reported_wire_bytes": 8.0} for name, times in blocks.items()}
+    own, *others = step.rows(timed, {}, Place(4), "cnn", to_best_ddp=False)
+    assert (own["lower_bound_s"], own["to_lower_bound"]) == (1.0, pytest.approx(1.1))
+    assert all(row["lower_bound_s"] is None for row in others)
+    lines = report.relaxed_rows({"rows": [own, *others]})
+    assert [line.split("|")[3].strip() for line in lines] == ["commlib:qsgd(bits=4)@4", "none"]
+    assert "1.10" in lines[0]
+
+
 def test_rows_of_convergence():
     first = {"losses": [[1.0, 1.0], [3.0, 3.0]], "identical": True, "digest": "a"}
     other = {"losses": [[1.0, 1.0], [3.0, 3.2]], "identical": False, "digest": "b"}
@@ -168,6 +221,33 @@ def test_rows_of_convergence():
     assert (same["bit_equal"], same["difference"], same["replicas_identical"]) == (True, 0.0, True)
     assert (row["bit_equal"], row["same_weights"], row["replicas_identical"]) == (False, False, False)
     assert row["difference"] == pytest.approx(0.05)
+
+
+def final_row(system: str, seed: int, loss: float, optimizer: str = "sgd") -> dict:
+    place = {"model": "digits", "optimizer": optimizer, "ranks": 4, "steps": 9}
+    return {**place, "system": system, "seed": seed, "loss": loss, "accuracy": 0.5, "identical": True}
+
+
+def test_losses_are_compared_seed_by_seed():
+    rows = [final_row("commlib:allreduce@1", seed, loss) for seed, loss in enumerate((1.0, 2.0, 3.0))]
+    rows += [final_row("commlib:x", seed, 1.1 * loss) for seed, loss in enumerate((1.0, 2.0))]
+    rows += [final_row("commlib:allreduce@1", 0, 7.0, "adamw"), final_row("commlib:x", 0, 7.7, "adamw")]
+    reference, other, *_, last = final_loss.summary(rows)
+    assert (reference["change"], reference["change_sd"], reference["seeds"]) == (0.0, 0.0, 3)
+    assert reference["spread"] == pytest.approx(0.5)
+    assert other["change"] == pytest.approx(0.1)
+    assert other["change_sd"] == pytest.approx(0, abs=1e-12)
+    assert other["seeds"] == 2
+    assert last["change"] == pytest.approx(0.1)
+    assert last["optimizer"] == "adamw"
+
+
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    factors = [worker.schedule(step, 200) for step in range(200)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[10] == 1.0
+    assert factors[-1] == pytest.approx(0.1, abs=0.01)
+    assert all(one >= other for one, other in itertools.pairwise(factors[10:]))
 
 
 def test_arguments():
@@ -222,7 +302,7 @@ def test_ranks_get_arguments_and_environment(tmp_path):
 
 def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(BENCHMARKS / name), "--model", "bytes-tiny", *args]
+    command = [sys.executable, str(BENCHMARKS / name), *args, "--model", "bytes-tiny"]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
 
 
@@ -259,6 +339,25 @@ def test_convergence_compares_curves(tmp_path):
     assert rows["commlib:allreduce"]["replicas_identical"]
     assert not rows["none"]["replicas_identical"]
     assert not rows["none"]["bit_equal"]
+
+
+@pytest.mark.timeout(300)
+def test_final_losses_are_kept_and_completed(tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    names = ["commlib:allreduce@1", "commlib:signsgd@1", "commlib:dgc@1", "commlib:qadam(warmup_steps=2)@1"]
+    common = ("--ranks", "2", "--steps", "8", "--seeds", "3", "--json", str(out), "--optimizer", "sgd")
+    done = run("convergence.py", "final", "--systems", ",".join(names[:2]), *common)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = json.loads(out.read_text())
+    done = run("convergence.py", "final", "--systems", ",".join(names), *common, "--plot", str(plot))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["rows"][:2] == first["rows"]
+    assert result["headers"][1]["systems"] == names[2:]
+    assert [row["system"] for row in result["rows"]] == names
+    assert len({row["loss"] for row in result["rows"]}) == 4
+    assert all(row["identical"] and 1 < row["loss"] < 6 and 0 <= row["accuracy"] < 1 for row in result["rows"])
+    assert plot.stat().st_size > 1000
 
 
 @pytest.mark.timeout(180)

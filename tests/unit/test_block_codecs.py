@@ -139,6 +139,22 @@ def test_sums_are_in_rank_order(name: str, isa: str) -> None:
         same(added.numpy(), reference_ops.decode_add(xs[1], codec.decode(payloads[0], numel), 0.3))
 
 
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_sums_of_any_bytes_are_the_reference_s(name: str, isa: str) -> None:
+    rng, codec, numel = np.random.default_rng(7), BLOCK_CODECS[name], 1100  # 4 whole blocks of 256, and a short one
+    for count in [1, 2, 9] * 10:
+        payloads = rng.integers(0, 256, (count, codec.sections(numel)[3]), dtype=np.uint8)
+        decoded = [codec.decode(payload, numel) for payload in payloads]
+        out = torch.empty(numel)
+        native_codecs.decode_sum(IDS[name], torch.from_numpy(payloads), out, divisor=4.0)
+        added = torch.from_numpy(rng.choice(special_values(), numel))
+        with np.errstate(all="ignore"):
+            same(out.numpy(), reference_ops.decode_sum(decoded, 4.0))
+            expected = reference_ops.decode_add(added.numpy().copy(), decoded[0], -0.3)
+        native_codecs.decode_add(IDS[name], torch.from_numpy(payloads[0]), added, weight=-0.3)
+        same(added.numpy(), expected)
+
+
 def test_casts_are_the_reference_s(isa: str) -> None:
     rng = np.random.default_rng(6)
     for numel in SIZES:

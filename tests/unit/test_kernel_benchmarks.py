@@ -68,6 +68,21 @@ def test_bytes_moved_are_those_of_the_tensors():
     assert by_name["decode-sum-encode"].bytes_moved == 9 * small
 
 
+@pytest.mark.parametrize("name", ["topk", "threshold"])
+def test_sparse_codecs_see_the_same_values_in_every_call(name):
+    tensors = kernel_cases.new_tensors(1 << 14, "cpu")
+    by_name = {made.name: made for made in kernel_cases.kernels_of(name, tensors)}
+    decoded = []
+    for _ in range(3):
+        by_name["encode + feedback"].run()
+        by_name["decode"].run()
+        decoded.append(tensors.out.clone())
+    assert torch.equal(decoded[0], decoded[1])
+    assert torch.equal(decoded[0], decoded[2])
+    places = round(kernel_cases.RATIO * (1 << 14))
+    assert 0.8 * places < decoded[0].count_nonzero() <= places
+
+
 @pytest.mark.parametrize("name", [*codecs.by_name, kernel_cases.ROTATION])
 def test_every_kernel_and_peer_runs(name):
     tensors = kernel_cases.new_tensors(4096, "cpu")

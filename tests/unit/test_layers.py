@@ -24,7 +24,7 @@ BELOW = {
     "network": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "wrap"},
     "optim": {"errors"},
     "doctor": {"errors", "kernels", "network"},
-    "cli": {"errors", "kernels", "algorithms", "network", "doctor", "wrap"},
+    "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap"},
 }
 # Files of the top layer that `wrap` is made of.
 PARTS_OF_WRAP = {"join", "replica", "verify"}

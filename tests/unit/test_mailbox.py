@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport import connections
 from commlib.transport import mailbox as mailboxes
 from commlib.transport.mailbox import Mailbox, Message, Presence
 
@@ -208,18 +209,22 @@ def test_an_error_in_an_answer_is_raised_on_the_answering_rank(ranks: Ranks) -> 
 def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixture) -> None:
     token, wrong = b"t" * 16, b"w" * 16
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connections = []
-        for hello in (b"GET / HTTP/1.1\r\n\r\n___________", mailboxes._HELLO.pack(b"CMM1", wrong, 1), b"short"):
-            connections.append(socket.create_connection(listener.getsockname()))
-            connections[-1].sendall(hello)
-            connections[-1].shutdown(socket.SHUT_WR)
-        connections.append(socket.create_connection(listener.getsockname()))
-        connections[-1].sendall(mailboxes._HELLO.pack(b"CMM1", token, 1))
+        opened = []
+        for hello in (
+            b"GET / HTTP/1.1\r\n\r\n___________",
+            connections._HELLO.pack(connections._MAGIC, wrong, 1),
+            b"short",
+        ):
+            opened.append(socket.create_connection(listener.getsockname()))
+            opened[-1].sendall(hello)
+            opened[-1].shutdown(socket.SHUT_WR)
+        opened.append(socket.create_connection(listener.getsockname()))
+        opened[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, 1))
         with caplog.at_level(logging.WARNING, "commlib"):
-            ((peer, connection),) = mailboxes._accept(listener, token, [1], 0, time.monotonic() + LIMIT_S)
+            ((peer, connection),) = connections._accept(listener, token, [1], 0, time.monotonic() + LIMIT_S)
         assert peer == 1
         assert caplog.text.count("dropped a foreign connection") == 3
-        for each in (*connections, connection):
+        for each in (*opened, connection):
             each.close()
 
 
@@ -228,7 +233,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(PeerTimeout, match=r"ranks \[1, 3\] did not connect"),
     ):
-        mailboxes._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + 0.1)
+        connections._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + 0.1)
 
 
 def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:
@@ -263,12 +268,12 @@ class Neighbourhood(FakeTransport):
     ],
 )
 def test_the_address_is_one_that_others_reach(addresses: list[str], expected: str) -> None:
-    assert mailboxes._reachable(addresses[0], Neighbourhood(addresses)) == expected
+    assert connections._reachable(addresses[0], Neighbourhood(addresses)) == expected
 
 
 def test_a_loopback_address_is_replaced_where_others_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailboxes, "address_towards", lambda host: f"towards {host}")
-    assert mailboxes._reachable("127.0.1.1", Neighbourhood(["127.0.1.1", "10.1.2.3"])) == "towards 10.1.2.3"
+    monkeypatch.setattr(connections, "address_towards", lambda host: f"towards {host}")
+    assert connections._reachable("127.0.1.1", Neighbourhood(["127.0.1.1", "10.1.2.3"])) == "towards 10.1.2.3"
 
 
 def test_a_rank_asks_itself(ranks: Ranks) -> None:

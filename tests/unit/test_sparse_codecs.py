@@ -25,6 +25,11 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
     rare[rng.integers(0, max(numel, 1), numel // 50)] = 1.0
     hidden = normal * F32(1e-3)  # large values only where a regular sample does not look
     hidden[7::29] += 5
+    bait = normal * F32(1e-3)  # large values only where it does look: too few reach the bound that it suggests
+    for start in range(0, numel, max(1, numel // max(1, numel // 128 // 16))):
+        bait[start : start + 16] += 5
+    spoilt = bait.copy()
+    spoilt[:: numel // 20 + 1] = np.inf
     wild = rng.integers(0, 2**32, numel, dtype=np.uint64).astype(np.uint32).view(F32)
     return [
         ("normal", normal),
@@ -35,6 +40,8 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
         ("few values", rng.integers(-2, 3, numel).astype(F32)),
         ("rare", rare),
         ("hidden", hidden),
+        ("bait", bait),
+        ("bait and infinities", spoilt),
         ("bits", wild),
     ]
 

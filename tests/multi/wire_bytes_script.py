@@ -1,0 +1,101 @@
+"""One rank of test_wire_bytes.py, on an emulated host: trains with every algorithm and counts what it sends.
+
+Rank 0 prints one JSON object: by algorithm the bytes of a step by the interface's counter and by `commlib.stats`, and
+by verb the bytes of a collective of one element.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commlib
+from commlib.optim import FrozenVarianceAdam
+
+WARM_UP, STEPS, CALLS = 3, 3, 40
+WIDTH, LAYERS = 1024, 4
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "bytegrad": {},
+    "qsgd": {"bits": 4},
+    "ef_quantized": {},
+    "signsgd": {},
+    "topk": {},
+    "randomk": {},
+    "dgc": {"ratio": 0.01},
+    "powersgd": {},
+    "onebit_adam": {"warmup_steps": 1},
+    "qadam": {"warmup_steps": 1},
+}
+
+
+def sent_bytes() -> int:
+    """Return what this host's interface has sent, headers included."""
+    table = pathlib.Path("/proc/self/net/dev").read_text()
+    found = re.search(rf"^\s*{os.environ['GLOO_SOCKET_IFNAME']}:(.*)$", table, re.MULTILINE)
+    assert found is not None
+    return int(found[1].split()[8])
+
+
+def sent_by(work: Callable[[], Any], times: int) -> float:
+    """Return the bytes sent by one call of `work`."""
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(times):
+        work()
+    sent = sent_bytes() - before
+    dist.barrier()
+    return sent / times
+
+
+def measure(name: str, options: dict[str, Any]) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    needs_adam = name in ("onebit_adam", "qadam")
+    optimizer = (FrozenVarianceAdam if needs_adam else torch.optim.SGD)(model.parameters(), lr=1e-3)
+    algorithm = commlib.algorithms.get(name)(**options)
+    commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=100)
+    inputs = torch.randn(2, WIDTH)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UP):
+        step()
+    counted = sent_by(step, STEPS)
+    reported = commlib.stats(model).wire_bytes_per_step
+    commlib.unwrap(model)
+    return {"counted": counted, "reported": reported}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    one, all_of_them = torch.ones(1), torch.ones(dist.get_world_size())
+    verbs = {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(all_of_them), all_of_them),
+        "all_gather": lambda: dist.all_gather(list(all_of_them.view(-1, 1).unbind()), one),
+    }
+    result = {
+        "algorithms": {name: measure(name, options) for name, options in ALGORITHMS.items()},
+        "verbs": {name: sent_by(call, CALLS) for name, call in verbs.items()},
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The simulator against BAGUA's published figures, and what the fitted model does between and beyond them."""
+
+import functools
+
+import pytest
+
+from commlib.errors import ConfigError
+from commlib.network import bagua
+
+CELLS = [cell for cell in bagua.PUBLISHED if cell not in bagua.impossible()]
+
+
+def name_of(cell):
+    return f"{cell.workload}-{cell.bandwidth_gbps:g}-{cell.system}"
+
+
+@functools.cache
+def step_s(system, workload, bandwidth_gbps, latency_us=None):
+    return bagua.predict(system, workload, bandwidth_gbps, latency_us).step_s
+
+
+def test_what_moves_more_bytes_than_the_link_carries():
+    left_out = {(cell.workload, cell.bandwidth_gbps, cell.system) for cell in bagua.impossible()}
+    assert left_out == {("bert-large", 8.0, "low_precision_decentralized")}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_within_15_percent_of_the_published_step(cell):
+    assert step_s(cell.system, cell.workload, cell.bandwidth_gbps) == pytest.approx(cell.step_s, rel=0.15)
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.system != "ddp"], ids=name_of)
+def test_within_15_percent_of_the_published_ratio_to_ddp(cell):
+    [ddp] = [
+        other
+        for other in CELLS
+        if (other.workload, other.bandwidth_gbps, other.system) == (cell.workload, cell.bandwidth_gbps, "ddp")
+    ]
+    published = cell.step_s / ddp.step_s
+    ratio = step_s(cell.system, cell.workload, cell.bandwidth_gbps) / step_s("ddp", cell.workload, cell.bandwidth_gbps)
+    assert ratio == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("workload", "bandwidth_gbps", "misplaced"),
+    # ByteGrad at 100 Gbit/s on BERT-large is published as slower than decentralized, though it moves a quarter of the
+    # bytes and the model knows no reason for it (docs/benchmarks.md).
+    [("vgg16", 100.0, set()), ("bert-large", 8.0, set()), ("bert-large", 100.0, {"bytegrad"})],
+)
+def test_order_of_the_systems(workload, bandwidth_gbps, misplaced):
+    cells = [
+        cell
+        for cell in CELLS
+        if (cell.workload, cell.bandwidth_gbps) == (workload, bandwidth_gbps) and cell.system not in misplaced
+    ]
+    published = [cell.system for cell in sorted(cells, key=lambda cell: cell.step_s)]
+    simulated = [cell.system for cell in sorted(cells, key=lambda cell: step_s(cell.system, workload, bandwidth_gbps))]
+    assert simulated == published
+
+
+@pytest.mark.parametrize("system", bagua.SYSTEMS)
+def test_more_bandwidth_never_hurts_and_more_latency_never_helps(system):
+    workload = "vgg16"
+    by_bandwidth = [step_s(system, workload, bandwidth) for bandwidth in (1.0, 8.0, 30.0, 100.0)]
+    by_latency = [step_s(system, workload, 25.0, latency) for latency in (10.0, 200.0, 2000.0)]
+    assert by_bandwidth == sorted(by_bandwidth, reverse=True)
+    assert by_latency == sorted(by_latency)
+
+
+def test_far_below_the_ceiling_bytes_decide():
+    trained = bagua.workload("bert-large")
+    sent = bagua.SYSTEMS["ddp"].passes * trained.nbytes
+    expected = trained.forward_s + trained.optimizer_s + sent / (1e9 / 8 * 1448 / 1538)
+    assert step_s("ddp", "bert-large", 1.0) == pytest.approx(expected, rel=0.01)
+
+
+def test_bert_large_is_counted_as_in_the_paper():
+    assert bagua.workload("bert-large").numel / 1e6 == pytest.approx(302.2, abs=0.2)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match="bytegrad"):
+        bagua.predict("bytegrd", "vgg16", 10.0)
+    with pytest.raises(ConfigError, match="bert-large"):
+        bagua.predict("bytegrad", "bert", 10.0)

@@ -1,0 +1,197 @@
+"""Workloads and presets: counts as published, times as their sources say, files, overrides."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from commlib.errors import ConfigError
+from commlib.network import presets, workloads
+from commlib.network.model import Layer, Workload
+from commlib.network.profiling import profile_model, profile_script
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_parameters_are_as_many_as_published(name):
+    published, tolerance = workloads.PUBLISHED_NUMEL[name]
+    assert workloads.get(name).numel == pytest.approx(published, rel=tolerance or 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "gflops", "tolerance"),
+    [
+        ("vgg16", 31, 0.01),  # Gan et al. (2021), table of models: forward of a sample
+        ("bert-base", 22, 0.02),
+        ("bert-large", 232, 0.07),  # without the products of queries and keys
+        ("resnet50", 8.2, 0.01),  # 4.09 G multiply-adds (torchvision)
+    ],
+)
+def test_arithmetic_is_as_published(name, gflops, tolerance):
+    assert sum(layer.weight for layer in workloads.get(name).layers) / 1e9 == pytest.approx(gflops, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_times_add_up_and_have_a_source(name):
+    workload = workloads.get(name)
+    assert workload.source
+    assert workload.device in presets.DEVICES
+    assert workload.backward_s == pytest.approx(2 * workload.forward_s)
+    assert 0 < workload.optimizer_s < 0.1 * workload.step_s
+
+
+def test_vgg16_is_published_linear_scaling():
+    workload = workloads.get("vgg16")
+    assert 128 * workload.batch_per_rank / workload.step_s == pytest.approx(29_300)
+
+
+def test_first_gradients_of_vgg16_are_those_of_the_classifier():
+    workload = workloads.get("vgg16")
+    ready = dict(zip((name for name, _ in workload.parameters()), workload.ready_s(), strict=True))
+    assert ready["classifier.0.weight"] < 0.02 * workload.backward_s < ready["features.0.weight"]
+    assert ready["features.0.weight"] == pytest.approx(workload.backward_s)
+
+
+def test_a_tied_embedding_is_ready_last():
+    workload = workloads.get("gpt2")
+    ready = dict(zip((name for name, _ in workload.parameters()), workload.ready_s(), strict=True))
+    assert ready["wte.weight"] == max(ready.values())
+
+
+@pytest.mark.parametrize("name", workloads.names())
+def test_a_file_holds_a_workload(name, tmp_path):
+    path = tmp_path / "w.json"
+    workloads.save(workloads.get(name), path)
+    assert workloads.get(str(path)) == workloads.get(name)
+
+
+def test_an_unknown_name_has_a_hint():
+    with pytest.raises(ConfigError, match="Did you mean 'vgg16'"):
+        workloads.get("vgg-16")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "not json",
+        "[]",
+        "{}",
+        json.dumps({"format": "commlib-workload-1"}),
+        json.dumps({"format": "commlib-workload-1", "layers": [{"name": "a"}]}),
+        json.dumps({"format": "commlib-workload-1", "layers": [3]}),
+        json.dumps({"format": "commlib-workload-1", "layers": [], "name": "a", "batch_per_rank": 1, "bad": 1}),
+    ],
+)
+def test_a_bad_file_is_a_clear_error(content, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.json"):
+        workloads.get(str(path))
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        workloads.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", presets.NETWORKS)
+def test_networks_have_sources_and_fields_can_be_overridden(name):
+    network = presets.network(name, nodes=3, bandwidth_gbps=7.0, latency_us=None)
+    assert network.source
+    assert (network.nodes, network.bandwidth_gbps) == (3, 7.0)
+    assert network.latency_us == presets.network(name).latency_us
+
+
+@pytest.mark.parametrize("name", ["10gbps", "25gbps", "100gbps", "1gbps"])
+def test_the_clusters_of_bagua_have_16_nodes_of_8(name):
+    network = presets.network(name)
+    assert (network.nodes, network.gpus_per_node) == (16, 8)
+    assert network.bandwidth_gbps == float(name.removesuffix("gbps"))
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"nodes": 0}, {"bandwidth_gbps": -1.0}, {"efficiency": 1.5}, {"latency_us": math.nan}, {"colour": 3}]
+)
+def test_impossible_overrides_are_refused(overrides):
+    with pytest.raises(ConfigError, match=next(iter(overrides))):
+        presets.network("10gbps", **overrides)
+
+
+def test_a_ceiling_limits_the_rate():
+    network = presets.network("10gbps", efficiency=0.5, ceiling_gbps=4.0)
+    assert network.bytes_per_s == 4e9 / 8
+    assert dataclasses.replace(network, ceiling_gbps=math.inf).bytes_per_s == 5e9 / 8
+    with pytest.raises(ConfigError, match="ceiling_gbps"):
+        dataclasses.replace(network, ceiling_gbps=0.0)
+
+
+class _Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(64, 256)
+        self.heavy = torch.nn.Linear(256, 256)
+        self.last = torch.nn.Linear(256, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+        self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(20):
+            x = self.heavy(x).relu()
+        return self.last(x) * self.scale
+
+
+def _step(model):
+    model(torch.ones(16, 64)).sum().backward()
+
+
+def test_a_profile_has_the_shapes_and_the_order_of_backward(tmp_path):
+    model = _Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    workload = profile_model(model, _step, optimizer=optimizer, batch_per_rank=16, steps=3)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.removeprefix("scale."): shape for name, shape in workload.parameters()} == expected
+    assert workload.layers[0].name == "first"
+    heavy = next(layer for layer in workload.layers if layer.name == "heavy")
+    assert heavy.weight > 0.3 * sum(layer.weight for layer in workload.layers)
+    assert workload.optimizer == "adam"
+    assert workload.optimizer_s > 0
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    workloads.save(workload, tmp_path / "mine.json")
+    assert workloads.load(tmp_path / "mine.json") == workload
+
+
+def test_a_step_without_backward_is_a_clear_error():
+    with pytest.raises(ConfigError, match=r"must call backward"):
+        profile_model(_Net(), lambda model: model(torch.ones(1, 64)))
+
+
+def test_mixed_dtypes_are_a_clear_error():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match="one dtype"):
+        profile_model(model, _step)
+
+
+def test_a_script_is_profiled(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def step(model):\n    model(torch.ones(4, 8)).sum().backward()\n"
+    )
+    workload = profile_script(script, batch_per_rank=4, steps=2)
+    assert (workload.name, workload.numel, workload.optimizer) == ("mine", 18, "sgd")
+
+
+@pytest.mark.parametrize("text", ["x = 1", "import torch\nmodel = torch.nn.Linear(1, 1)\nstep = 3"])
+def test_a_script_without_model_and_step_is_a_clear_error(text, tmp_path):
+    script = tmp_path / "bad.py"
+    script.write_text(text)
+    with pytest.raises(ConfigError, match="to define `model`"):
+        profile_script(script)
+
+
+def test_a_workload_needs_parameters():
+    with pytest.raises(ConfigError, match="parameters"):
+        Workload("empty", (Layer("a", (), 1.0),), 1, forward_s=1.0, backward_s=1.0)
