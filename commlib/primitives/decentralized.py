@@ -215,7 +215,7 @@ class DifferenceExchange:
         self.is_known = False
         if not saved["replica"]:  # nothing is looked at then, so that this works on tensors without values
             self.replica.zero_()
-            self.neighbour_sum.zero_()
+            self.pull.zero_()
             return
         end = self.begin + self.replica.numel()
         for name in ("replica", "pull"):
