@@ -39,8 +39,8 @@ from commlib.transport.base import Communication, Communicator
 #: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
 CEILINGS_GBPS = {
     "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
-    "bagua-net": 37.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
-    "ps-lite": 19.4,  # BytePS
+    "bagua-net": 38.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
+    "ps-lite": 19.6,  # BytePS
 }
 
 #: Of an operation, until the host knows that it has ended.
