@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class TransportProfile:
         all_reduce: Its algorithms, of which the fastest is taken: "ring", "tree", "hierarchical", "leaders".
         broadcast: The same: "chain", "binomial".
         efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
+        efficiency_of: The part of that which a verb reaches ("all_to_all", ...); 1 for those that are not there.
         op_us: Of each collective, before it starts.
         message_us: Of each message that a rank sends in a collective.
         in_flight: How many collectives of one communicator are under way at once.
@@ -61,6 +62,7 @@ class TransportProfile:
     all_reduce: tuple[str, ...] = ("ring",)
     broadcast: tuple[str, ...] = ("chain",)
     efficiency: float = 1.0
+    efficiency_of: Mapping[str, float] = field(default_factory=dict)
     op_us: float = 0.0
     message_us: float = 0.0
     in_flight: int = 1
@@ -76,9 +78,14 @@ class TransportProfile:
                 raise ConfigError(
                     f"TransportProfile.{name}: expected some of {sorted(known)}, got {getattr(self, name)}"
                 )
-        if not 0 < self.efficiency <= 1 or self.in_flight < 1 or min(self.op_us, self.message_us) < 0:
+        efficiencies = (self.efficiency, *self.efficiency_of.values())
+        if (
+            any(not 0 < value <= 1 for value in efficiencies)
+            or self.in_flight < 1
+            or min(self.op_us, self.message_us) < 0
+        ):
             raise ConfigError(
-                "TransportProfile: expected efficiency above 0 and at most 1, in_flight of 1 or more, op_us and "
+                "TransportProfile: expected efficiencies above 0 and at most 1, in_flight of 1 or more, op_us and "
                 f"message_us of 0 or more, got {self}"
             )
 
@@ -274,7 +281,7 @@ class Links:
         return self._costs[key]
 
     def _price(self, request: Request, nbytes: float) -> Cost:
-        group = self._group(request.group)
+        group = self._group(request)
         if request.size != group.size:
             raise ConfigError(
                 f"a {request.verb} of the group {request.group!r} says {request.size} ranks, expected {group.size}"
@@ -312,14 +319,15 @@ class Links:
     def _sharers(self) -> int:
         return 1 if self._profile.leaders_only else self._network.gpus_per_node
 
-    def _group(self, name: str) -> _Group:
-        network = self._network
+    def _group(self, request: Request) -> _Group:
+        network, profile, name = self._network, self._profile, request.group
         p, q = {
             "all": (network.nodes, network.gpus_per_node),
             "local": (1, network.gpus_per_node),
             "across": (network.nodes, 1),
         }[name]
-        w = network.bytes_per_s * self._profile.efficiency / (self._sharers if name == "across" else 1)
+        w = network.bytes_per_s * profile.efficiency * profile.efficiency_of.get(request.verb, 1.0)
+        w /= self._sharers if name == "across" else 1
         return _Group(p, q, w, network.intra_bytes_per_s, network.latency_us * 1e-6, network.intra_latency_us * 1e-6)
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,41 +71,84 @@ class Meter(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func.is_view:
-            self._count(func, args, kwargs, result)
+        if func.is_view:
+            return func(*args, **kwargs)
+        key = (func, *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
+        known = _known.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            known = _Operation(*_traffic(func, args, kwargs, result), _maker_of(func, result))
+            if known.make is not None and all(t.is_meta for t in _all_tensors([args, kwargs, result])):
+                _remember(key, known)
+        else:
+            assert known.make is not None
+            result = known.make(args, kwargs)
+        self._seconds += self._seconds_of(known)
+        if not _changes(func):
+            self._note(result)
         return result
 
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add what one operation costs."""
-        name = func.overloadpacket.__name__
-        mutated = [args[idx] for idx, at in enumerate(_mutated(func)) if at and idx < len(args)]
-        written = _tensors([*mutated, kwargs.get("out")])
-        if not written:
-            written = _tensors(result)
-            self._allocated += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in written]
-        if name in _ALLOCATIONS or not written:
-            return
-        read = _tensors([args, {key: value for key, value in kwargs.items() if key != "out"}])
-        if name in _INDEXED:
-            read, written = read[1:], written if not mutated else []
-            named = max((t.numel() for t in read), default=0) * args[0].element_size()
-            nbytes = 2 * named if mutated else named
-        else:
-            nbytes = 0
-            if name in _OVERWRITES:
-                read = _tensors([args[1:]])
-        nbytes += sum(map(_nbytes, read)) + sum(map(_nbytes, written))
-        seconds = nbytes * self._s_per_byte
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            flops = formula(*args, **kwargs, out_val=result)
-            seconds = max(seconds, flops / self._device.flops_per_s(written[0].dtype))
-        self._seconds += self._launch_s + seconds
+    def _seconds_of(self, operation: _Operation) -> float:
+        if not operation.nbytes:
+            return 0.0
+        arithmetic_s = operation.flops / self._device.flops_per_s(operation.dtype) if operation.flops else 0.0
+        return self._launch_s + max(operation.nbytes * self._s_per_byte, arithmetic_s)
+
+    def _note(self, made: Any) -> None:
+        """Remember tensors that were made."""
+        for tensor in _tensors(made):
+            storage = tensor.untyped_storage()
+            self._allocated.append((StorageWeakRef(storage), storage.nbytes()))
 
     def _on_kernel(self, kernel: meta.Kernel) -> None:
         codec = "sparse" if kernel.codec == meta.SPARSE else by_id[kernel.codec].name
         fraction = self._device.codec_fraction(codec, kernel.name)
         self._seconds += self._launch_s + kernel.nbytes * self._s_per_byte / fraction
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What one operation with operands of given shapes moves and computes, whatever the device.
+
+    `make` gives its result again, from its operands; None where only torch can.
+    """
+
+    nbytes: int
+    flops: int
+    dtype: torch.dtype
+    make: Callable[[Any, Any], Any] | None
+
+
+#: Operations that were called before: torch's own rules for meta tensors take a tenth of a millisecond or more.
+_known: dict[Any, _Operation] = {}
+_MOST_KNOWN = 100_000
+
+
+def _remember(key: Any, operation: _Operation) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[key] = operation
+
+
+def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, torch.dtype]:
+    """Return the bytes that an operation moves, its floating-point operations and their type."""
+    name = func.overloadpacket.__name__
+    mutated = [args[idx] for idx, at in enumerate(_mutated(func)) if at and idx < len(args)]
+    written = _tensors([*mutated, kwargs.get("out")]) or _tensors(result)
+    if name in _ALLOCATIONS or not written:
+        return 0, 0, torch.float32
+    read = _tensors([args, {key: value for key, value in kwargs.items() if key != "out"}])
+    nbytes = 0
+    if name in _INDEXED:
+        read, written = read[1:], [] if mutated else written
+        named = max((tensor.numel() for tensor in read), default=0) * args[0].element_size()
+        nbytes = 2 * named if mutated else named
+    elif name in _OVERWRITES:
+        read = _tensors([args[1:]])
+    nbytes += sum(map(_nbytes, [*read, *written]))
+    formula = flop_registry.get(func.overloadpacket)
+    flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+    return nbytes, flops, (_tensors(result) or [torch.empty(0)])[0].dtype
 
 
 @functools.cache
@@ -113,9 +157,51 @@ def _mutated(func: Any) -> tuple[bool, ...]:
     return tuple(bool(a.alias_info and a.alias_info.is_write) for a in func._schema.arguments if not a.kwarg_only)
 
 
+@functools.cache
+def _changes(func: Any) -> bool:
+    """Return whether an operation returns nothing, or only operands that it has changed."""
+    return all(bool(r.alias_info and r.alias_info.is_write) for r in func._schema.returns)
+
+
+def _maker_of(func: Any, result: Any) -> Callable[[Any, Any], Any] | None:
+    """Return what gives the result of an operation again."""
+    if not func._schema.returns:
+        return lambda args, kwargs: None
+    if _changes(func):
+        if len(func._schema.returns) > 1:
+            return None
+        return lambda args, kwargs: kwargs["out"] if "out" in kwargs else args[_mutated(func).index(True)]
+    is_one = isinstance(result, torch.Tensor)
+    made = result if isinstance(result, (list, tuple)) else [result]
+    if any(r.alias_info for r in func._schema.returns) or not all(isinstance(t, torch.Tensor) for t in made):
+        return None
+    kind = type(result)
+    forms = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in made]
+
+    def make(args: Any, kwargs: Any) -> Any:
+        tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in forms]
+        return tensors[0] if is_one else kind(tensors)
+
+    return make
+
+
+def _signature(value: Any) -> Any:
+    """Return what the result and the cost of an operation depend on in one argument."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.is_meta
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    is_plain = isinstance(value, (int, float, str, torch.dtype, torch.device))
+    return (type(value), value) if is_plain else type(value)  # 1 and 1.0 are equal, and give different dtypes
+
+
+def _all_tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors on the meta device in nested arguments; those elsewhere are small, and cost nothing."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    return [tensor for tensor in _all_tensors(tree) if tensor.is_meta]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -97,8 +97,8 @@ def simulate(
     prototype = algorithms.create(algorithm)
     if prototype.traits.runs_itself:
         raise ConfigError(
-            f"simulate: {prototype.name} makes no requests of a communicator but talks to its peers by itself, which has "
-            "no virtual clock; expected an algorithm with rounds"
+            f"simulate: {prototype.name} talks to its peers by itself, which has no virtual clock; expected an "
+            "algorithm with rounds of requests to a communicator"
         )
     try:
         if prototype.traits.asynchronous and len(options.pace(network.world_size)) > 1:

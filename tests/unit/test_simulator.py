@@ -277,9 +277,9 @@ def test_every_algorithm_can_be_simulated(name):
 
 def test_the_example_of_the_documentation_runs_on_1024_ranks():
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?class ScaledSign.*?)\nmodel = ", text, re.DOTALL)
+    (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class ScaledSign" in block)
     namespace: dict = {}
-    exec(source, namespace)
+    exec(source.partition("\nmodel = ")[0], namespace)
     network = Network("large", nodes=128, gpus_per_node=8)
     model = workload(500_000)
     result = run(model, network, namespace["ScaledSign"](), transport=NCCL, steps=2, bucket_cap_mb=100)
