@@ -114,6 +114,7 @@ def work(spec: dict[str, Any]) -> None:
     rank, rows = dist.get_rank(), []
     for repetition in range(spec["repetitions"]):
         for system in spec["systems"]:
+            print(f"turn of {system}", flush=True)  # shown where a turn fails
             mine = take_turn(system, spec, rank)
             everyone: list[Any] = [None] * NUM_RANKS
             dist.all_gather_object(everyone, mine)

@@ -66,6 +66,13 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Train shrunk models on emulated hosts instead (root, iproute2).")
+    ] = False,
+    hosts: Annotated[int, typer.Option(help="With --emulate: hosts.")] = 4,
+    rate: Annotated[
+        str | None, typer.Option(help="With --emulate: link rates instead of networks: 200mbit,1gbit.")
+    ] = None,
     list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False,
 ) -> None:
     """Simulate what each algorithm makes of a workload on networks: step time, speed-up over DDP, bytes, memory."""
@@ -83,6 +90,11 @@ def compare(
     with _config_errors():
         if list_known:
             report.show_known()
+            return
+        if emulate:
+            from commlib import emulate as emulation
+
+            emulation.run(workload, network, rate, algorithms, exactness, hosts, overrides, bucket_cap_mb, as_json)
             return
         task = report.Task(workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb)
         report.run(task, plot=plot, trace=trace, as_json=as_json)

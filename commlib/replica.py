@@ -18,6 +18,7 @@ from commlib.engine.engine import Engine
 from commlib.errors import CommlibError, ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
+from commlib.tuner import Tuner
 
 KEY = "_commlib_replica"
 
@@ -40,6 +41,7 @@ class Replica:
         self.structure = verify.Structure(model)
         self.join = JoinState(engine.comm)
         self.is_running = False
+        self.tuner: Tuner | None = None
         self._broadcasts_buffers = broadcast_buffers
         self._after_sync = True  # as in DDP, buffers are copied before each forward that follows a synchronised one
         bare = object.__new__(model.__class__)
@@ -68,6 +70,8 @@ class Replica:
             return  # backward runs this forward again
         if torch.is_grad_enabled():
             self._check(engine)
+            if self.tuner is not None and engine.require_sync:
+                self.tuner.forward_begins()
         syncs_buffers, self._after_sync = self._broadcasts_buffers and self._after_sync, engine.require_sync
         if self.join.enabled and torch.is_grad_enabled():
             self.join.announce(engine, syncs_buffers, engine.require_sync)
@@ -105,6 +109,8 @@ class Replica:
         if not torch.is_grad_enabled() or self.engine.is_idle:
             return
         engine, sync = self.engine, self.engine.require_sync
+        if self.tuner is not None and sync:
+            self.tuner.forward_ends()
         announcing = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         engine.has_hidden_outputs = not announcing
         engine.forward_ran = True

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from commlib import algorithms, verify
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
@@ -21,6 +22,7 @@ from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.replica import KEY, Replica, extend, owned, replica_of
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
+from commlib.tuner import Tuner, candidates_of
 
 
 def wrap(
@@ -92,6 +94,9 @@ def wrap(
         "ignored_parameters": tuple(sorted(setup.ignored)),
         "timeout": timeout,
     }
+    if isinstance(algorithm, Auto):
+        connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
+        replica.tuner = Tuner(engine, algorithm, connect, replica.synchronize)
     extend(model, replica)
     if init_sync:
         replica.broadcast_model()
@@ -150,7 +155,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
             same on all ranks (`Traits.portable`), of another rank or world size.
     """
-    checkpoints.load(replica_of(model).engine, dict(state))
+    replica = replica_of(model)
+    if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
+        replica.tuner.adopt(str(state["algorithm"]))
+    checkpoints.load(replica.engine, dict(state))
 
 
 def synchronize(model: nn.Module) -> None:
@@ -195,6 +203,8 @@ class _SetUp:
             _check_notowned(self.parameters)
             self.algorithm = algorithms.create(algorithm)
             _check_optimizer(self.algorithm, optimizer)
+            if isinstance(self.algorithm, Auto):
+                candidates_of(self.algorithm, optimizer)
             if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:

@@ -7,165 +7,30 @@
 //         which costs less while the codes are still in registers. Returns whether all of that is known to be finite.
 //     decode<kAdds>(codes, scale, minima, m, out)
 //         with kAdds, adds to `out`, and a NaN may have any sign and payload.
-//     Reader(codes, scale, minima)(i)
-//         the kLanes values of a whole block from i on, a NaN with any sign and payload; `added_to` adds them to a
-//         sum faster, if has_exact_products() ([Note: exact products]). Not every codec has it; sums and decode-add are
-//         made of it where it is, as numbers then stay in registers.
+//     Reader(codes, scale, minima)(i), if it has that and lanes
+//         the kLanes values of a whole block from i on, a NaN with any sign and payload. `added_to` adds them to a sum,
+//         faster, but only if has_exact_products(s). Sums and decode-add then keep their numbers in registers.
 // where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
 // block, in the first-level cache.
 
-#include "vector_impl.h"
+#include "parts_impl.h"
 
-static inline Bits32 largest_magnitude(const float* v, std::size_t m) {
-  Bits32 largest = 0;
-  for (std::size_t i = 0; i < m; ++i) {
-    const Bits32 bits = to_bits(v[i]) & kMagnitude;
-    largest = bits > largest ? bits : largest;
+struct SignedByteReader {
+  const Byte* codes;
+  float s;
+  SignedByteReader(const Byte* at, const Byte* scale, const Byte*) : codes(at), s(load_scale(scale)) {}
+  inline Lanes operator()(std::size_t i) const { return lanes_of_signed_bytes(codes + i) * s; }
+  inline Lanes added_to(Lanes sum, std::size_t i) const {
+    return add_product(sum, lanes_of_signed_bytes(codes + i), s);
   }
-  return largest;
-}
-
-// An integer that orders like the float: NaN is beyond infinity on both sides, and -0 below +0.
-static inline std::int32_t ordered(float x) {
-  const auto bits = static_cast<std::int32_t>(to_bits(x));
-  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
-}
-
-static inline float from_ordered(std::int32_t key) {
-  return from_bits(static_cast<Bits32>(key ^ ((key >> 31) & 0x7FFFFFFF)));
-}
-
-static inline void find_range(const float* v, std::size_t m, std::int32_t range[2]) {
-  std::int32_t low = range[0], high = range[1];
-  for (std::size_t i = 0; i < m; ++i) {
-    const std::int32_t key = ordered(v[i]);
-    low = key < low ? key : low;
-    high = key > high ? key : high;
-  }
-  range[0] = low;
-  range[1] = high;
-}
-
-static inline Bits32 magnitude_of_range(const std::int32_t range[2]) {
-  const Bits32 low = to_bits(from_ordered(range[0])) & kMagnitude, high = to_bits(from_ordered(range[1])) & kMagnitude;
-  return low > high ? low : high;
-}
-
-static inline void store_scale(Byte* at, Bits16 bits) {
-  std::memcpy(at, &bits, sizeof bits);
-}
-
-static inline float load_scale(const Byte* at) {
-  Bits16 bits;
-  std::memcpy(&bits, at, sizeof bits);
-  return bf16_value(bits);
-}
-
-static inline float load_float(const Byte* at) {
-  float x;
-  std::memcpy(&x, at, sizeof x);
-  return x;
-}
-
-static inline bool is_finite_number(float x) {
-  return (to_bits(x) & kMagnitude) < kInfinityBits;
-}
-
-// out[i] = value(i), or += with kAdds. Where no NaN can come about (`is_plain`), none has to be made canonical.
-template <bool kAdds, class Value>
-static inline void put_values(std::size_t m, float* out, bool is_plain, const Value& value) {
-  if constexpr (kAdds) {
-    for (std::size_t i = 0; i < m; ++i) out[i] += value(i);
-  } else if (is_plain) {
-    for (std::size_t i = 0; i < m; ++i) out[i] = value(i);
-  } else {
-    for (std::size_t i = 0; i < m; ++i) out[i] = canonical(value(i));
-  }
-}
-
-// The same for a whole block, from a codec's Reader. Everything is read before anything is written: a load that
-// follows a store waits for it where their addresses are alike in the last 12 bits.
-template <std::size_t kBlock, bool kAdds, class Reader>
-static inline void put_lanes(float* out, const Reader& reader) {
-  for (std::size_t at = 0; at < kBlock; at += kRegisters * kLanes) {
-    Lanes x[kRegisters];
-    for (std::size_t k = 0; k < kRegisters; ++k) x[k] = reader(at + k * kLanes);
-    for (std::size_t k = 0; k < kRegisters; ++k) {
-      float* const to = out + at + k * kLanes;
-      store_lanes(to, kAdds ? load_lanes(to) + x[k] : x[k]);
-    }
-  }
-}
-
-// The block of a codec whose scale says that it holds nothing (0) or what is not finite (NaN); returns which.
-template <bool kDecodes>
-static inline bool fill_block(float value, std::size_t m, std::size_t code_bytes, Byte* codes, float* decoded) {
-  std::memset(codes, 0, code_bytes);
-  if constexpr (kDecodes) {
-    for (std::size_t i = 0; i < m; ++i) decoded[i] = value;
-  }
-  return value == value;
-}
-
-// --- from and to the bytes of the codes ------------------------------------------------------------------------------
-
-// `codes` holds one code in each number, and room for a byte's places past the end of a short block. With fewer than 8
-// bits, 8 / kBits runs of the block share bytes.
-template <int kBits>
-static inline void store_codes(Bits32* codes, std::size_t m, Byte* to) {
-  if constexpr (kBits == 8) {
-    narrow(codes, m, to);
-  } else {
-    constexpr std::size_t kPerByte = 8 / kBits;
-    const std::size_t stride = (m + kPerByte - 1) / kPerByte;
-    for (std::size_t i = m; i < kPerByte * stride; ++i) codes[i] = 0;
-    for (std::size_t k = 1; k < kPerByte; ++k) {
-      for (std::size_t j = 0; j < stride; ++j) codes[j] |= codes[k * stride + j] << (k * kBits);
-    }
-    narrow(codes, stride, to);
-  }
-}
-
-// put_values of the value of each code.
-template <int kBits, std::size_t kBlock, bool kAdds, class Value>
-static inline void put_codes(const Byte* codes, std::size_t m, float* out, bool is_plain, const Value& value) {
-  alignas(64) Bits32 wide[kBits == 8 ? kBlock : kBlock * kBits / 8];
-  const Bits32* const from = wide;
-  if constexpr (kBits == 8) {
-    widen(codes, m, wide);
-    put_values<kAdds>(m, out, is_plain, [=](std::size_t i) { return value(static_cast<int>(from[i])); });
-  } else {
-    constexpr std::size_t kPerByte = 8 / kBits;
-    constexpr Bits32 kMask = (1u << kBits) - 1;
-    const std::size_t stride = (m + kPerByte - 1) / kPerByte;
-    widen(codes, stride, wide);
-    for (std::size_t k = 0; k < kPerByte && k * stride < m; ++k) {
-      const std::size_t run = m - k * stride < stride ? m - k * stride : stride;
-      put_values<kAdds>(run, out + k * stride, is_plain,
-                        [=](std::size_t j) { return value(static_cast<int>(from[j] >> (k * kBits) & kMask)); });
-    }
-  }
-}
-
-// The codes of v * factor, and what they decode to: their values times `back`.
-template <class Format, int kBits, std::size_t kBlock, bool kDecodes>
-static inline void round_all(const float* v, std::size_t m, float factor, float back, Byte* to, float* decoded) {
-  alignas(64) Bits32 codes[kBlock + 8];
-  for (std::size_t i = 0; i < m; ++i) {
-    const SmallRounding rounded = round_to_small_float<Format>(v[i] * factor);
-    codes[i] = static_cast<Bits32>(rounded.code);
-    if constexpr (kDecodes) decoded[i] = rounded.value * back;
-  }
-  store_codes<kBits>(codes, m, to);
-}
-
-// --- the codecs ------------------------------------------------------------------------------------------------------
+};
 
 template <int kCodeBits, int kLevels, std::size_t kBlockSize>
 struct Integer {
   static constexpr std::size_t kBlock = kBlockSize, kBits = kCodeBits, kScaleBytes = 2, kMinimumBytes = 0;
   static constexpr bool kIsOneBlock = false;
   static constexpr Bits32 kZero = kCodeBits == 8 ? 0 : 1 << (kCodeBits - 1);
+  using Reader = std::conditional_t<kCodeBits == 8, SignedByteReader, void>;
 
   template <bool kDecodes>
   static inline bool encode(const float* v, std::size_t m, const float* u, Byte*, Byte* scale, Byte* codes,
@@ -205,23 +70,11 @@ struct Integer {
     return true;
   }
 
-  struct Reader {
-    const Byte* codes;
-    float s;
-    Reader(const Byte* at, const Byte* scale, const Byte*) : codes(at), s(load_scale(scale)) {}
-    inline Lanes operator()(std::size_t i) const { return lanes_of_signed_bytes(codes + i) * s; }
-    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
-    inline Lanes added_to(Lanes sum, std::size_t i) const {
-      return add_product(sum, lanes_of_signed_bytes(codes + i), s);
-    }
-  };
-
   template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte*, std::size_t m, float* out) {
     const float s = load_scale(scale);
     const bool is_plain = is_finite_number(s);
     if constexpr (kCodeBits == 8) {
-      if (kLanes > 1 && m == kBlock && is_plain) return put_lanes<kBlock, kAdds>(out, Reader(codes, scale, nullptr));
       put_values<kAdds>(m, out, is_plain,
                         [=](std::size_t i) { return static_cast<float>(static_cast<std::int8_t>(codes[i])) * s; });
     } else {
@@ -281,7 +134,6 @@ struct MinMax {
     Reader(const Byte* at, const Byte* scale, const Byte* minima)
         : codes(at), s(load_scale(scale)), minimum(load_float(minima)) {}
     inline Lanes operator()(std::size_t i) const { return minimum + lanes_of_bytes(codes + i) * s; }
-    inline bool has_exact_products() const { return (to_bits(s) & kMagnitude) < kLargestFused; }
     inline Lanes added_to(Lanes sum, std::size_t i) const {
       return sum + add_product(same_lanes(minimum), lanes_of_bytes(codes + i), s);
     }
@@ -290,9 +142,8 @@ struct MinMax {
   template <bool kAdds>
   static inline void decode(const Byte* codes, const Byte* scale, const Byte* minima, std::size_t m, float* out) {
     const float s = load_scale(scale), minimum = load_float(minima);
-    const bool is_plain = is_finite_number(s) && is_finite_number(minimum);
-    if (kLanes > 1 && m == kBlock && is_plain) return put_lanes<kBlock, kAdds>(out, Reader(codes, scale, minima));
-    put_values<kAdds>(m, out, is_plain, [=](std::size_t i) { return minimum + static_cast<float>(codes[i]) * s; });
+    put_values<kAdds>(m, out, is_finite_number(s) && is_finite_number(minimum),
+                      [=](std::size_t i) { return minimum + static_cast<float>(codes[i]) * s; });
   }
 };
 

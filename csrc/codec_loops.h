@@ -101,7 +101,8 @@ static inline void decode_tile(const Byte* payload, const Layout& layout, std::s
 template <class Codec, class = void>
 constexpr bool kHasReader = false;
 template <class Codec>
-constexpr bool kHasReader<Codec, std::void_t<typename Codec::Reader>> = kLanes > 1 && Codec::kBits == 8;
+constexpr bool kHasReader<Codec, std::void_t<typename Codec::Reader>> =
+    kLanes > 1 && !std::is_void_v<typename Codec::Reader>;
 
 // Asks also for the codes and the scales that come later.
 template <class Codec>
@@ -124,7 +125,7 @@ static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, 
     for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = first(at + k * kLanes);
     for (std::size_t input = 1; input < num_inputs; ++input) {
       const auto reader = reader_of<Codec>(inputs[input], layout, block, at);
-      if (reader.has_exact_products()) {
+      if (has_exact_products(reader.s)) {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
       } else {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);

@@ -67,8 +67,15 @@ static inline unsigned signs_of_16(const float* v) {
 // For loops that compilers do not make well: Lanes are as many floats as a register holds, with the operators of
 // floats, and kRegisters are how many of them may be in use at once. Where there are no intrinsics for the instruction
 // set, a lane is one float, and loops are the compiler's to vectorise.
+//
+// [Note: exact products] add_product is one instruction where there is one, which rounds once where two operations
+// round twice. So it may stand only where the product is a float anyway: a code of 8 bits times a bf16, denormal or
+// not, that is too small to overflow.
 
-constexpr Bits32 kLargestFused = 0x7B800000u;  // 2^120
+static inline bool has_exact_products(float scale) {
+  return (to_bits(scale) & kMagnitude) < 0x7B800000u;  // 2^120; a NaN is not below
+}
+
 #if defined(COMMLIB_WITH_AVX512)
 constexpr std::size_t kLanes = 16, kRegisters = 16;
 using Lanes = __m512;

@@ -18,6 +18,7 @@ from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.decentralized import Decentralized
@@ -48,6 +49,7 @@ __all__ = [
     "AllReduce",
     "AsyncAveraging",
     "AsyncSGD",
+    "Auto",
     "BucketView",
     "ByteGrad",
     "CompressionPolicy",

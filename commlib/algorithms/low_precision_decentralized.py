@@ -23,10 +23,10 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
     know of x_j; after each step,
 
         choco:  x^_j <- x^_j + C(x_j - x^_j) for all j,    x_i <- x_i + s sum_j W_ij (x^_j - x^_i)
-        dcd:    z_j = sum_k W_jk x^_k + x_j - 2 x^_j,      x^_j <- x^_j + C(z_j) for all j,  x_i <- x^_i
+        dcd:    z_j = sum_k W_jk (x^_k - x^_j) + x_j - x^_j,  x^_j <- x^_j + C(z_j) for all j,  x_i <- x^_i
 
-    A rank keeps x^_i and one sum of its neighbours' replicas, sum over j != i of W_ij x^_j. The first differences, from
-    x^ = 0, are sent uncompressed.
+    A rank keeps x^_i and the sum over j of W_ij (x^_j - x^_i), not a replica of each neighbour. The first differences,
+    from x^ = 0, are sent uncompressed.
 
     Args:
         codec: Any block codec; `Int8` by default. `choco` takes coarse ones too, with a smaller consensus step; `dcd`
@@ -42,7 +42,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
             nodes.
 
     Paper: Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed communication"
-    (ICML 2019), algorithms 2 and 6; Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
+    (ICML 2019), CHOCO-SGD; Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
     algorithm 1; BAGUA's decentralized low precision is dcd on a ring.
     Deviations: any optimizer instead of plain SGD; the uncompressed start; overlap.
     """
@@ -88,7 +88,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {"replica": {}, "neighbour_sum": {}}
+        saved: dict[str, Any] = {"replica": {}, "pull": {}}
         for index, exchange in self._exchanges.items():
             for kind, pieces in exchange.save(self._parts[index]).items():
                 saved[kind].update(pieces)

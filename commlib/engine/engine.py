@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,8 @@ class Engine:
         self.attached: Attached | None = None
         self.driver, release = acquire(self.device)
         self._finalizer = weakref.finalize(self, release)
-        self._cap_bytes = cap_bytes
+        self.cap_bytes = cap_bytes
+        self.num_profiled = _PROFILED_BACKWARDS if cap_bytes is None else 1  # before the plan is made
         self._warm_up = AllReduce()
         self._graph_task: int | None = None
         self._sync = False
@@ -112,6 +113,19 @@ class Engine:
             self.comm.local, self.comm.across = self.transport.split_by_node() or (None, None)
         self.adopt(parameters)
 
+    def replace(self, algorithm: Algorithm, connect: Callable[[], Transport]) -> None:
+        """Change the algorithm; `connect` makes a communicator for rounds over weights. Collective, as `use`."""
+        self._stop_following()
+        self.use(algorithm, self.parameters)
+        if self.optimizer is not None and not algorithm.traits.on_gradients:
+            self.follow_optimizer(self.optimizer, connect())
+
+    def _stop_following(self) -> None:
+        for following in (self.weights, self.attached):
+            if following is not None:
+                following.close()
+        self.weights = self.attached = None
+
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on, with a plan that starts anew."""
         for hook in self._hooks:
@@ -123,7 +137,7 @@ class Engine:
         self._readiness = Readiness(len(self.parameters), self.device)
         self.next_plan: Plan | None = None
         self._trials: Trials | None = None
-        self._install(plans.initial(self.parameters, self._cap_bytes or _PROFILE_CAP_BYTES))
+        self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
         self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
         if self.weights is not None:
             self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
@@ -161,8 +175,8 @@ class Engine:
         """Choose the plan, or the candidates to try, on rank 0 and adopt them on all ranks. Collective."""
         ready_s, backward_s = self._readiness.result()
         self._readiness = Readiness(0, self.device)
-        if self._cap_bytes is not None:
-            found = [plans.fixed(self.parameters, self._cap_bytes, ready_s)]
+        if self.cap_bytes is not None:
+            found = [plans.fixed(self.parameters, self.cap_bytes, ready_s)]
         else:
             with torch.no_grad():
                 max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
@@ -341,8 +355,7 @@ class Engine:
         self.num_rounds += 1
         if self.algorithm.traits.on_gradients:
             self.schedule.end_step()
-        needed = 1 if self._cap_bytes is not None else _PROFILED_BACKWARDS
-        if self._is_profiling and self._readiness.num_backwards >= needed:
+        if self._is_profiling and self._readiness.num_backwards >= self.num_profiled:
             self._plan_after_profile()
         else:
             self._continue_trials()
@@ -379,14 +392,9 @@ class Engine:
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer, transport: Transport) -> None:
         """Run the algorithm's rounds over weights or state at the end of the optimizer's steps, on `transport`."""
+        cap_bytes = self.cap_bytes or INITIAL_CAP_BYTES
         self.weights = WeightRounds(
-            self.parameters,
-            self.algorithm,
-            self.schedule,
-            transport,
-            self.driver,
-            optimizer,
-            self._cap_bytes or INITIAL_CAP_BYTES,
+            self.parameters, self.algorithm, self.schedule, transport, self.driver, optimizer, cap_bytes
         )
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -422,10 +430,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self.weights is not None:
-            self.weights.close()
-        if self.attached is not None:
-            self.attached.close()
+        self._stop_following()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()

@@ -155,9 +155,12 @@ class WeightRounds:
     def drain(self) -> None:
         """Take the result of a round in the background now, if there is one.
 
-        An asynchronous one is left where its result has not arrived: peers may come to it much later.
+        An asynchronous one is left where its result has not arrived, as peers may come to it much later, or where it
+        broke, as a peer may have left in the middle of it.
         """
-        if self._round is None or (self._traits.asynchronous and not self._driver.has_arrived(self._round)):
+        if self._round is None:
+            return
+        if self._traits.asynchronous and (not self._driver.has_arrived(self._round) or self._round.error is not None):
             return
         self._schedule.drain()
         self._take()

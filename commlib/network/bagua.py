@@ -16,7 +16,8 @@ What is fitted is one number for each transport: the most that it carries of 100
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -169,9 +170,16 @@ class LowPrecisionDecentralized(_ThroughLeaders):
 
 
 class Async(_ThroughLeaders):
-    """BAGUA's: weights are averaged in the background."""
+    """BAGUA's: weights are averaged in the background; a round begins half a second after the one before has ended.
 
-    traits = Traits(tensors="weights", asynchronous=True, hierarchical=True)
+    Args:
+        step_s: Seconds of a step, for that half second in steps.
+    """
+
+    def __init__(self, step_s: float) -> None:
+        self.traits = dataclasses.replace(
+            self.traits, tensors="weights", asynchronous=True, period=1 + math.ceil(0.5 / step_s)
+        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class System:
     """What was run.
 
     Attributes:
-        algorithm: What is communicated.
+        algorithm: Makes what is communicated in the training of a workload.
         transport: A key of `CEILINGS_GBPS`.
         bucket_cap_mb: Size of a bucket, MiB.
         optimizer: Of the workload, unless None.
@@ -187,7 +195,7 @@ class System:
         passes: Bytes that a node sends in a step, of those of the parameters.
     """
 
-    algorithm: Algorithm
+    algorithm: Callable[[Workload], Algorithm]
     transport: str
     bucket_cap_mb: float = 10.0
     optimizer: str | None = None
@@ -199,16 +207,18 @@ class System:
 _ONE = 1e6
 
 SYSTEMS: Mapping[str, System] = {
-    "byteps": System(BytePS(), "ps-lite", bucket_cap_mb=4.0),
-    "ddp": System(AllReduce(), "nccl-tcp", bucket_cap_mb=25.0, passes=2 * 127 / 128),
-    "horovod": System(AllReduce(), "nccl-tcp", bucket_cap_mb=64.0, passes=2 * 127 / 128),
-    "allreduce": System(AllReduce(), "bagua-net", passes=2 * 127 / 128),
-    "decentralized": System(Decentralized(), "bagua-net", _ONE, overlaps=False, passes=1.0),
-    "low_precision_decentralized": System(LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4),
-    "qadam": System(QAdam(), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 4),
-    "qadam_1bit": System(QAdam(OneBit()), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 32),
-    "bytegrad": System(ByteGrad(), "bagua-net", passes=2 * 15 / 16 / 4),
-    "async": System(Async(), "bagua-net", _ONE, passes=0.0),
+    "byteps": System(lambda _: BytePS(), "ps-lite", bucket_cap_mb=4.0),
+    "ddp": System(lambda _: AllReduce(), "nccl-tcp", bucket_cap_mb=25.0, passes=2 * 127 / 128),
+    "horovod": System(lambda _: AllReduce(), "nccl-tcp", bucket_cap_mb=64.0, passes=2 * 127 / 128),
+    "allreduce": System(lambda _: AllReduce(), "bagua-net", passes=2 * 127 / 128),
+    "decentralized": System(lambda _: Decentralized(), "bagua-net", _ONE, overlaps=False, passes=1.0),
+    "low_precision_decentralized": System(
+        lambda _: LowPrecisionDecentralized(), "bagua-net", _ONE, overlaps=False, passes=2 / 4
+    ),
+    "qadam": System(lambda _: QAdam(), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 4),
+    "qadam_1bit": System(lambda _: QAdam(OneBit()), "bagua-net", optimizer="adam", passes=2 * 15 / 16 / 32),
+    "bytegrad": System(lambda _: ByteGrad(), "bagua-net", passes=2 * 15 / 16 / 4),
+    "async": System(lambda trained: Async(trained.step_s), "bagua-net", _ONE, passes=0.0),
 }
 
 
@@ -331,7 +341,7 @@ def predict(system: str, workload_name: str, bandwidth_gbps: float, latency_us: 
     if setting.optimizer:
         trained = workloads.with_optimizer(trained, setting.optimizer)
     options = Options(steps=8, bucket_cap_mb=setting.bucket_cap_mb, transport=profile(system))
-    return simulate(trained, network(system, bandwidth_gbps, latency_us), device(), setting.algorithm, options)
+    return simulate(trained, network(system, bandwidth_gbps, latency_us), device(), setting.algorithm(trained), options)
 
 
 def least_step_s(system: str, workload_name: str, bandwidth_gbps: float) -> float:

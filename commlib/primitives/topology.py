@@ -96,7 +96,7 @@ def _neighbours(topology: Topology, rank: int, world_size: int, step: int) -> Ne
 def metropolis_hastings(world_size: int, edges: Iterable[tuple[int, int]]) -> Matrix:
     """Return the weights of an undirected graph: W_ij = 1 / (1 + max(degree_i, degree_j)), the rest on the diagonal.
 
-    Xiao and Boyd, "Fast linear iterations for distributed averaging" (2004), section 4.2.
+    Xiao, Boyd, Lall, "A scheme for robust distributed sensor fusion based on average consensus" (2005).
     """
     adjacent = np.zeros((world_size, world_size), dtype=bool)
     for one, other in edges:
@@ -137,7 +137,7 @@ class FullyConnected(Topology):
 class Exponential(Topology):
     """Each rank receives from those 1, 2, 4, ... places on, all with equal weights; directed.
 
-    Ying et al., "Exponential graph is provably efficient for decentralized deep training" (NeurIPS 2021), equation 5.
+    Ying et al., "Exponential graph is provably efficient for decentralized deep training" (NeurIPS 2021).
     """
 
     def matrix(self, world_size: int, step: int = 0) -> Matrix:
@@ -150,7 +150,7 @@ class Exponential(Topology):
 class OnePeerExponential(Topology):
     """Each rank averages with one other, 1, 2, 4, ... places on in turn; directed.
 
-    With a power of two of ranks all have the mean after a period. The paper of `Exponential`, equation 7.
+    With a power of two of ranks all have the mean after a period. The paper of `Exponential`.
     """
 
     is_static = False

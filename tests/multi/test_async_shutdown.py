@@ -25,8 +25,10 @@ QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap"]
 LOUD = ["exception", "interrupt"]  # every third
 WAYS = [QUIET[0], QUIET[1], LOUD[0], QUIET[2], QUIET[3], LOUD[1]]
 
-#: From the last step to the end of the process.
-PROMPT_S = 6.0
+#: The limit of what waits for a peer, and the longest time from a rank's last step to the end of its process: a busy
+#: machine needs seconds to end an interpreter, a shutdown that waits for a peer is beyond.
+TIMEOUT_S = 30
+PROMPT_S = 15.0
 NUM_STARTS = 200
 
 
@@ -43,7 +45,7 @@ def run(name: str, way: str) -> None:
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     options = {} if name in ("async_sgd", "hogwild") else {"period": 1}
-    commlib.wrap(model, commlib.algorithms.get(name)(**options), optimizer=optimizer, timeout=10)
+    commlib.wrap(model, commlib.algorithms.get(name)(**options), optimizer=optimizer, timeout=TIMEOUT_S)
     train(model, optimizer, 10 + 3 * rank)
     report(event="ending", at_s=time.monotonic())
     if way == "exception":
@@ -76,22 +78,24 @@ def train_until_interrupted(model: nn.Module, optimizer: torch.optim.Optimizer) 
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 
-def fact(rank: RankExit, event: str) -> dict[str, Any]:
-    (line,) = [line for line in rank.output.splitlines() if f'"event": "{event}"' in line]
-    return json.loads(line.partition("REPORT ")[2])
+def facts(ranks: list[RankExit], event: str) -> list[dict[str, Any]]:
+    """Return what the ranks reported. A rank whose peer failed first may not come to its own end."""
+    lines = [line for rank in ranks for line in rank.output.splitlines() if f'"event": "{event}"' in line]
+    return [json.loads(line.partition("REPORT ")[2]) for line in lines]
 
 
 def start_and_end(name: str, way: str, hit: tuple[int, ...] = (0, 1)) -> None:
     with start_ranks(run, 2, name, way) as ranks:
-        interrupted_s = 0.0
+        ending_s = 0.0
         if way == "interrupt":
             for rank in (0, 1):
                 ranks.wait_for(rank, "training")
-            interrupted_s = time.monotonic()
+            ending_s = time.monotonic()
             for rank in hit:
                 ranks.signal(rank, signal.SIGINT)
-        for exit_ in ranks.wait(40):
-            ending_s = max(interrupted_s, fact(exit_, "ending")["at_s"])
+        exits = ranks.wait(60)
+        ending_s = max([ending_s, *(each["at_s"] for each in facts(exits, "ending"))])
+        for exit_ in exits:
             assert exit_.ended_s - ending_s < PROMPT_S, f"{exit_.ended_s - ending_s:.1f} s to end:\n{exit_.output}"
             assert "Exception ignored" not in exit_.output, exit_.output
             (check_quiet if way in QUIET else check_loud)(exit_, way)
@@ -101,7 +105,7 @@ def check_quiet(exit_: RankExit, way: str) -> None:
     assert exit_.returncode == 0, exit_.output
     assert [line for line in exit_.output.splitlines() if not line.startswith("REPORT ")] == [], exit_.output
     if "unwrap" in way:
-        end = fact(exit_, "end")
+        (end,) = facts([exit_], "end")
         assert end["after"] == end["before"], end
 
 
@@ -116,6 +120,7 @@ CASES = list(itertools.islice(itertools.cycle(itertools.product(WAYS, NAMES)), N
 SHORT = [case for idx, case in enumerate(CASES[:24]) if (idx + idx // 4) % 2 == 0]  # every way, every algorithm
 
 
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("way", "name"), SHORT, ids=[f"{name}-{way}" for way, name in SHORT])
 def test_starts_and_exits(way: str, name: str) -> None:
     start_and_end(name, way)
@@ -128,23 +133,26 @@ def test_two_hundred_starts_and_exits() -> None:
         start_and_end(name, way)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_rank_that_is_interrupted_alone_ends_the_others_with_a_clear_error(name: str) -> None:
     start_and_end(name, "interrupt", hit=(1,))
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_rank_that_is_killed_is_named_at_the_next_step_end(name: str) -> None:
     with start_ranks(run, 2, name, "interrupt") as ranks:
         for rank in (0, 1):
             ranks.wait_for(rank, "training")
         ranks.signal(1, signal.SIGKILL)
-        (exit_,) = ranks.wait(15, [0])
+        (exit_,) = ranks.wait(40, [0])
         assert exit_.returncode == 1
         assert "PeerFailure" in exit_.output, exit_.output
         assert "rank 1 is gone without a goodbye" in exit_.output, exit_.output
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_stopped_rank_is_not_a_dead_one(name: str) -> None:
     """The others go on; when it continues, all go on together."""
@@ -158,5 +166,5 @@ def test_a_stopped_rank_is_not_a_dead_one(name: str) -> None:
         assert all(process.poll() is None for process in ranks.processes), [ranks.output(rank) for rank in (0, 1)]
         for rank in (0, 1):
             ranks.signal(rank, signal.SIGINT)
-        for exit_ in ranks.wait(15):
+        for exit_ in ranks.wait(60):
             check_loud(exit_, "interrupt")

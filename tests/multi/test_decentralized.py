@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.algorithms import Algorithm, Decentralized, Gossip, LowPrecisionDecentralized
-from commlib.codecs import BF16, Int4, OneBit
+from commlib.codecs import Int4, Int8, OneBit, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
 from commlib.primitives.topology import Graph, MixingMatrix, RandomMatching, Ring, Topology
@@ -71,7 +70,7 @@ def layout(model: nn.Module) -> list[list[str]]:
     return [[part.name for part in bucket.parts] for bucket in weights.buckets]
 
 
-# --- Independent references -------------------------------------------------------------------------------------------
+# --- Independent references -----------------------------------------------------------------------------
 
 
 class Replicas:
@@ -136,7 +135,9 @@ class Replicas:
     def assert_like(self, model: nn.Module, tolerance: float) -> None:
         expected = dict(self.models[dist.get_rank()].named_parameters())
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                parameter, expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def compress(codec: str, values: Floats) -> Floats:
@@ -147,17 +148,14 @@ def compress(codec: str, values: Floats) -> Floats:
 
 
 class ChocoReference:
-    """Algorithm 2 of CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
+    """CHOCO-SGD with a replica of every rank; the first differences are not compressed."""
 
     def __init__(self, matrix: Floats, codec: str, gamma: float) -> None:
         self.matrix, self.codec, self.gamma = matrix, codec, gamma
         self.known: dict[int, Floats] = {}
 
     def __call__(self, x: Floats, round_: int, bucket: int) -> Floats:
-        if round_ == 0:
-            known = x.copy()
-        else:
-            known = self.known[bucket] + compress(self.codec, x - self.known[bucket])
+        known = self.known[bucket] + compress(self.codec, x - self.known[bucket]) if round_ else x.copy()
         self.known[bucket] = known
         pulls = [sum(self.matrix[i, j] * (known[j] - known[i]) for j in range(len(x))) for i in range(len(x))]
         return x + self.gamma * np.stack(pulls)
@@ -184,7 +182,7 @@ def matrix_mix(topology: Topology) -> Callable[[Floats, int, int], Floats]:
     return lambda x, round_, bucket: topology.matrix(len(x), round_) @ x
 
 
-# --- Every algorithm against its reference ----------------------------------------------------------------------------
+# --- Every algorithm against its reference --------------------------------------------------------------
 
 
 def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **options: Any) -> None:
@@ -198,11 +196,8 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
     reference.assert_like(model, 1e-9)
 
 
-TOPOLOGIES_UNDER_TEST = ["ring", "exponential", "one_peer_exponential", "fully_connected", "shift_one", "grid"]
-
-
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("topology", TOPOLOGIES_UNDER_TEST)
+@pytest.mark.parametrize("topology", ["exponential", "one_peer_exponential", "shift_one"])
 def test_d_psgd_on_every_topology(topology: str) -> None:
     algorithm = Decentralized(topology)
     check(algorithm, matrix_mix(algorithm.topology))
@@ -262,15 +257,15 @@ def test_gossip(period: int) -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("codec", ["int8", "bf16"])
-def test_gossip_of_compressed_values(codec: str) -> None:
+@pytest.mark.parametrize("codec", [Int8(), UInt8MinMax()])
+def test_gossip_of_compressed_values(codec: Any) -> None:
     def mix(x: Floats, round_: int, bucket: int) -> Floats:
-        known = compress(codec, x)
+        known = compress(codec.name, x)
         partner = RandomMatching(2).neighbours
         pairs = [partner(rank, len(x), round_).targets for rank in range(len(x))]
         return np.stack([x[i] + (known[pair[0]] - known[i]) / 2 if pair else x[i] for i, pair in enumerate(pairs)])
 
-    check(Gossip(seed=2, codec=BF16() if codec == "bf16" else None or commlib.codecs.by_name(codec)), mix)
+    check(Gossip(seed=2, codec=codec), mix)
 
 
 @on_ranks(2, 4)
@@ -286,7 +281,7 @@ def test_narrower_weights_stay_near_the_reference(dtype: torch.dtype) -> None:
         assert error <= expected.abs().max() * torch.finfo(dtype).eps
 
 
-# --- Consensus --------------------------------------------------------------------------------------------------------
+# --- Consensus ------------------------------------------------------------------------------------------
 
 NUMEL = 2000
 
@@ -328,36 +323,38 @@ def distance(values: Tensor) -> float:
 
 
 @on_ranks(3, 4)
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Decentralized("ring", overlap=False),
-        Decentralized(Graph(((0, 1), (1, 2))), overlap=False),
-        Decentralized("shift_one", overlap=False),
-        LowPrecisionDecentralized(topology="ring", overlap=False),
-        LowPrecisionDecentralized(topology="ring", overlap=False, method="dcd"),
-        LowPrecisionDecentralized(OneBit(), "ring", overlap=False, consensus_step=0.1),
-    ],
-    ids=lambda a: f"{a.topology}-{getattr(a, 'method', '')}{getattr(a, 'consensus_step', '')}"[:40],
-)
-def test_the_distance_to_the_mean_shrinks_as_the_spectral_gap_predicts(algorithm: Algorithm) -> None:
-    """The mean stays; compressed, the distance goes below any bound too (the values' codes alone would not)."""
+@pytest.mark.parametrize("name", ["ring", "path", "exponential", "shift_one"])
+def test_the_distance_to_the_mean_shrinks_as_the_spectral_gap_predicts(name: str) -> None:
     world_size = dist.get_world_size()
-    topology = algorithm.topology  # type: ignore[attr-defined]
-    if isinstance(topology, Graph) and world_size == 4:
-        algorithm = Decentralized(Graph(((0, 1), (1, 2), (2, 3))), overlap=False)
-        topology = algorithm.topology
-    gamma = getattr(algorithm, "consensus_step", 1.0)
-    gap = topology.spectral_gap(world_size) if gamma == 1.0 else gamma * topology.spectral_gap(world_size)
+    path = Graph(tuple((rank, rank + 1) for rank in range(world_size - 1)))
+    algorithm = Decentralized(path if name == "path" else name, overlap=False)
+    rho = 1 - algorithm.topology.spectral_gap(world_size)
     model, optimizer = still(algorithm)
+    values = [everyones(model)]
+    for _ in range(12):
+        optimizer.step()
+        values.append(everyones(model))
+    torch.testing.assert_close(values[-1].mean(dim=0), values[0].mean(dim=0), rtol=0, atol=1e-12)
+    if rho < 1e-9:
+        period = algorithm.topology.period(world_size)
+        assert period is not None
+        assert distance(values[period]) < 1e-12
+    else:
+        rate = (distance(values[12]) / distance(values[6])) ** (1 / 6)
+        assert rate == pytest.approx(rho, rel=0.02)
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize(("method", "drift"), [("choco", 1e-12), ("dcd", 0.02)])
+def test_compressed_differences_lead_to_the_mean_as_well(method: str, drift: float) -> None:
+    """Far below what the codes of the values themselves could tell apart. DCD lets the mean move by C's errors."""
+    model, optimizer = still(LowPrecisionDecentralized(method=method, overlap=False))
     first = everyones(model)
-    steps = min(60, math.ceil(math.log(1e-6) / math.log(max(1e-6, 1 - gap))))
-    for _ in range(steps + 1):
+    for _ in range(25):
         optimizer.step()
     last = everyones(model)
-    torch.testing.assert_close(last.mean(dim=0), first.mean(dim=0), rtol=0, atol=1e-5)
-    slack = {"choco": 100.0, "dcd": 100.0}.get(getattr(algorithm, "method", ""), 3.0)
-    assert distance(last) <= slack * (1 - gap) ** steps * distance(first) + 1e-9
+    torch.testing.assert_close(last.mean(dim=0), first.mean(dim=0), rtol=0, atol=drift)
+    assert distance(last) < 1e-7 * distance(first)
 
 
 @on_ranks(4)
@@ -370,7 +367,7 @@ def test_fully_connected_replicas_have_the_same_bits() -> None:
 
 @on_ranks(2, 3)
 def test_a_weight_that_is_not_finite_is_seen_at_the_neighbours() -> None:
-    algorithms = [LowPrecisionDecentralized(overlap=False), Gossip(codec=commlib.codecs.Int8(), overlap=False)]
+    algorithms = [LowPrecisionDecentralized(overlap=False), Gossip(codec=Int8(), overlap=False)]
     for algorithm in [*algorithms, LowPrecisionDecentralized(method="dcd", overlap=False)]:
         model, optimizer = still(algorithm)
         for _ in range(2):
@@ -398,7 +395,7 @@ def test_synchronize_gives_the_mean_and_training_goes_on() -> None:
         assert commlib.stats(model).steps == 30
 
 
-# --- Nodes ------------------------------------------------------------------------------------------------------------
+# --- Nodes ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -441,7 +438,7 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
     reference.assert_like(model, 1e-9)
 
 
-# --- State and options ------------------------------------------------------------------------------------------------
+# --- State and options ----------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)

@@ -20,14 +20,15 @@ BELOW = {
     "primitives": {"errors", "kernels", "codecs", "transport"},
     "algorithms": {"errors", "kernels", "codecs", "transport", "primitives", "optim"},
     "engine": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms"},
-    "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine"},
-    "network": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "wrap"},
+    "network": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine"},
+    "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network"},
+    "emulate": {"errors", "algorithms", "engine", "network", "transport", "wrap"},
     "optim": {"errors"},
     "doctor": {"errors", "kernels", "network"},
-    "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap"},
+    "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap", "emulate"},
 }
 # Files of the top layer that `wrap` is made of.
-PARTS_OF_WRAP = {"join", "replica", "verify"}
+PARTS_OF_WRAP = {"join", "replica", "tuner", "verify"}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -94,7 +94,7 @@ def test_the_spectral_gap_of_a_ring_is_the_known_one(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
 def test_the_spectral_gap_of_the_exponential_graph_is_the_papers(world_size: int) -> None:
-    """Ying et al. (2021), proposition 1: 2 / (1 + ceil(log2 n)) for an even number of ranks."""
+    """Ying et al. (2021): 2 / (1 + ceil(log2 n)) for an even number of ranks."""
     expected = min(1.0, 2 / (1 + math.ceil(math.log2(world_size))))
     assert Exponential().spectral_gap(world_size) == pytest.approx(expected, abs=1e-12)
 

@@ -1,0 +1,369 @@
+"""Real training processes on emulated hosts, and what the simulator says of them: `commlib compare --emulate`.
+
+A workload is shrunk (`network.synthetic`) and its network scaled, so that communication takes as long beside
+computation as it does there: with B bytes of parameters, C seconds of computation, p nodes and w bytes a second out
+of each,
+
+    (2 (N-1)/N B / w) / C   of the reference   =   (2 (h-1)/h B' / w') / C'   of h emulated hosts.
+
+C' is measured first, on all hosts at once. All systems then live in the same processes and take turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parallel import DistributedDataParallel
+
+from commlib.algorithms.auto import Auto
+from commlib.algorithms.base import Algorithm
+from commlib.network import compare, presets, workloads
+from commlib.network.emulated import EmulatedCluster, parse_rate
+from commlib.network.model import Network, Workload
+from commlib.network.probe import Probe, probe, scaled, work_factor
+from commlib.network.simulator import Options, simulate
+from commlib.network.synthetic import SyntheticModel, shrink
+from commlib.transport.torch_dist import TorchTransport
+from commlib.wrap import stats, wrap
+
+#: Not algorithms of commlib: no communication, and `DistributedDataParallel`.
+BASELINES = ("none", "ddp")
+
+_MAX_BLOCK_STEPS = 64
+_WARM_UP_STEPS = 4
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an emulation is made.
+
+    Attributes:
+        hosts: Emulated hosts, one rank each.
+        max_numel: Elements that the workload is shrunk to.
+        flops: Floating-point operations of one forward.
+        bucket_cap_mb: Size of all buckets, in MiB; measured and simulated alike.
+        reps: Timed blocks of each system.
+        block: Steps in a block; whole periods of an algorithm where that is more.
+        timeout_s: Of one run on the hosts.
+    """
+
+    hosts: int = 4
+    max_numel: int = 4_000_000
+    flops: float = 1.5e9
+    bucket_cap_mb: float = 4.0
+    reps: int = 5
+    block: int = 3
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system on the emulated hosts.
+
+    Attributes:
+        system: An algorithm's name, or one of `BASELINES`.
+        step_s: Median seconds of a step over the blocks, on the slowest rank.
+        predicted_s: What the simulator says, from the probe and the step without communication; None for baselines.
+        blocks_s: The blocks.
+        algorithm: What ran in the end: for "auto" what it chose, else the system.
+    """
+
+    system: str
+    step_s: float
+    predicted_s: float | None
+    blocks_s: tuple[float, ...]
+    algorithm: str
+
+    @property
+    def error(self) -> float | None:
+        """`predicted_s / step_s - 1`."""
+        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """All systems at one rate.
+
+    Attributes:
+        network: The name of the network that the rate stands for, or "".
+        rate_bps: Of each host's link, in bit/s of payload.
+        scale: That network's bandwidth divided by the rate; None where the rate was given.
+        links: The emulated cluster in words.
+        compute_s: A step without communication, on all hosts at once.
+        rows: The systems.
+        found: What the probe measured there.
+    """
+
+    network: str
+    rate_bps: float
+    scale: float | None
+    links: str
+    compute_s: float
+    rows: tuple[Row, ...]
+    found: dict[str, Any]
+
+
+def emulate(
+    workload: Workload,
+    targets: Sequence[Network | float],
+    systems: Sequence[str],
+    setting: Setting = Setting(),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Emulation]:
+    """Train on emulated hosts at each rate, and simulate the same.
+
+    Args:
+        workload: What is shrunk and trained.
+        targets: Networks to stand for, or rates in bit/s.
+        systems: Algorithms as `commlib compare` takes them ("topk(ratio=0.001)"), and `BASELINES`; "none" is always
+            measured.
+        setting: How.
+        progress: Called with what is being done.
+
+    Raises:
+        ConfigError: An unknown name, or the machine lacks what emulated hosts need.
+        TransportError: A process failed, or took too long.
+    """
+    systems = ["none", *(name for name in dict.fromkeys(systems) if name != "none")]
+    for name in systems:
+        if name not in BASELINES:
+            _create(name)
+    small = shrink(workload, setting.max_numel)
+    results = []
+    with EmulatedCluster(setting.hosts) as cluster, tempfile.TemporaryDirectory() as folder:
+        progress("a step without communication")
+        alone = _run(cluster, Path(folder), small, ["none"], setting)
+        for target in targets:
+            rate_bps = (
+                target if isinstance(target, float | int) else _scaled_rate(workload, target, small, alone, setting)
+            )
+            for rank in range(setting.hosts):
+                cluster.set_rate(rank, rate_bps)
+            cluster.calibrate()
+            progress(f"{len(systems)} systems at {rate_bps / 1e6:.0f} Mbit/s")
+            found = _run(cluster, Path(folder), small, systems, setting)
+            is_rate = isinstance(target, float | int)
+            results.append(
+                Emulation(
+                    network="" if is_rate else target.name,
+                    rate_bps=rate_bps,
+                    scale=None if is_rate else target.bytes_per_s * 8 / rate_bps,
+                    links=str(cluster),
+                    compute_s=next(row["step_s"] for row in found["rows"] if row["system"] == "none"),
+                    rows=tuple(Row(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
+                    found=found["probe"],
+                )
+            )
+    return results
+
+
+def _scaled_rate(
+    workload: Workload, network: Network, small: Workload, alone: dict[str, Any], setting: Setting
+) -> float:
+    """Return the rate in bit/s at which the shrunk workload's communication weighs as much as on `network`."""
+    compute_s = alone["rows"][0]["step_s"]
+    wire = 2 * (network.world_size - 1) / network.world_size * workload.nbytes / network.bytes_per_s
+    own_bytes = 2 * (setting.hosts - 1) / setting.hosts * small.numel * 4
+    return 8 * own_bytes / (wire / workload.step_s * compute_s)
+
+
+def _run(
+    cluster: EmulatedCluster, folder: Path, workload: Workload, systems: Sequence[str], setting: Setting
+) -> dict[str, Any]:
+    workload = dataclasses.replace(workload, dtype="fp32")
+    workloads.save(workload, folder / "workload.json")
+    spec = {"folder": str(folder), "systems": list(systems), "setting": dataclasses.asdict(setting)}
+    (folder / "spec.json").write_text(json.dumps(spec))
+    command = [sys.executable, "-m", "commlib.emulate", str(folder / "spec.json")]
+    cluster.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=setting.timeout_s)
+    return json.loads((folder / "result.json").read_text())
+
+
+def run(
+    workload: str,
+    networks: str,
+    rates: str | None,
+    chosen: str,
+    exactness: str,
+    hosts: int,
+    overrides: Mapping[str, Any],
+    bucket_cap_mb: float | None,
+    as_json: bool,
+) -> list[Emulation]:
+    """Do what `commlib compare --emulate` says, and print it. The arguments are the command's.
+
+    Raises:
+        ConfigError: A name that is not known, or a value that is not possible.
+    """
+    names = [name.strip() for name in networks.split(",")]
+    targets: list[Network | float] = [presets.network(name, **overrides) for name in names]
+    if rates is not None:
+        targets = [parse_rate(rate.strip()) or math.inf for rate in rates.split(",")]
+    labels = [label for label in compare.candidates(chosen, exactness) if label not in BASELINES]
+    setting = Setting(hosts=hosts) if bucket_cap_mb is None else Setting(hosts=hosts, bucket_cap_mb=bucket_cap_mb)
+    console = Console(stderr=as_json)
+    with console.status("emulated hosts") as status:
+        found = emulate(workloads.get(workload), targets, ["ddp", *labels], setting, status.update)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+    else:
+        for each in found:
+            console.print(table(workload, each))
+    return found
+
+
+def table(workload: str, emulation: Emulation) -> Table:
+    """Return an emulation as a table for the terminal."""
+    name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
+    scale = "" if emulation.scale is None else f", 1/{emulation.scale:.0f} of the network's"
+    shown = Table(title=name + scale, title_justify="left", caption=emulation.links, caption_justify="left")
+    for column in ("system", "step ms", "simulated ms", "error", "times DDP"):
+        shown.add_column(column, justify="left" if column == "system" else "right")
+    ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)
+    for row in sorted(emulation.rows, key=lambda row: row.step_s):
+        said = ["", ""] if row.predicted_s is None else [f"{row.predicted_s * 1e3:.1f}", f"{row.error:+.1%}"]
+        name = row.system if row.algorithm in row.system else f"{row.system}: {row.algorithm}"
+        shown.add_row(name, f"{row.step_s * 1e3:.1f}", *said, f"{ddp_s / row.step_s:.2f}")
+    return shown
+
+
+# --- on the hosts -----------------------------------------------------------------------------------------------------
+
+
+class _Racer:
+    """One system with its own model and optimizer."""
+
+    def __init__(self, name: str, workload: Workload, setting: Setting) -> None:
+        self.name = name
+        self.algorithm = None if name in BASELINES else _steady(_create(name))
+        self.blocks_s: list[float] = []
+        model: torch.nn.Module = SyntheticModel(workload, setting.flops)
+        self.optimizer = _make_optimizer(model, self.algorithm, workload)
+        if name == "ddp":
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        elif self.algorithm is not None:
+            wrap(model, self.algorithm, optimizer=self.optimizer, bucket_cap_mb=setting.bucket_cap_mb)
+        self.model = model
+        traits = None if self.algorithm is None else self.algorithm.traits
+        cycle = 1 if traits is None or traits.asynchronous else traits.period * traits.fragments
+        self.block = min(_MAX_BLOCK_STEPS, -(-setting.block // cycle) * cycle)
+        self.parts_s = [0.0, 0.0, 0.0]  # forward, backward, optimizer
+
+    def steps(self, count: int) -> None:
+        """Take training steps."""
+        for _ in range(count):
+            times = [time.perf_counter()]
+            loss = self.model()
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            times.append(time.perf_counter())
+            self.parts_s = [part + b - a for part, a, b in zip(self.parts_s, times, times[1:], strict=False)]
+
+    def time_block(self) -> None:
+        """Take one step that is not timed, then a block that is; note the slowest rank's seconds per step."""
+        self.steps(1 if self.block < _MAX_BLOCK_STEPS else 0)
+        dist.barrier()
+        start_s = time.perf_counter()
+        self.steps(self.block)
+        own = torch.tensor([(time.perf_counter() - start_s) / self.block], dtype=torch.float64)
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        self.blocks_s.append(float(own))
+
+
+def _create(label: str) -> Algorithm:
+    """Return the algorithm that a label of `commlib compare` means."""
+    ((_, algorithm),) = compare.candidates(label).items()
+    return algorithm
+
+
+def _steady(algorithm: Algorithm) -> Algorithm:
+    """Shorten the warm-up: what is measured is the time after it."""
+    traits = algorithm.traits
+    algorithm.traits = dataclasses.replace(traits, warmup_steps=min(traits.warmup_steps, _WARM_UP_STEPS - 2))
+    return algorithm
+
+
+def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workload: Workload) -> torch.optim.Optimizer:
+    """Make the workload's optimizer, or the one that the algorithm demands; the rate is small, nothing is learnt."""
+    if algorithm is not None and algorithm.optimizer_type is not None:
+        return algorithm.optimizer_type(model.parameters(), lr=1e-6)  # pyright: ignore[reportCallIssue]
+    if workload.optimizer == "adam":
+        return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) -> float | None:
+    """Return the simulated step of a system."""
+    if racer.algorithm is None or isinstance(racer.algorithm, Auto):
+        return None
+    world_size = dist.get_world_size()
+    largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
+    group = racer.algorithm.group(largest[0], torch.empty(largest[1], device="meta"))
+    factor = work_factor(_steady(_create(racer.name)), found.device, world_size, torch.device("cpu"), group)
+    options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
+    return simulate(workload, found.network, scaled(found.device, factor), racer.algorithm, options).step_s
+
+
+def _work(spec: dict[str, Any]) -> None:
+    """Be one rank: time all systems, and let rank 0 write what was found."""
+    setting = Setting(**spec["setting"])
+    folder = Path(spec["folder"])
+    workload = workloads.load(folder / "workload.json")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=setting.timeout_s))
+    cpu = torch.device("cpu")
+    transport = TorchTransport(dist.group.WORLD, cpu, timedelta(seconds=_TIMEOUT_S))  # pyright: ignore[reportArgumentType]
+    found = probe(transport, cpu)
+    racers = [_Racer(name, workload, setting) for name in spec["systems"]]
+    for racer in racers:
+        racer.steps(_WARM_UP_STEPS * (3 if isinstance(racer.algorithm, Auto) else 1))
+        racer.parts_s = [0.0, 0.0, 0.0]
+    for repetition in range(setting.reps):
+        for racer in racers if repetition % 2 == 0 else reversed(racers):
+            racer.time_block()
+    alone = racers[0]
+    parts = torch.tensor(alone.parts_s, dtype=torch.float64)
+    dist.all_reduce(parts)
+    step_s = median(alone.blocks_s)
+    forward_s, backward_s, optimizer_s = (parts / parts.sum() * step_s).tolist()
+    measured = dataclasses.replace(
+        workload, forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s, device="probed"
+    )
+    if dist.get_rank() == 0:
+        rows = [
+            {
+                "system": racer.name,
+                "step_s": median(racer.blocks_s),
+                "predicted_s": _predict(measured, racer, found, setting),
+                "blocks_s": racer.blocks_s,
+                "algorithm": racer.name if racer.algorithm is None else stats(racer.model).algorithm,
+            }
+            for racer in racers
+        ]
+        (folder / "result.json").write_text(json.dumps({"rows": rows, "probe": dataclasses.asdict(found)}))
+    dist.barrier()
+    transport.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,280 @@
+"""What this machine and this network can do, measured by the ranks that will use them.
+
+[Note: what is fitted] A small all-reduce gives the latency of a message, a large one the bandwidth of a link; other
+verbs are measured at the same size, and the part of that bandwidth that they reach is the profile's. Processor
+seconds for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy
+threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a
+scratch bucket with requests that only echo, and its time is compared with what the simulator's cost model says
+(`work_factor`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from commlib.algorithms.base import Algorithm, Context
+from commlib.engine.profile import Scratch
+from commlib.network.model import Device, Network
+from commlib.network.sim_links import GLOO, NCCL, TransportProfile
+from commlib.network.sim_meter import Meter
+from commlib.transport.base import AllGather, AllToAll, Communicator, Request, Transport
+
+_SMALL_BYTES = 64
+_FIRST_BYTES = 256 << 10
+_MAX_BYTES = 32 << 20
+#: Roughly how long one large collective may take, in seconds.
+_LARGE_S = 0.15
+_REPETITIONS = 5
+_BUSY_S = 0.08
+_COPY_BYTES = 32 << 20
+_WORK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured; the same on all ranks.
+
+    Attributes:
+        network: The links. `efficiency` is 1: the bandwidth is what the transport reached.
+        device: What a rank computes and encodes with.
+        profile: How the transport carries collectives out.
+    """
+
+    network: Network
+    device: Device
+    profile: TransportProfile
+
+
+def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -> Probe:
+    """Measure network and device, in a second or two. Collective: nothing else may use the transport meanwhile.
+
+    Args:
+        transport: The ranks' communicator.
+        device: Where the tensors are.
+        ranks_per_node: Consecutive ranks of each node.
+
+    Raises:
+        TransportError: A rank did not take part.
+    """
+    timer, size = _Timer(transport, device), transport.world_size
+    kind = NCCL if device.type == "cuda" else GLOO
+    comm = Communicator(transport.rank, size)
+    op_s, hops = kind.op_us * 1e-6, 2 * (size - 1)
+    small_s = timer.seconds(lambda: comm.all_reduce(timer.buffer(_SMALL_BYTES)))
+    latency_s = max(0.0, small_s - op_s) / max(1, hops)
+    first_s = timer.seconds(lambda: comm.all_reduce(timer.buffer(_FIRST_BYTES)))
+    step = 64 * size
+    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s))) // step * step
+
+    def rate(request: Request, hops: int) -> float:
+        return request.wire_bytes() / max(1e-6, timer.seconds(lambda: request) - hops * latency_s - op_s)
+
+    rates = {"all_reduce": rate(comm.all_reduce(timer.buffer(nbytes)), hops)}
+    cpu_s_per_byte = timer.cpu_s_per_byte
+    whole, own = timer.buffer(nbytes), timer.buffer(nbytes, place=1)
+    rates["all_gather"] = rate(comm.all_gather(whole, own[: len(own) // size]), size - 1)
+    rates["all_to_all"] = rate(comm.all_to_all(whole, own), 1)
+    best = max(rates.values())
+    timer.barrier()
+    share = _share_of_cores()
+    memory, tflops, launch_us = _describe_device(device) if transport.rank == 0 else (0.0, 0.0, 0.0)
+    share, cpu_s_per_byte = timer.mean(share, cpu_s_per_byte)  # the others wait here while rank 0 has the machine
+    memory, tflops, launch_us = transport.gather_objects((memory, tflops, launch_us))[0]
+    is_cpu = device.type == "cpu"
+    return Probe(
+        Network(
+            name="probed",
+            nodes=max(1, size // ranks_per_node),
+            gpus_per_node=min(size, ranks_per_node),
+            bandwidth_gbps=best * 8 / 1e9,
+            latency_us=latency_s * 1e6,
+            source="measured",
+        ),
+        Device(
+            name="probed",
+            memory_gbytes_s=memory,
+            tflops={"fp32": tflops},
+            launch_us=launch_us,
+            shares_compute=is_cpu,
+            cpu_s_per_byte=cpu_s_per_byte if is_cpu else 0.0,
+            cores=max(1, round(min(2.0, share) * size)),
+            ranks_per_machine=size,
+            source="measured",
+        ),
+        dataclasses.replace(kind, efficiency_of={verb: found / best for verb, found in rates.items()}),
+    )
+
+
+def work_factor(
+    algorithm: Algorithm, found: Device, world_size: int, device: torch.device, group: Hashable = None
+) -> float:
+    """Return how many times longer an algorithm's local work takes here than the simulator's cost model says.
+
+    Local: the algorithm's `communicate` runs on a scratch bucket of 4 MiB, with requests that only echo.
+
+    Args:
+        algorithm: As it was before its first `setup`; copied.
+        found: The device as probed.
+        world_size: The number of ranks of the group that it will run in.
+        device: Where the tensors are.
+        group: What `Algorithm.group` says of most of the model.
+    """
+    meter = Meter(found)
+    with meter.active():
+        run = _local_work(algorithm, world_size, torch.device("meta"), group)
+        meter.take()
+        run()
+        said_s = meter.take()
+    run = _local_work(algorithm, world_size, device, group)
+    run()
+    seconds = median(run() for _ in range(_REPETITIONS))
+    return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
+
+
+def scaled(device: Device, factor: float) -> Device:
+    """Return a device whose local work takes `factor` times as long."""
+    return dataclasses.replace(
+        device,
+        memory_gbytes_s=device.memory_gbytes_s / factor,
+        tflops={dtype: rate / factor for dtype, rate in device.tflops.items()},
+        launch_us=device.launch_us * factor,
+    )
+
+
+def _local_work(algorithm: Algorithm, world_size: int, device: torch.device, group: Hashable) -> Callable[[], float]:
+    """Return a function that communicates one scratch bucket with echoes of itself, and returns its own seconds."""
+    bucket, comm = Scratch(0, _WORK_BYTES, device, group), Communicator(0, world_size)
+    algorithm = copy.deepcopy(algorithm)
+    with torch.no_grad():
+        algorithm.setup(Context(comm, [bucket], device))
+
+    @torch.no_grad()
+    def run() -> float:
+        bucket.flat.normal_()
+        seconds, generator = 0.0, algorithm.communicate(bucket, comm)
+        while True:
+            _wait_for(device)
+            start_s = time.perf_counter()
+            request = next(generator, None)
+            _wait_for(device)
+            seconds += time.perf_counter() - start_s
+            if request is None:
+                return seconds
+            _echo(request)
+
+    return run
+
+
+def _echo(request: Request) -> None:
+    """Give back what was sent, as if every rank had sent the same."""
+    match request:
+        case AllGather(output=output, input=input):
+            output.view(-1, input.numel()).copy_(input)
+        case AllToAll(output=output, input=input):
+            output.copy_(input)
+        case _:
+            pass
+
+
+class _Timer:
+    """Times collectives on all ranks at once.
+
+    Attributes:
+        processor_s: Processor seconds of this process so far.
+        last_bytes: Bytes that a rank sent in the last measurement.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+        self._buffers = [torch.zeros(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.cpu_s_per_byte = 0.0
+
+    def buffer(self, nbytes: int, place: int = 0) -> torch.Tensor:
+        """Return [nbytes // 4] fp32, one of two buffers."""
+        if self._buffers[place].numel() < nbytes:
+            self._buffers[place] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return self._buffers[place][:nbytes].view(torch.float32)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._transport.gather_objects(None)
+
+    def seconds(self, make: Callable[[], Request]) -> float:
+        """Return how long a collective takes: the median over repetitions, of the slowest rank."""
+        request = make()
+        self._transport.issue(request).wait()
+        found, cpu_s = [], []
+        for _ in range(_REPETITIONS):
+            self.barrier()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            self._transport.issue(request).wait()
+            _wait_for(self._device)
+            found.append(time.perf_counter() - start_s)
+            cpu_s.append(time.process_time() - start_cpu_s)
+        self.cpu_s_per_byte = median(cpu_s) / max(1.0, request.wire_bytes())
+        return max(self._transport.gather_objects(median(found)))
+
+    def mean(self, *values: float) -> list[float]:
+        """Return the means of some figures over the ranks."""
+        columns = zip(*self._transport.gather_objects(values), strict=True)
+        return [sum(column) / len(column) for column in columns]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _share_of_cores() -> float:
+    """Return how many cores this rank gets when two threads of every rank want one: at most 2."""
+    tensor = torch.zeros(1 << 14)
+    end_s = time.perf_counter() + _BUSY_S
+
+    def work() -> None:
+        out = torch.empty_like(tensor)
+        while time.perf_counter() < end_s:
+            torch.sin(tensor, out=out)
+
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    thread = threading.Thread(target=work, name="commlib-probe", daemon=True)
+    thread.start()
+    work()
+    thread.join(10 * _BUSY_S)
+    return (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
+
+
+def _rate(run: Callable[[], object], amount: float, device: torch.device) -> float:
+    """Return `amount` over the least seconds of a few runs: what one rank alone would see."""
+    run()
+    found = []
+    for _ in range(_REPETITIONS):
+        _wait_for(device)
+        start_s = time.perf_counter()
+        run()
+        _wait_for(device)
+        found.append(time.perf_counter() - start_s)
+    return amount / min(found)
+
+
+def _describe_device(device: torch.device) -> tuple[float, float, float]:
+    """Return the copy rate in GB/s, TFLOP/s of matrix products in fp32, and the microseconds of a small operation."""
+    source = torch.ones(_COPY_BYTES // 4, device=device)
+    target, square, small = torch.empty_like(source), torch.ones(512, 512, device=device), torch.ones(16, device=device)
+    product = torch.empty_like(square)
+    copied = _rate(lambda: target.copy_(source), 2 * _COPY_BYTES, device)
+    multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * 512**3, device)
+
+    def launches() -> None:
+        for _ in range(100):
+            small.add_(1.0)
+
+    return copied / 1e9, multiplied / 1e12, 1e6 / _rate(launches, 100, device)

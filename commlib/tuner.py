@@ -1,0 +1,315 @@
+"""What `algorithm="auto"` does: it measures, simulates the candidates, and changes the algorithm between two steps.
+
+[Note: the life of a choice] All ranks count the same steps, and come here at the start of the same forward:
+
+    profiling   the engine's first synchronised backwards, without overlap, give the time of each gradient
+    choosing    the network is probed, rank 0 simulates and decides, everyone adopts
+    settling    the engine plans the buckets of the choice
+    watching    windows of steps are compared with what was expected; a departure leads back to choosing
+
+What an algorithm turned out to take, relative to its prediction, corrects its later predictions.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from commlib import algorithms
+from commlib.algorithms.auto import Auto
+from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.engine.engine import Engine
+from commlib.engine.plan import Parameter
+from commlib.errors import CommlibError, ConfigError
+from commlib.network.model import DTYPES, Layer, Workload
+from commlib.network.probe import Probe, probe, scaled, work_factor
+from commlib.network.simulator import Options, simulate
+from commlib.transport.base import Transport
+
+_log = logging.getLogger("commlib")
+
+#: commlib's own choice of candidates; the first of equals is preferred.
+CANDIDATES = (
+    *("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd"),
+    *("decentralized", "low_precision_decentralized", "local_sgd", "async_averaging"),
+)
+#: Of candidates within this fraction of the fastest, the most exact is taken.
+TOLERANCE = 0.03
+#: A step may take this fraction more or less than expected.
+DEPARTURE = 0.2
+#: Synchronised backwards that the choice rests on; the first is cold.
+MIN_PROFILED = 3
+#: Steps that are compared with what was expected, at least, and windows to let pass after a change.
+_WINDOW_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step without communication, and of its parts, on the slowest rank."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    ready_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What rank 0 decided.
+
+    Attributes:
+        algorithm: The algorithm.
+        predicted_s: Seconds of a step, by algorithm name.
+        reason: One line.
+    """
+
+    algorithm: Algorithm
+    predicted_s: dict[str, float]
+    reason: str
+
+
+class Tuner:
+    """Chooses for one wrapped model.
+
+    Args:
+        engine: The model's engine, which runs `Auto` as an all-reduce at first.
+        auto: The user's options.
+        connect: Makes a communicator for rounds over weights. Collective.
+        synchronize: Makes the replicas alike. Collective.
+        ranks_per_node: Consecutive ranks of each node.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        auto: Auto,
+        connect: Callable[[], Transport],
+        synchronize: Callable[[], None],
+        ranks_per_node: int = 1,
+    ) -> None:
+        self._engine = engine
+        engine.num_profiled = MIN_PROFILED
+        self._auto = auto
+        self._connect = connect
+        self._synchronize = synchronize
+        self._ranks_per_node = ranks_per_node
+        self._watch = _Watch()
+        self._times: Times | None = None
+        self._expected_s: float | None = None
+        self._bias: dict[str, float] = {}
+        self._steps_left = -1  # of the window under way; -1 before there is a choice
+        self.choice: Choice | None = None
+
+    def forward_begins(self) -> None:
+        """Take note that a training step begins; choose where that is due. All ranks alike."""
+        if self.choice is not None and self._engine.algorithm.traits.asynchronous:
+            return  # ranks do not keep step, so they cannot meet
+        self._watch.step_begins(self._engine.exposed_s)
+        if self.choice is None:
+            if self._engine.plan.kind != "initial" or self._engine.next_plan is not None:
+                self._times = self._agree_on_times()
+                self._choose()
+        elif self._is_settled():
+            self._continue_window()
+
+    def forward_ends(self) -> None:
+        """Take note that the forward of a training step has ended."""
+        self._watch.forward_ends()
+
+    def adopt(self, name: str) -> None:
+        """Go on with the algorithm of that name: what a checkpoint says was chosen."""
+        found = next((each for each in self._candidates() if each.name == name), None)
+        if found is None:
+            raise CommlibError(f"the saved run had chosen {name!r}, which is not among the candidates now")
+        self._use(Choice(found, {}, "as in the checkpoint"))
+
+    # --- measuring ----------------------------------------------------------------------------------------------------
+
+    def _agree_on_times(self) -> Times:
+        """Return the times of the slowest rank. Collective."""
+        plan = self._engine.next_plan or self._engine.plan
+        ready_s, backward_s = list(plan.ready_s), max(plan.ready_s, default=1e-6)
+        own = (*self._watch.forward_and_rest_s(backward_s), backward_s, ready_s)
+        slowest = max(self._engine.transport.gather_objects(own), key=lambda each: sum(each[:3]))
+        forward_s, optimizer_s, backward_s, ready_s = slowest
+        return Times(forward_s, backward_s, optimizer_s, tuple(ready_s))
+
+    def _is_settled(self) -> bool:
+        """Return whether buckets are final."""
+        return self._engine.weights is not None or self._engine.plan.kind not in ("initial", "trial")
+
+    def _continue_window(self) -> None:
+        """Count a step; at the end of a window compare it with what was expected."""
+        if self._steps_left < 0:
+            self._begin_window()
+            return
+        self._steps_left -= 1
+        if self._steps_left:
+            return
+        own_s = self._watch.window_s()
+        step_s = max(self._engine.transport.gather_objects(own_s))
+        name = self._engine.algorithm.name
+        expected_s, self._expected_s = self._expected_s, step_s
+        if expected_s is not None and abs(step_s / expected_s - 1) > DEPARTURE and self.choice is not None:
+            if name in self.choice.predicted_s:
+                self._bias[name] = self._bias.get(name, 1.0) * step_s / self.choice.predicted_s[name]
+            self._choose(f"a step took {step_s * 1e3:.0f} ms instead of {expected_s * 1e3:.0f}")
+            return
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        traits = self._engine.algorithm.traits
+        cycle = traits.period * traits.fragments
+        self._steps_left = -(-_WINDOW_STEPS // cycle) * cycle
+        self._watch.begin_window()
+
+    # --- choosing -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Algorithm]:
+        return candidates_of(self._auto, self._engine.optimizer)
+
+    def _choose(self, why: str = "") -> None:
+        """Probe, decide on rank 0, adopt on all ranks. Collective."""
+        engine = self._engine
+        if engine.weights is not None:
+            self._synchronize()
+        found = probe(engine.transport, engine.device, self._ranks_per_node)
+        decided = self._decide(found) if engine.comm.rank == 0 else None
+        names, predicted_s, reason = engine.transport.gather_objects(decided)[0]
+        chosen = next(each for each in self._candidates() if each.name == names)
+        self._use(Choice(chosen, predicted_s, reason))
+        if engine.comm.rank == 0:
+            _log.warning("commlib auto: %s%s", f"{why}; " if why else "", reason)
+
+    def _decide(self, found: Probe) -> tuple[str, dict[str, float], str]:
+        """Return the chosen name, the predicted seconds of each candidate, and the reason."""
+        assert self._times is not None
+        workload = workload_of(self._engine.parameters, self._times)
+        predicted_s: dict[str, float] = {}
+        exactness: dict[str, int] = {}
+        for each in self._candidates():
+            predicted_s[each.name] = self._predict(each, workload, found) * self._bias.get(each.name, 1.0)
+            exactness[each.name] = EXACTNESS.index(each.exactness)
+        least_s = min(predicted_s.values())
+        close = [name for name, seconds in predicted_s.items() if seconds <= least_s * (1 + TOLERANCE)]
+        chosen = min(close, key=lambda name: (exactness[name], predicted_s[name]))
+        shown = ", ".join(f"{n} {s * 1e3:.0f}" for n, s in sorted(predicted_s.items(), key=lambda entry: entry[1]))
+        return (
+            chosen,
+            predicted_s,
+            f"{chosen}: {found.network.bandwidth_gbps:.2f} Gbit/s and {found.network.latency_us:.0f} us a message "
+            f"measured, {workload.step_s * 1e3:.0f} ms a step without communication; predicted ms: {shown}",
+        )
+
+    def _predict(self, candidate: Algorithm, workload: Workload, found: Probe) -> float:
+        engine = self._engine
+        largest = max(engine.parameters, key=lambda parameter: parameter.param.numel())
+        group = candidate.group(largest.name, largest.param)
+        factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, group)
+        cap_bytes = engine.cap_bytes
+        options = Options(
+            steps=2, bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20, transport=found.profile
+        )
+        return simulate(workload, found.network, scaled(found.device, factor), candidate, options).step_s
+
+    def _use(self, choice: Choice) -> None:
+        """Let the engine go on with a choice."""
+        engine = self._engine
+        self.choice = choice
+        self._expected_s = choice.predicted_s.get(choice.algorithm.name)
+        self._steps_left = -1
+        if choice.algorithm.name != engine.algorithm.name:
+            engine.replace(copy.deepcopy(choice.algorithm), self._connect)
+
+
+def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None) -> list[Algorithm]:
+    """Return the candidates of the allowed class that can be used with an optimizer.
+
+    Raises:
+        ConfigError: A candidate is not registered, two have one name, or none is left.
+    """
+    allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
+    found = [
+        each
+        for each in map(algorithms.create, auto.candidates or CANDIDATES)
+        if each.exactness in allowed
+        and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
+        and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
+        and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
+    ]
+    if len({each.name for each in found}) < len(found):
+        raise ConfigError(f"auto: expected candidates with different names, got {[each.name for each in found]}")
+    if not found:
+        raise ConfigError(
+            f"auto: expected a candidate of the class {auto.allow!r} or a narrower one that works with the optimizer, "
+            f"got {list(auto.candidates or CANDIDATES)}"
+        )
+    return found
+
+
+def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:
+    """Return the model in training as a workload: a layer for each dense parameter, the last to be ready first.
+
+    Raises:
+        CommlibError: No parameter is dense.
+    """
+    dense = [(at, p) for at, p in zip(times.ready_s, parameters, strict=True) if not p.sparse]
+    if not dense:
+        raise CommlibError("auto: the model has sparse gradients only")
+    dense.sort(key=lambda entry: entry[0])
+    layers, before = [], 0.0
+    for at, parameter in dense:
+        layer, _, name = parameter.name.rpartition(".")
+        layers.append(Layer(layer, ((name, tuple(parameter.param.shape) or (1,)),), max(at - before, 0.0)))
+        before = at
+    names = {value: key for key, value in DTYPES.items()}
+    return Workload(
+        name="this model",
+        layers=tuple(reversed(layers)),
+        batch_per_rank=1,
+        forward_s=max(times.forward_s, 1e-6),
+        backward_s=max(times.backward_s, 1e-6),
+        optimizer_s=max(times.optimizer_s, 0.0),
+        dtype=names.get(dense[0][1].param.dtype, "fp32"),
+        source="measured",
+    )
+
+
+class _Watch:
+    """The times of steps on this rank."""
+
+    def __init__(self) -> None:
+        self._begins_s: list[float] = []
+        self._forwards_s: list[float] = []
+        self._exposed_s: list[float] = []
+        self._window_begin = 0
+
+    def step_begins(self, exposed_s: float) -> None:
+        """A forward begins; `exposed_s` is how long the step before it waited for communication."""
+        self._begins_s.append(time.perf_counter())
+        self._exposed_s.append(exposed_s)
+
+    def forward_ends(self) -> None:
+        """A forward has ended."""
+        self._forwards_s.append(time.perf_counter() - self._begins_s[-1])
+
+    def forward_and_rest_s(self, backward_s: float) -> tuple[float, float]:
+        """Return the medians of forward, and of what is left of a step without backward and waiting."""
+        ends = zip(self._begins_s[1:], self._exposed_s[1:], strict=True)
+        steps = [end_s - begin_s - waited_s for begin_s, (end_s, waited_s) in zip(self._begins_s, ends, strict=False)]
+        forward_s = median(self._forwards_s)
+        return forward_s, max(0.0, median(steps) - forward_s - backward_s)
+
+    def begin_window(self) -> None:
+        """Forget what was before now."""
+        self._begins_s, self._exposed_s, self._forwards_s = self._begins_s[-1:], [], []
+
+    def window_s(self) -> float:
+        """Return the mean seconds of a step in the window."""
+        return (self._begins_s[-1] - self._begins_s[0]) / (len(self._begins_s) - 1)

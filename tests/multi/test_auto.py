@@ -1,0 +1,166 @@
+"""`algorithm="auto"`: what it chooses, alike on all ranks, when it chooses anew, and that training goes on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib.algorithms import Auto, ByteGrad
+from commlib.errors import ConfigError
+from commlib.replica import replica_of
+from tests.multi.common import (
+    Mlp,
+    assert_replicas_identical,
+    assert_same_trace,
+    mlp_loss,
+    raises_on_every_rank,
+    seeded,
+    sgd,
+    train,
+    wrap,
+)
+from tests.multi.pool import on_ranks
+
+STEPS = 12
+
+
+class Lines(logging.Handler):
+    """Keeps what commlib logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "auto" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
+def logged() -> Lines:
+    handler = Lines()
+    logging.getLogger("commlib").addHandler(handler)
+    return handler
+
+
+def everyone(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+@on_ranks(2, 3)
+def test_all_ranks_go_on_as_the_same_algorithm_and_rank_0_says_why() -> None:
+    handler = logged()
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="compensated"))
+    train(model, mlp_loss, STEPS)
+    chosen = commlib.stats(model).algorithm
+    assert chosen in ("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd")
+    assert everyone(chosen) == [chosen] * dist.get_world_size()
+    assert_replicas_identical(model)
+    assert len(handler.lines) == (1 if dist.get_rank() == 0 else 0)
+    if handler.lines:
+        assert chosen in handler.lines[0]
+        assert "Gbit/s" in handler.lines[0]
+        assert "powersgd" in handler.lines[0], "the predictions of all candidates are named"
+
+
+@on_ranks(2)
+def test_the_class_bounds_the_choice() -> None:
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="exact", candidates=["powersgd", "allreduce", "topk"]))
+    train(model, mlp_loss, STEPS)
+    assert commlib.stats(model).algorithm == "allreduce"
+
+
+@on_ranks(2)
+def test_an_algorithm_on_weights_can_be_chosen_and_left_again() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    auto = Auto(allow="any", candidates=["local_sgd", "allreduce"])
+    wrap(model, algorithm=auto, optimizer=optimizer)
+    tuner = replica_of(model).tuner
+    assert tuner is not None
+    for name in ("local_sgd", "allreduce", "local_sgd"):
+        tuner.adopt(name)
+        train(model, mlp_loss, 10, optimizer)
+        assert commlib.stats(model).algorithm == name
+    commlib.synchronize(model)
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert all(torch.equal(weights, other) for other in everyone(weights))
+    commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_a_step_that_departs_from_the_expected_one_leads_to_a_new_choice() -> None:
+    handler = logged()
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"), bucket_cap_mb=1.0)
+    train(model, mlp_loss, 8)
+    tuner = replica_of(model).tuner
+    assert tuner is not None
+    tuner._expected_s = 10.0  # as if steps had been this slow when the choice was made
+    train(model, mlp_loss, 45)
+    expected = tuner._expected_s
+    assert expected is not None
+    assert expected < 5.0
+    if dist.get_rank() == 0:
+        assert len(handler.lines) >= 2
+        assert any("instead of 10000" in line for line in handler.lines), handler.lines
+    chosen = commlib.stats(model).algorithm
+    assert everyone(chosen) == [chosen] * 2
+
+
+@on_ranks(2)
+def test_a_resumed_run_keeps_the_choice_and_is_bit_identical() -> None:
+    whole = seeded(Mlp)
+    optimizer = sgd(whole)
+    wrap(whole, algorithm=Auto(allow="compensated"), bucket_cap_mb=0.001, optimizer=optimizer)
+    tuner = replica_of(whole).tuner
+    assert tuner is not None
+    tuner.adopt("ef_quantized")
+    train(whole, mlp_loss, 6, optimizer)
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), commlib.state_dict(whole)))
+    rest = train(whole, lambda m, s: mlp_loss(m, s + 6), 4, optimizer)
+
+    resumed = seeded(Mlp, seed=99)
+    own = sgd(resumed)
+    resumed.load_state_dict(saved[0])
+    own.load_state_dict(saved[1])
+    wrap(resumed, algorithm=Auto(allow="compensated"), bucket_cap_mb=0.001, optimizer=own)
+    commlib.load_state_dict(resumed, saved[2])
+    assert commlib.stats(resumed).algorithm == "ef_quantized"
+    got = train(resumed, lambda m, s: mlp_loss(m, s + 6), 4, own)
+    assert_same_trace(got, rest, exact=True)
+
+
+@on_ranks(2)
+def test_candidates_that_cannot_be_are_errors_at_wrap() -> None:
+    with raises_on_every_rank(ConfigError, "not registered"):
+        wrap(seeded(Mlp), algorithm=Auto(candidates=["bytegrd"]))
+    with raises_on_every_rank(ConfigError, "expected a candidate"):
+        wrap(seeded(Mlp), algorithm=Auto(allow="any", candidates=["local_sgd"]))  # which needs an optimizer
+    with raises_on_every_rank(ConfigError, "different names"):
+        wrap(seeded(Mlp), algorithm=Auto(allow="compensated", candidates=["bytegrad", ByteGrad(feedback=True)]))
+
+
+def test_an_unknown_class_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="allow"):
+        Auto(allow="everything")
+
+
+@on_ranks(2)
+def test_accumulated_gradients_count_as_one_step() -> None:
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"), bucket_cap_mb=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(6):
+        optimizer.zero_grad()
+        with model.no_sync():
+            mlp_loss(model, 2 * step).backward()
+        mlp_loss(model, 2 * step + 1).backward()
+        optimizer.step()
+    assert_replicas_identical(model)
+    assert commlib.stats(model).algorithm in ("allreduce", "bytegrad")

@@ -1,0 +1,67 @@
+"""`commlib compare --emulate`: shrunk models in real processes on emulated hosts (root and iproute2 needed)."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from commlib import emulate as emulation
+from commlib.cli import app
+from commlib.errors import ConfigError
+from commlib.network import presets, workloads
+from commlib.network.emulated import check_requirements
+
+SETTING = emulation.Setting(hosts=2, max_numel=200_000, flops=2e7, reps=2, block=2, timeout_s=120.0)
+
+needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(check_requirements()))
+
+
+@needs_hosts
+@pytest.mark.timeout(300)
+def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -> None:
+    workload = workloads.get("vgg16")
+    targets = [100e6, presets.network("100gbps")]
+    by_rate, by_network = emulation.emulate(workload, targets, ["ddp", "bytegrad", "topk(ratio=0.02)"], SETTING)
+    assert by_rate.rate_bps == 100e6
+    assert math.isnan(by_rate.scale)
+    assert by_network.network == "100gbps"
+    for found in (by_rate, by_network):
+        rows = {row.system: row for row in found.rows}
+        assert list(rows) == ["none", "ddp", "bytegrad", "topk(ratio=0.02)"]
+        assert all(len(row.blocks_s) == 2 and row.step_s > 0 for row in found.rows)
+        assert rows["none"].predicted_s is rows["ddp"].predicted_s is None
+        assert rows["bytegrad"].predicted_s is not None
+        assert found.compute_s == rows["none"].step_s
+    rows = {row.system: row for row in by_rate.rows}
+    wire_s = 0.8e6 / 12.5e6  # the ring's bytes of 0.2 M elements on 2 hosts at 100 Mbit/s
+    assert rows["ddp"].step_s > wire_s
+    assert rows["topk(ratio=0.02)"].step_s < rows["ddp"].step_s
+
+
+def test_the_rate_keeps_the_weight_of_communication() -> None:
+    workload, network = workloads.get("vgg16"), presets.network("10gbps")
+    small = emulation.shrink(workload, SETTING.max_numel)
+    alone = {"rows": [{"step_s": 0.5}]}
+    rate_bps = emulation._scaled_rate(workload, network, small, alone, SETTING)
+    own_s = 8 * small.numel * 4 / rate_bps  # 2 (h-1)/h = 1 for two hosts
+    ring = 2 * (network.world_size - 1) / network.world_size
+    assert own_s / 0.5 == pytest.approx(ring * workload.nbytes / network.bytes_per_s / workload.step_s)
+
+
+def test_an_unknown_system_is_an_error_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="bytegrd"):
+        emulation.emulate(workloads.get("vgg16"), [1e8], ["bytegrd"], SETTING)
+
+
+@needs_hosts
+@pytest.mark.timeout(300)
+def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulation, "Setting", lambda **changed: SETTING)
+    asked = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd", "--json"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]

@@ -1,0 +1,87 @@
+"""Shrunk workloads, the models that train like them, and what the probe says of local work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from commlib.algorithms import AllReduce, ByteGrad, TopK
+from commlib.network import workloads
+from commlib.network.model import Device, Layer, Workload
+from commlib.network.probe import scaled, work_factor
+from commlib.network.synthetic import SyntheticModel, shrink
+
+SMALL = Workload(
+    name="small",
+    layers=(
+        Layer("first", (("weight", (32, 16)), ("bias", (32,))), 1.0),
+        Layer("second", (("weight", (64, 32)),), 3.0),
+    ),
+    batch_per_rank=4,
+    forward_s=1.0,
+    backward_s=2.0,
+)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "bert-large", "resnet50"])
+def test_a_shrunk_workload_keeps_its_tensors_and_their_proportions(name: str) -> None:
+    whole = workloads.get(name)
+    small = shrink(whole, 2_000_000)
+    assert [n for n, _ in small.parameters()] == [n for n, _ in whole.parameters()]
+    assert small.numel == pytest.approx(2_000_000, rel=0.1)
+    largest = max(range(len(whole.layers)), key=lambda idx: whole.layers[idx].numel)
+    share, own = (w.layers[largest].numel / w.numel for w in (whole, small))
+    assert own == pytest.approx(share, rel=0.15)
+
+
+def test_a_workload_that_is_small_enough_stays_as_it_is() -> None:
+    assert shrink(SMALL, 10**9) == SMALL
+
+
+def test_the_arithmetic_is_what_was_asked_for_and_backward_takes_twice_as_much() -> None:
+    model = SyntheticModel(SMALL, flops=4e6)
+    with FlopCounterMode(display=False) as forward:
+        loss = model()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert forward.get_total_flops() == pytest.approx(4e6, rel=0.01)
+    # The first layer's inputs need no gradient where nothing comes before them, so a little less than twice.
+    assert 1.5 * 4e6 < backward.get_total_flops() <= 2.01 * 4e6
+
+
+def test_gradients_become_ready_in_the_order_of_the_workload() -> None:
+    model = SyntheticModel(SMALL, flops=1e5)
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    model().backward()
+    assert seen[0] == "layers.1.weight"
+    assert set(seen[1:]) == {"layers.0.weight", "layers.0.bias"}
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    first, second = SyntheticModel(SMALL, 1e5, seed=3), SyntheticModel(SMALL, 1e5, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.equal(first(), second())
+
+
+DEVICE = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_us=1.0)
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(), TopK(ratio=0.01)])
+def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad | TopK) -> None:
+    """A device that is said to be ten times as fast makes the same work ten times as slow beside it."""
+    cpu = torch.device("cpu")
+    slow = work_factor(algorithm, DEVICE, 4, cpu, "compressed")
+    fast = work_factor(algorithm, scaled(DEVICE, 0.1), 4, cpu, "compressed")
+    assert fast == pytest.approx(10 * slow, rel=0.9)
+    assert scaled(DEVICE, 2.0).memory_gbytes_s == 5.0
+
+
+def test_local_work_leaves_the_algorithm_as_it_was() -> None:
+    algorithm = AllReduce()
+    before = dict(vars(algorithm))
+    work_factor(algorithm, DEVICE, 2, torch.device("cpu"))
+    assert vars(algorithm) == before
