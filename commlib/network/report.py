@@ -125,7 +125,7 @@ def show(comparison: Comparison, console: Console) -> None:
             name,
             exactness,
             f"{result.step_s * 1e3:.1f}",
-            f"{result.samples_per_s:,.0f}",
+            f"{result.samples_per_s:,.0f}" if result.samples_per_s >= 100 else f"{result.samples_per_s:.3g}",
             f"{speedup:.2f}",
             f"{result.exposed_s * 1e3:.1f}",
             f"{result.wire_bytes / 1e6:.1f}",
