@@ -8,7 +8,7 @@ what is not a plain all-reduce crosses nodes through one GPU of each, to which t
 which the result is broadcast. The codec takes turns with the computation. The figures themselves say two more things:
 ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
 decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
-more than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
+more than 8 Gbit/s carry, and overlapped pairs would take a quarter to a half less than each of the three figures.
 
 What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
 """
