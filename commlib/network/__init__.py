@@ -1,4 +1,4 @@
-"""Networks: emulated hosts that run real processes over shaped links."""
+"""Networks: emulated hosts that run real processes over shaped links, and simulated ones."""
 
 from commlib.network.emulated import (
     EmulatedCluster,
@@ -7,5 +7,13 @@ from commlib.network.emulated import (
     check_requirements,
     parse_rate,
 )
+from commlib.network.profiling import profile_model
 
-__all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]
+__all__ = [
+    "EmulatedCluster",
+    "HostResult",
+    "InterfaceCounters",
+    "check_requirements",
+    "parse_rate",
+    "profile_model",
+]

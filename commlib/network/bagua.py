@@ -8,7 +8,7 @@ what is not a plain all-reduce crosses nodes through one GPU of each, to which t
 which the result is broadcast. The codec takes turns with the computation. The figures themselves say two more things:
 ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
 decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
-more than 8 Gbit/s carry, and overlapped pairs would be faster by a quarter in all three figures.
+more than 8 Gbit/s carry, and overlapped pairs would take a quarter to a half less than each of the three figures.
 
 What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
 """
@@ -39,8 +39,8 @@ from commlib.transport.base import Communication, Communicator
 #: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
 CEILINGS_GBPS = {
     "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
-    "bagua-net": 37.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
-    "ps-lite": 19.4,  # BytePS
+    "bagua-net": 38.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
+    "ps-lite": 19.6,  # BytePS
 }
 
 #: Of an operation, until the host knows that it has ended.

@@ -13,7 +13,7 @@ from typing import Any
 from commlib import algorithms
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
-from commlib.errors import ConfigError
+from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.network.simulator import Options, Result, simulate
 
@@ -155,7 +155,7 @@ def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
             try:
                 options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
                 return label, algorithms.get(name)(**options)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, CodecError) as error:
                 raise ConfigError(f"algorithms: {label!r}: {error}") from error
     raise ConfigError(f"algorithms: expected a name or name(option=value), got {label!r}")
 

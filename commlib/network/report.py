@@ -111,7 +111,7 @@ def show(comparison: Comparison, console: Console) -> None:
         f"{network.nodes} x {network.gpus_per_node} ranks, {network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us"
     )
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
-        console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most ({network.source}).")
+        console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/simulator.md).")
     table = Table()
     table.add_column("algorithm", no_wrap=True)
     table.add_column("class", no_wrap=True)
@@ -125,7 +125,7 @@ def show(comparison: Comparison, console: Console) -> None:
             name,
             exactness,
             f"{result.step_s * 1e3:.1f}",
-            f"{result.samples_per_s:,.0f}",
+            f"{result.samples_per_s:,.0f}" if result.samples_per_s >= 100 else f"{result.samples_per_s:.3g}",
             f"{speedup:.2f}",
             f"{result.exposed_s * 1e3:.1f}",
             f"{result.wire_bytes / 1e6:.1f}",

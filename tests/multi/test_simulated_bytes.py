@@ -39,7 +39,7 @@ def simulated_bytes(algorithm: algorithms.Algorithm, num_steps: int) -> float:
     network = Network("ranks", nodes=dist.get_world_size())
     options = Options(steps=num_steps, bucket_cap_mb=CAP_MB)
     result = simulate(workload, network, device, algorithm, options)
-    return result.wire_bytes * len(result.steps_s)
+    return result.wire_bytes * num_steps
 
 
 @on_ranks(2, 3)
@@ -65,6 +65,7 @@ def test_simulated_bytes_are_those_of_real_ranks() -> None:
                 sent.append(commlib.stats(model).wire_bytes)
         commlib.synchronize(model)
         commlib.unwrap(model)
-        assert sent[-1] - sent[-2] == simulated_bytes(algorithm, cycle), name
+        expected = simulated_bytes(algorithm, cycle)
+        assert abs(sent[-1] - sent[-2] - expected) < 1e-3, f"{name}: sent {sent}, simulated {expected}"
         num_checked += 1
     assert num_checked >= 10

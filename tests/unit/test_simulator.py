@@ -16,6 +16,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
+from commlib.network.calibration import Cell, calibrate, predict
 from commlib.network.model import Device, Layer, Network, Workload
 from commlib.network.sim_links import NCCL, Links, TransportProfile
 from commlib.network.sim_meter import Meter
@@ -424,3 +425,38 @@ def test_codec_kernels_take_their_part_of_the_copy_rate():
 def test_figures_that_make_no_sense_are_refused(make):
     with pytest.raises(ConfigError, match="expected"):
         make()
+
+
+def test_a_calibration_finds_what_made_the_measurements():
+    def cpu(memory: float, per_byte: float, per_message: float) -> Device:
+        return Device(
+            "cpu", memory, {"fp32": 0.1}, shares_compute=True, cores=2, ranks_per_machine=4,
+            cpu_s_per_byte=per_byte, cpu_s_per_message=per_message,
+        )  # fmt: skip
+
+    true_device, true_transport = (
+        cpu(7.0, 2e-9, 2e-4),
+        TransportProfile("true", op_us=60.0, efficiency_of={"all_to_all": 0.6, "all_gather": 0.8}),
+    )
+    model = workload(500_000, 500_000)
+    cells = []
+    for gbps in (0.2, 1.0):
+        network = dataclasses.replace(FOUR, bandwidth_gbps=gbps)
+        for name in ("allreduce", "bytegrad", "signsgd", "topk"):
+            cell = Cell(model, network, name, 1.0, bucket_cap_mb=1.0)
+            cells.append(dataclasses.replace(cell, step_s=predict(cell, true_device, true_transport)))
+    start = TransportProfile("start", op_us=50.0)
+    found = calibrate(cells, cpu(5.0, 1e-9, 1e-4), start)
+    assert max(map(abs, found.errors)) < 0.02
+    # It holds where nothing was measured.
+    other = Cell(model, dataclasses.replace(FOUR, bandwidth_gbps=0.5), "ef_quantized", 1.0, bucket_cap_mb=1.0)
+    truth = predict(other, true_device, true_transport)
+    assert predict(other, found.device, found.transport) == pytest.approx(truth, rel=0.03)
+
+
+def test_a_calibration_needs_as_many_measurements_as_figures():
+    cell = Cell(workload(1000), FOUR, "allreduce", 1.0)
+    with pytest.raises(ConfigError, match="at least 7 measured steps, got 1"):
+        calibrate([cell], FREE, RING)
+    with pytest.raises(ConfigError, match="figures above 0"):
+        calibrate([cell] * 7, FREE, RING)

@@ -129,9 +129,9 @@ def test_a_ceiling_limits_the_rate():
 class _Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = torch.nn.Linear(64, 256)
-        self.heavy = torch.nn.Linear(256, 256)
-        self.last = torch.nn.Linear(256, 4)
+        self.first = torch.nn.Linear(64, 512)
+        self.heavy = torch.nn.Linear(512, 512)
+        self.last = torch.nn.Linear(512, 4)
         self.scale = torch.nn.Parameter(torch.ones(4))
         self.frozen = torch.nn.Parameter(torch.ones(4), requires_grad=False)
 
@@ -143,13 +143,13 @@ class _Net(torch.nn.Module):
 
 
 def _step(model):
-    model(torch.ones(16, 64)).sum().backward()
+    model(torch.ones(128, 64)).sum().backward()
 
 
 def test_a_profile_has_the_shapes_and_the_order_of_backward(tmp_path):
     model = _Net()
     optimizer = torch.optim.Adam(model.parameters())
-    workload = profile_model(model, _step, optimizer=optimizer, batch_per_rank=16, steps=3)
+    workload = profile_model(model, _step, optimizer=optimizer, batch_per_rank=128, steps=5)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert {name.removeprefix("scale."): shape for name, shape in workload.parameters()} == expected
     assert workload.layers[0].name == "first"
