@@ -56,7 +56,7 @@ class Setting:
     Attributes:
         hosts: Emulated hosts, one rank each.
         max_numel: Elements that the workload is shrunk to.
-        flops: Floating-point operations of one forward.
+        compute_s: Seconds of forward and backward together, in which ranks wait as for an accelerator.
         bucket_cap_mb: Size of all buckets, in MiB; measured and simulated alike.
         reps: Timed blocks of each system.
         block: Steps in a block; whole periods of an algorithm where that is more.
@@ -65,7 +65,7 @@ class Setting:
 
     hosts: int = 4
     max_numel: int = 4_000_000
-    flops: float = 1.5e9
+    compute_s: float = 0.25
     bucket_cap_mb: float = 4.0
     reps: int = 5
     block: int = 3
@@ -78,7 +78,7 @@ class Row:
 
     Attributes:
         system: An algorithm's name, or one of `BASELINES`.
-        step_s: Median seconds of a step over the blocks, on the slowest rank.
+        step_s: Median seconds of a step over the blocks, mean of the ranks.
         predicted_s: What the simulator says, from the probe and the step without communication; None for baselines.
         blocks_s: The blocks.
         algorithm: What ran in the end: for "auto" what it chose, else the system.
@@ -145,6 +145,10 @@ def emulate(
         if name not in BASELINES:
             _create(name)
     small = shrink(workload, setting.max_numel)
+    ratio = setting.compute_s / (small.forward_s + small.backward_s)
+    small = dataclasses.replace(
+        small, forward_s=small.forward_s * ratio, backward_s=small.backward_s * ratio, dtype="fp32"
+    )
     results = []
     with EmulatedCluster(setting.hosts) as cluster, tempfile.TemporaryDirectory() as folder:
         progress("a step without communication")
@@ -186,7 +190,6 @@ def _scaled_rate(
 def _run(
     cluster: EmulatedCluster, folder: Path, workload: Workload, systems: Sequence[str], setting: Setting
 ) -> dict[str, Any]:
-    workload = dataclasses.replace(workload, dtype="fp32")
     workloads.save(workload, folder / "workload.json")
     spec = {"folder": str(folder), "systems": list(systems), "setting": dataclasses.asdict(setting)}
     (folder / "spec.json").write_text(json.dumps(spec))
@@ -253,7 +256,7 @@ class _Racer:
         self.name = name
         self.algorithm = None if name in BASELINES else _steady(_create(name))
         self.blocks_s: list[float] = []
-        model: torch.nn.Module = SyntheticModel(workload, setting.flops)
+        model: torch.nn.Module = SyntheticModel(workload)
         self.optimizer = _make_optimizer(model, self.algorithm, workload)
         if name == "ddp":
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -279,14 +282,14 @@ class _Racer:
             self.parts_s = [part + b - a for part, a, b in zip(self.parts_s, times, times[1:], strict=False)]
 
     def time_block(self) -> None:
-        """Take one step that is not timed, then a block that is; note the slowest rank's seconds per step."""
+        """Take one step that is not timed, then a block that is; note the ranks' mean seconds per step."""
         self.steps(1 if self.block < _MAX_BLOCK_STEPS else 0)
         dist.barrier()
         start_s = time.perf_counter()
         self.steps(self.block)
-        own = torch.tensor([(time.perf_counter() - start_s) / self.block], dtype=torch.float64)
-        dist.all_reduce(own, dist.ReduceOp.MAX)
-        self.blocks_s.append(float(own))
+        own = torch.tensor((time.perf_counter() - start_s) / self.block, dtype=torch.float64)
+        dist.all_reduce(own)
+        self.blocks_s.append(float(own) / dist.get_world_size())
 
 
 def _create(label: str) -> Algorithm:
@@ -311,16 +314,29 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
     return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
 
-def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) -> float | None:
-    """Return the simulated step of a system."""
+def _factor(workload: Workload, racer: _Racer, found: Probe) -> float:
+    """Return how much longer a system's local work takes than it would cost, on all ranks at once. Collective."""
+    if racer.algorithm is None or isinstance(racer.algorithm, Auto):
+        return 1.0
+    largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
+    group = racer.algorithm.group(largest[0], torch.empty(largest[1], device="meta"))
+    dist.barrier()
+    own = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), group)
+    total = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _predict(workload: Workload, racer: _Racer, found: Probe, factor: float, setting: Setting) -> float | None:
+    """Return the simulated step of a system. Nothing computes on the processor, so all of it is communication's."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
     world_size = dist.get_world_size()
-    largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
-    group = racer.algorithm.group(largest[0], torch.empty(largest[1], device="meta"))
-    factor = work_factor(_steady(_create(racer.name)), found.device, world_size, torch.device("cpu"), group)
+    device = dataclasses.replace(
+        scaled(found.device, factor), cores=2 * world_size, ranks_per_machine=world_size, cpu_s_per_byte=0.0
+    )
     options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
-    return simulate(workload, found.network, scaled(found.device, factor), racer.algorithm, options).step_s
+    return simulate(workload, found.network, device, racer.algorithm, options).step_s
 
 
 def _work(spec: dict[str, Any]) -> None:
@@ -348,16 +364,17 @@ def _work(spec: dict[str, Any]) -> None:
     measured = dataclasses.replace(
         workload, forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s, device="probed"
     )
+    factors = [_factor(workload, racer, found) for racer in racers]
     if dist.get_rank() == 0:
         rows = [
             {
                 "system": racer.name,
                 "step_s": median(racer.blocks_s),
-                "predicted_s": _predict(measured, racer, found, setting),
+                "predicted_s": _predict(measured, racer, found, factor, setting),
                 "blocks_s": racer.blocks_s,
                 "algorithm": racer.name if racer.algorithm is None else stats(racer.model).algorithm,
             }
-            for racer in racers
+            for racer, factor in zip(racers, factors, strict=True)
         ]
         (folder / "result.json").write_text(json.dumps({"rows": rows, "probe": dataclasses.asdict(found)}))
     dist.barrier()

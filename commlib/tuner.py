@@ -13,6 +13,7 @@ What an algorithm turned out to take, relative to its prediction, corrects its l
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -213,10 +214,14 @@ class Tuner:
         group = candidate.group(largest.name, largest.param)
         factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, group)
         cap_bytes = engine.cap_bytes
+        device = scaled(found.device, factor)
+        if not self._watch.uses_processor:  # the computation is an accelerator's, or waits
+            size = engine.comm.world_size
+            device = dataclasses.replace(device, cores=2 * size, ranks_per_machine=size, cpu_s_per_byte=0.0)
         options = Options(
             steps=2, bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20, transport=found.profile
         )
-        return simulate(workload, found.network, scaled(found.device, factor), candidate, options).step_s
+        return simulate(workload, found.network, device, candidate, options).step_s
 
     def _use(self, choice: Choice) -> None:
         """Let the engine go on with a choice."""
@@ -288,16 +293,23 @@ class _Watch:
         self._begins_s: list[float] = []
         self._forwards_s: list[float] = []
         self._exposed_s: list[float] = []
-        self._window_begin = 0
+        self._processor_s: list[float] = []
 
     def step_begins(self, exposed_s: float) -> None:
         """A forward begins; `exposed_s` is how long the step before it waited for communication."""
         self._begins_s.append(time.perf_counter())
+        self._processor_s.append(time.thread_time())
         self._exposed_s.append(exposed_s)
 
     def forward_ends(self) -> None:
         """A forward has ended."""
         self._forwards_s.append(time.perf_counter() - self._begins_s[-1])
+
+    @property
+    def uses_processor(self) -> bool:
+        """Whether this thread was busy for most of a step, waiting for communication apart."""
+        spent_s = self._processor_s[-1] - self._processor_s[0]
+        return spent_s > 0.5 * (self._begins_s[-1] - self._begins_s[0] - sum(self._exposed_s[1:]))
 
     def forward_and_rest_s(self, backward_s: float) -> tuple[float, float]:
         """Return the medians of forward, and of what is left of a step without backward and waiting."""
@@ -308,7 +320,8 @@ class _Watch:
 
     def begin_window(self) -> None:
         """Forget what was before now."""
-        self._begins_s, self._exposed_s, self._forwards_s = self._begins_s[-1:], [], []
+        self._begins_s, self._processor_s = self._begins_s[-1:], self._processor_s[-1:]
+        self._exposed_s, self._forwards_s = [], []
 
     def window_s(self) -> float:
         """Return the mean seconds of a step in the window."""

@@ -1,11 +1,11 @@
 """What this machine and this network can do, measured by the ranks that will use them.
 
-[Note: what is fitted] A small all-reduce gives the latency of a message, a large one the bandwidth of a link; other
-verbs are measured at the same size, and the part of that bandwidth that they reach is the profile's. Processor
-seconds for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy
-threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a
-scratch bucket with requests that only echo, and its time is compared with what the simulator's cost model says
-(`work_factor`).
+[Note: what is fitted] Each verb is measured with hardly any bytes and with many. The quickest of the small ones
+gives the latency of a message, the fastest of the large ones the bandwidth; what the others take beside that is the
+profile's, by verb. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
+rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own
+`communicate` runs on a scratch bucket with requests that only echo, and its time is compared with what the
+simulator's cost model says (`work_factor`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SMALL_BYTES = 64
 _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
 #: Roughly how long one large collective may take, in seconds.
-_LARGE_S = 0.15
-_REPETITIONS = 5
+_LARGE_S = 0.08
+_REPETITIONS = 3
 _BUSY_S = 0.08
 _COPY_BYTES = 32 << 20
 _WORK_BYTES = 4 << 20
@@ -65,23 +65,16 @@ def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -
         TransportError: A rank did not take part.
     """
     timer, size = _Timer(transport, device), transport.world_size
-    kind = NCCL if device.type == "cuda" else GLOO
-    comm = Communicator(transport.rank, size)
-    op_s, hops = kind.op_us * 1e-6, 2 * (size - 1)
-    small_s = timer.seconds(lambda: comm.all_reduce(timer.buffer(_SMALL_BYTES)))
-    latency_s = max(0.0, small_s - op_s) / max(1, hops)
-    first_s = timer.seconds(lambda: comm.all_reduce(timer.buffer(_FIRST_BYTES)))
-    step = 64 * size
-    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s))) // step * step
-
-    def rate(request: Request, hops: int) -> float:
-        return request.wire_bytes() / max(1e-6, timer.seconds(lambda: request) - hops * latency_s - op_s)
-
-    rates = {"all_reduce": rate(comm.all_reduce(timer.buffer(nbytes)), hops)}
+    verbs = _Verbs(Communicator(transport.rank, size), timer)
+    small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES)) for verb in verbs.hops}
+    latency_s = min(small_s[verb] / max(1, hops) for verb, hops in verbs.hops.items())
+    first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
+    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
+    rates = {}
+    for verb in verbs.hops:
+        request = verbs.request(verb, nbytes)
+        rates[verb] = request.wire_bytes() / max(1e-6, timer.seconds(request) - small_s[verb])
     cpu_s_per_byte = timer.cpu_s_per_byte
-    whole, own = timer.buffer(nbytes), timer.buffer(nbytes, place=1)
-    rates["all_gather"] = rate(comm.all_gather(whole, own[: len(own) // size]), size - 1)
-    rates["all_to_all"] = rate(comm.all_to_all(whole, own), 1)
     best = max(rates.values())
     timer.barrier()
     share = _share_of_cores()
@@ -109,7 +102,11 @@ def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -
             ranks_per_machine=size,
             source="measured",
         ),
-        dataclasses.replace(kind, efficiency_of={verb: found / best for verb, found in rates.items()}),
+        dataclasses.replace(
+            GLOO if is_cpu else NCCL,
+            efficiency_of={verb: found / best for verb, found in rates.items()},
+            op_us_of={verb: 1e6 * (small_s[verb] - hops * latency_s) for verb, hops in verbs.hops.items()},
+        ),
     )
 
 
@@ -184,6 +181,39 @@ def _echo(request: Request) -> None:
             pass
 
 
+class _Verbs:
+    """Requests of each verb, of a size.
+
+    Attributes:
+        hops: How many messages follow one another in each verb, as the simulator has it.
+    """
+
+    def __init__(self, comm: Communicator, timer: _Timer) -> None:
+        self._comm = comm
+        self._timer = timer
+        self.hops = {"all_reduce": 2 * (comm.world_size - 1), "all_gather": comm.world_size - 1, "all_to_all": 1}
+        if comm.world_size > 1:
+            self.hops["exchange"] = 1
+
+    def request(self, verb: str, nbytes: int) -> Request:
+        """Return a request whose tensor has about `nbytes` on each rank."""
+        comm, size = self._comm, self._comm.world_size
+        nbytes = -(-nbytes // (64 * size)) * 64 * size
+        whole, other = self._timer.buffer(nbytes), self._timer.buffer(nbytes, place=1)
+        own = len(whole) // size
+        match verb:
+            case "all_reduce":
+                return comm.all_reduce(whole)
+            case "all_gather":
+                return comm.all_gather(whole, other[:own])
+            case "all_to_all":
+                return comm.all_to_all(whole, other)
+        peers = sorted({(comm.rank + 1) % size, (comm.rank - 1) % size})
+        half = len(whole) // 2
+        parts = [(peer, slice(place * half, (place + 1) * half)) for place, peer in enumerate(peers)]
+        return comm.exchange([(p, whole[at]) for p, at in parts], [(p, other[at]) for p, at in parts])
+
+
 class _Timer:
     """Times collectives on all ranks at once.
 
@@ -208,9 +238,8 @@ class _Timer:
         """Wait for all ranks."""
         self._transport.gather_objects(None)
 
-    def seconds(self, make: Callable[[], Request]) -> float:
+    def seconds(self, request: Request) -> float:
         """Return how long a collective takes: the median over repetitions, of the slowest rank."""
-        request = make()
         self._transport.issue(request).wait()
         found, cpu_s = [], []
         for _ in range(_REPETITIONS):

@@ -49,6 +49,7 @@ class TransportProfile:
         efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
         efficiency_of: The part of that which a verb reaches ("all_to_all", ...); 1 for those that are not there.
         op_us: Of each collective, before it starts.
+        op_us_of: Instead of that, of a verb that is named.
         message_us: Of each message that a rank sends in a collective.
         in_flight: How many collectives of one communicator are under way at once.
         leaders_only: Whether collectives across nodes are made by one rank of each node, so that nobody shares its
@@ -64,6 +65,7 @@ class TransportProfile:
     efficiency: float = 1.0
     efficiency_of: Mapping[str, float] = field(default_factory=dict)
     op_us: float = 0.0
+    op_us_of: Mapping[str, float] = field(default_factory=dict)
     message_us: float = 0.0
     in_flight: int = 1
     leaders_only: bool = False
@@ -82,7 +84,7 @@ class TransportProfile:
         if (
             any(not 0 < value <= 1 for value in efficiencies)
             or self.in_flight < 1
-            or min(self.op_us, self.message_us) < 0
+            or min(self.op_us, self.message_us, *self.op_us_of.values()) < 0
         ):
             raise ConfigError(
                 "TransportProfile: expected efficiencies above 0 and at most 1, in_flight of 1 or more, op_us and "
@@ -255,7 +257,7 @@ class Links:
         """Return when a collective that each rank issues at `at` starts and ends, and take note of it."""
         cost = self.cost(request)
         under_way = self._under_way.setdefault((communicator, request.group), deque(maxlen=self._profile.in_flight))
-        start = at + self._profile.op_us * 1e-6
+        start = at + self._profile.op_us_of.get(request.verb, self._profile.op_us) * 1e-6
         if len(under_way) == under_way.maxlen:
             start = np.maximum(start, under_way[0])
         if cost.adapter_s:

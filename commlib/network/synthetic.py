@@ -1,13 +1,17 @@
-"""A model that trains like a workload: the shapes of its parameters, its arithmetic by layer, no data.
+"""A model that trains like a workload: its parameters and the times of its layers, but no data.
 
-Each matrix multiplies inputs of its own, as many as give the layer its part of the arithmetic, and one number runs from
-layer to layer, so gradients become ready in the order in which the workload's do.
+A layer computes something small with every parameter, and waits for the rest of its time, in forward and again in
+backward. An accelerator computes like that, seen from the processor: emulated hosts share the cores of one machine,
+and processes that computed there would take them from each other's communication. One number runs from layer to
+layer, so gradients become ready in the order in which the workload's do.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,58 +37,71 @@ def _shrink(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
     return tuple(max(1, round(size * factor)) for size in flat)
 
 
-#: A layer of more inputs than these is passed several times.
-_MAX_ROWS = 4096
-
-
 class SyntheticModel(nn.Module):
     """See above. The loss is its output, [] fp32.
 
     Args:
-        workload: Its layers; matrices of at most two dimensions.
-        flops: Floating-point operations of the matrix products of one forward; backward takes twice as many.
-        seed: Of the parameters, the same on all ranks, and of the inputs.
+        workload: Its layers and its times, of forward and backward.
+        seed: Of the parameters; the same on all ranks.
     """
 
-    def __init__(self, workload: Workload, flops: float, seed: int = 0) -> None:
+    def __init__(self, workload: Workload, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         total = sum(layer.weight for layer in workload.layers)
         self.layers = nn.ModuleList(
-            SyntheticLayer(layer, flops * layer.weight / total, generator) for layer in workload.layers
+            SyntheticLayer(
+                layer,
+                workload.forward_s * layer.weight / total,
+                workload.backward_s * layer.weight / total,
+                generator,
+            )
+            for layer in workload.layers
         )
 
     def forward(self) -> Tensor:
         """Return the loss."""
-        signal = torch.ones(())
+        signal = torch.ones((), requires_grad=True)
         for layer in self.layers:
             signal = layer(signal)
         return (signal - 1.0).square()
 
 
 class SyntheticLayer(nn.Module):
-    """One layer: its matrices times inputs of their own."""
+    """One layer: the mean of each of its parameters joins the signal."""
 
-    def __init__(self, layer: Layer, flops: float, generator: torch.Generator) -> None:
+    def __init__(self, layer: Layer, forward_s: float, backward_s: float, generator: torch.Generator) -> None:
         super().__init__()
-        self._inputs: dict[str, Tensor] = {}
-        self._passes: dict[str, int] = {}
-        numel = sum(math.prod(shape) for _, shape in layer.shapes if len(shape) == 2)
+        self._forward_s, self._backward_s = forward_s, backward_s
         for name, shape in layer.shapes:
-            own = name.replace(".", "_")
-            scale = shape[-1] ** -0.5
-            self.register_parameter(own, nn.Parameter(scale * torch.randn(shape, generator=generator)))
-            if len(shape) == 2:
-                rows = max(1, round(flops / (2 * numel)))
-                self._passes[own] = -(-rows // _MAX_ROWS)
-                self._inputs[own] = torch.randn(rows // self._passes[own], shape[1], generator=generator)
+            values = shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(values))
 
     def forward(self, signal: Tensor) -> Tensor:
         """Return the signal for the next layer."""
-        for name, parameter in self.named_parameters():
-            if (inputs := self._inputs.get(name)) is None:
-                signal = signal + 1e-3 * parameter.mean()
-                continue
-            for _ in range(self._passes[name]):
-                signal = 0.5 * signal + 0.5 + 0.1 * torch.mm(inputs + signal, parameter.t()).mean()
-        return signal
+        begin_s = time.perf_counter()
+        # In backward the wait comes first: the gradients are ready at the end of the layer's time.
+        for parameter in self.parameters():
+            signal = 0.9 * signal + 0.1 + parameter.mean()
+        _wait_until(begin_s + self._forward_s)
+        return _WaitInBackward.apply(signal, self._backward_s)  # pyright: ignore[reportReturnType]
+
+
+class _WaitInBackward(torch.autograd.Function):
+    """The identity, whose gradient comes later."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return signal.view_as(signal)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+def _wait_until(at_s: float) -> None:
+    left_s = at_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -14,7 +14,7 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.emulated import check_requirements
 
-SETTING = emulation.Setting(hosts=2, max_numel=200_000, flops=2e7, reps=2, block=2, timeout_s=120.0)
+SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 
 needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(check_requirements()))
 
