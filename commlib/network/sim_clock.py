@@ -133,7 +133,7 @@ class VirtualDriver(Driver):
         assert self._until_s is not None
         start_s = np.maximum(load.start_s, self.now_s)
         whole = self._until_s + load.share * np.maximum(0.0, load.end_s - start_s)
-        # Where the load outlasts the computation: until - now is what is computed at the full rate, then at the rest.
+        # Where the load outlasts the computation, its end t satisfies t - share * (t - start) = until.
         part = (self._until_s - load.share * start_s) / max(1.0 - load.share, 1e-9)
         self._until_s = np.where(start_s < self._until_s, np.minimum(whole, part), self._until_s)
 

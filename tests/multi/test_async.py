@@ -298,14 +298,14 @@ def test_hogwild_shares_one_memory_until_unwrapped() -> None:
         with torch.no_grad():
             weight[0, 0] = 42.0
     dist.barrier()
-    assert float(weight[0, 0]) == 42.0
+    assert weight[0, 0].item() == 42.0
     dist.barrier()
     commlib.unwrap(model)
-    assert float(weight[0, 0]) == 42.0
+    assert weight[0, 0].item() == 42.0
     with torch.no_grad():
         weight[0, 0] = dist.get_rank()
     dist.barrier()
-    assert float(weight[0, 0]) == dist.get_rank()
+    assert weight[0, 0].item() == dist.get_rank()
     assert not list(Path("/dev/shm").glob("commlib-hogwild-*"))
 
 

@@ -16,6 +16,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
+from commlib.network import presets, workloads
 from commlib.network.calibration import Cell, calibrate, predict
 from commlib.network.model import Device, Layer, Network, Workload
 from commlib.network.sim_links import NCCL, Links, TransportProfile
@@ -32,7 +33,7 @@ RING = TransportProfile("ring")
 ALL = [name for name in algorithms.list() if not algorithms.create(name).traits.runs_itself]
 
 
-def workload(*numels: int, forward_s: float = 0.010, backward_s: float = 0.020) -> Workload:
+def model_of(*numels: int, forward_s: float = 0.010, backward_s: float = 0.020) -> Workload:
     """Layers of one matrix each, which take equal parts of the time."""
     layers = tuple(Layer(f"layer{idx}", (("weight", (numel // 1000, 1000)),), 1.0) for idx, numel in enumerate(numels))
     return Workload("model", layers, 8, forward_s, backward_s, 0.001)
@@ -52,7 +53,7 @@ def ring_s(numel: int, num_flags: int = 0) -> float:
 
 
 def test_one_bucket_takes_the_rings_time():
-    result = run(workload(1_000_000), bucket_cap_mb=100)
+    result = run(model_of(1_000_000), bucket_cap_mb=100)
     assert result.step_s == pytest.approx(0.031 + ring_s(1_000_000, num_flags=1), rel=1e-9)
     assert result.exposed_s == pytest.approx(result.waited_s, rel=1e-6)
     assert result.wire_bytes == 2 * 3 / 4 * 4 * 1_000_001
@@ -61,13 +62,13 @@ def test_one_bucket_takes_the_rings_time():
 
 def test_a_bucket_that_is_ready_early_hides_behind_backward():
     # The last layer's gradients are ready after 10 ms of backward and take 3.6 ms, the first layer's at its end.
-    result = run(workload(500_000, 500_000), bucket_cap_mb=1)
+    result = run(model_of(500_000, 500_000), bucket_cap_mb=1)
     assert result.num_buckets == 2
     assert result.step_s == pytest.approx(0.031 + ring_s(500_000, num_flags=2), rel=1e-9)
 
 
 def test_collectives_follow_one_another_where_the_network_is_slower_than_backward():
-    result = run(workload(5_000_000, 5_000_000), bucket_cap_mb=1)
+    result = run(model_of(5_000_000, 5_000_000), bucket_cap_mb=1)
     first_s, second_s = ring_s(5_000_000), ring_s(5_000_000, num_flags=2)
     assert result.step_s == pytest.approx(0.031 + first_s - 0.010 + second_s, rel=1e-9)
 
@@ -89,7 +90,7 @@ def test_stages_of_two_buckets_are_pipelined():
     numel = 500_000
     device = Device("slow", memory_gbytes_s=4.0, tflops={"fp32": 1.0})
     network = dataclasses.replace(FOUR, latency_us=0.0)  # a collective takes 3 ms
-    result = run(workload(numel, numel), network, TwoStages(), device, bucket_cap_mb=1)
+    result = run(model_of(numel, numel), network, TwoStages(), device, bucket_cap_mb=1)
     work, wire = 1e-3, 3e-3
     # Bucket 0 is gathered at 10 ms of backward, bucket 1 at its end (the gather lengthens backward), 21 ms, 22 ms.
     # 0: work 11-12, wire 12-15, work 15-16; its second collective follows the first of bucket 1, gathered at 22.
@@ -102,9 +103,9 @@ def test_local_work_beside_backward_slows_it_by_the_devices_contention():
     numel = 500_000
     slow = Device("slow", memory_gbytes_s=4.0, tflops={"fp32": 1.0}, contention=0.5)
     network = dataclasses.replace(FOUR, bandwidth_gbps=8e6, latency_us=0.0)
-    with_it = run(workload(numel, numel), network, TwoStages(), slow, bucket_cap_mb=1).step_s
+    with_it = run(model_of(numel, numel), network, TwoStages(), slow, bucket_cap_mb=1).step_s
     without = run(
-        workload(numel, numel), network, TwoStages(), dataclasses.replace(slow, contention=0.0), bucket_cap_mb=1
+        model_of(numel, numel), network, TwoStages(), dataclasses.replace(slow, contention=0.0), bucket_cap_mb=1
     ).step_s
     # Bucket 0 works 2 ms beside backward (its second collective waits for bucket 1's first), each costs half of that.
     assert with_it - without == pytest.approx(0.5 * 2e-3, rel=1e-3)
@@ -115,7 +116,7 @@ def test_ranks_of_a_processor_share_its_cores():
     cpu = Device("cpu", 4.0, {"fp32": 1.0}, shares_compute=True, cores=2, ranks_per_machine=4)
     numel = 500_000
     network = dataclasses.replace(FOUR, bandwidth_gbps=8e6, latency_us=0.0)
-    result = run(workload(numel, numel), network, TwoStages(), cpu, bucket_cap_mb=1)
+    result = run(model_of(numel, numel), network, TwoStages(), cpu, bucket_cap_mb=1)
     # Two works of bucket 0 beside backward: + 2 * 2 ms. After it: work of bucket 1, of both after their collectives, of
     # bucket 1 again: 4 pieces of 2 ms (nothing computes). Gathers take 1 ms of the computation's own time.
     assert result.step_s == pytest.approx(0.031 + 2 * 1e-3 + 2 * 2e-3 + 4 * 2e-3, rel=1e-3)
@@ -123,7 +124,7 @@ def test_ranks_of_a_processor_share_its_cores():
 
 def test_the_processors_time_of_a_collective_is_lost_to_the_computation():
     cpu = Device("cpu", 1e15, {"fp32": 1e12}, shares_compute=True, cpu_s_per_byte=1e-9, cores=1)
-    result = run(workload(500_000, 500_000), device=cpu, bucket_cap_mb=1)
+    result = run(model_of(500_000, 500_000), device=cpu, bucket_cap_mb=1)
     # 3 MB sent by bucket 0 beside backward cost 3 ms of it, although the link carries them in as long.
     assert result.step_s == pytest.approx(0.031 + 3e-3 + ring_s(500_000, num_flags=2), rel=1e-3)
 
@@ -191,7 +192,7 @@ def test_latencies_overlap_where_several_collectives_are_under_way():
 
 
 def test_a_straggler_delays_all_ranks_of_a_synchronous_algorithm():
-    model = workload(1_000_000)
+    model = model_of(1_000_000)
     alike, slowed = (run(model, bucket_cap_mb=100, stragglers=s) for s in (None, {2: 3.0}))
     # All wait for its forward and backward; its optimizer's step is its own, and comes before its next forward.
     assert slowed.step_s == pytest.approx(alike.step_s + 2 * model.step_s, rel=0.01)
@@ -206,7 +207,7 @@ class Asynchronous(Algorithm):
 
 
 def test_a_straggler_delays_nobody_in_an_asynchronous_algorithm():
-    model = workload(1_000_000)
+    model = model_of(1_000_000)
     slowed = run(model, algorithm=Asynchronous(), stragglers={2: 3.0}, steps=40)
     free = (3 / model.step_s + 1 / (3 * model.step_s)) * model.batch_per_rank
     assert slowed.samples_per_s == pytest.approx(free, rel=1e-6)
@@ -215,7 +216,7 @@ def test_a_straggler_delays_nobody_in_an_asynchronous_algorithm():
 
 
 def test_asynchronous_ranks_that_are_alike_never_wait():
-    model = workload(1_000_000)
+    model = model_of(1_000_000)
     result = run(model, algorithm=Asynchronous())
     assert result.step_s == pytest.approx(model.step_s, rel=1e-6)
 
@@ -227,7 +228,7 @@ def test_rounds_in_the_background_hide_behind_the_next_step():
     class Waiting(Asynchronous):
         traits = Traits(tensors="weights")
 
-    model = workload(1_000_000)
+    model = model_of(1_000_000)
     assert run(model, algorithm=Delayed()).step_s == pytest.approx(model.step_s, rel=1e-6)
     assert run(model, algorithm=Waiting()).step_s == pytest.approx(model.step_s + ring_s(1_000_000), rel=1e-6)
 
@@ -236,13 +237,13 @@ def test_periods_are_simulated_whole():
     class Local(Asynchronous):
         traits = Traits(tensors="weights", period=30)
 
-    result = run(workload(1_000_000), algorithm=Local(), steps=20)
+    result = run(model_of(1_000_000), algorithm=Local(), steps=20)
     assert len(result.steps_s) == 16 * 30
     assert result.wire_bytes == pytest.approx(2 * 3 / 4 * 4_000_000 / 30)
 
 
 def test_jitter_is_drawn_from_the_seed():
-    model = workload(500_000, 500_000)
+    model = model_of(500_000, 500_000)
     first, again, other = (run(model, jitter=0.1, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.step_s != other.step_s
@@ -252,7 +253,7 @@ def test_jitter_is_drawn_from_the_seed():
 @pytest.mark.parametrize("network", [FOUR, NODES], ids=lambda network: network.name)
 @pytest.mark.parametrize("name", ALL)
 def test_alike_ranks_are_simulated_once_with_the_same_result(name, network):
-    model = workload(200_000, 300_000)
+    model = model_of(200_000, 300_000)
     device = Device("device", 100.0, {"fp32": 10.0}, launch_us=2.0, contention=0.3)
     one, each = (run(model, network, name, device, stragglers=s, steps=3) for s in (None, {0: 1.0}))
     if algorithms.create(name).traits.asynchronous:  # another way of simulating it, with simpler costs
@@ -267,7 +268,7 @@ def test_alike_ranks_are_simulated_once_with_the_same_result(name, network):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_algorithm_can_be_simulated(name):
-    model = dataclasses.replace(workload(200_000, 300_000), optimizer="adam")
+    model = dataclasses.replace(model_of(200_000, 300_000), optimizer="adam")
     result = run(model, NODES, name, Device("device", 100.0, {"fp32": 10.0}, launch_us=2.0), transport=NCCL, steps=2)
     assert result.step_s >= model.step_s * (1 - 1e-9)
     assert result.wire_bytes > 0
@@ -282,7 +283,7 @@ def test_the_example_of_the_documentation_runs_on_1024_ranks():
     namespace: dict = {}
     exec(source.partition("\nmodel = ")[0], namespace)
     network = Network("large", nodes=128, gpus_per_node=8)
-    model = workload(500_000)
+    model = model_of(500_000)
     result = run(model, network, namespace["ScaledSign"](), transport=NCCL, steps=2, bucket_cap_mb=100)
     # A byte for each element and a scale, to 1,023 others; and the flags.
     assert result.wire_bytes == 1023 * (500_000 + 4) + 2 * 1023 / 1024 * 4
@@ -292,7 +293,7 @@ def test_the_example_of_the_documentation_runs_on_1024_ranks():
 def test_4096_ranks_are_no_more_work_than_few():
     network = Network("huge", nodes=512, gpus_per_node=8)
     begin_s = time.process_time()
-    run(workload(500_000, 500_000), network, ByteGrad(hierarchical=True), transport=NCCL)
+    run(model_of(500_000, 500_000), network, ByteGrad(hierarchical=True), transport=NCCL)
     assert time.process_time() - begin_s < 10
 
 
@@ -309,6 +310,17 @@ def test_all_algorithms_take_seconds_on_128_ranks():
     assert time.process_time() - begin_s < 2 * len(ALL)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_algorithms_take_less_than_a_minute_on_bert_large():
+    network, device = presets.network("100gbps"), presets.device("v100")
+    begin_s = time.process_time()
+    for name in ALL:
+        run(workloads.get("bert-large"), network, name, device, transport=NCCL, steps=20)
+    assert network.world_size == 128
+    assert time.process_time() - begin_s < 60
+
+
 def test_an_algorithm_that_asks_for_values_is_refused():
     class Peeking(AllReduce):
         def communicate(self, bucket, comm):
@@ -316,12 +328,12 @@ def test_an_algorithm_that_asks_for_values_is_refused():
                 yield comm.all_reduce(bucket.flat)
 
     with pytest.raises(ConfigError, match=r"Peeking failed on meta tensors"):
-        run(workload(1000), algorithm=Peeking())
+        run(model_of(1000), algorithm=Peeking())
 
 
 def test_hierarchy_sends_less_through_the_adapters():
     network = Network("nodes", nodes=4, gpus_per_node=8, bandwidth_gbps=8.0)
-    model = workload(4_000_000)
+    model = model_of(4_000_000)
     flat, nodes = (run(model, network, ByteGrad(hierarchical=h), transport=NCCL, steps=1) for h in (False, True))
     assert nodes.adapter_bytes < flat.adapter_bytes / 4
     assert nodes.step_s < flat.step_s
@@ -334,7 +346,7 @@ def test_hierarchy_sends_less_through_the_adapters():
 )
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError, match="simulate: expected"):
-        run(workload(1000), **options)
+        run(model_of(1000), **options)
 
 
 # --- local work -------------------------------------------------------------------------------------------------------
@@ -417,8 +429,8 @@ def test_codec_kernels_take_their_part_of_the_copy_rate():
         lambda: Device("d", 1.0, {"fp16": 1.0}),
         lambda: Device("d", 1.0, {"fp32": 1.0}, codec_fractions={"int8": 1.0}),
         lambda: Workload("w", (), 1, 1.0, 1.0),
-        lambda: dataclasses.replace(workload(1000), dtype="int8"),
-        lambda: dataclasses.replace(workload(1000), forward_s=math.nan),
+        lambda: dataclasses.replace(model_of(1000), dtype="int8"),
+        lambda: dataclasses.replace(model_of(1000), forward_s=math.nan),
         lambda: TransportProfile("t", all_reduce=("star",)),
     ],
 )
@@ -438,7 +450,7 @@ def test_a_calibration_finds_what_made_the_measurements():
         cpu(7.0, 2e-9, 2e-4),
         TransportProfile("true", op_us=60.0, efficiency_of={"all_to_all": 0.6, "all_gather": 0.8}),
     )
-    model = workload(500_000, 500_000)
+    model = model_of(500_000, 500_000)
     cells = []
     for gbps in (0.2, 1.0):
         network = dataclasses.replace(FOUR, bandwidth_gbps=gbps)
@@ -455,7 +467,7 @@ def test_a_calibration_finds_what_made_the_measurements():
 
 
 def test_a_calibration_needs_as_many_measurements_as_figures():
-    cell = Cell(workload(1000), FOUR, "allreduce", 1.0)
+    cell = Cell(model_of(1000), FOUR, "allreduce", 1.0)
     with pytest.raises(ConfigError, match="at least 7 measured steps, got 1"):
         calibrate([cell], FREE, RING)
     with pytest.raises(ConfigError, match="figures above 0"):
