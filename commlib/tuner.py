@@ -12,8 +12,10 @@ What an algorithm turned out to take, relative to its prediction, corrects its l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import inspect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +85,6 @@ class Tuner:
         auto: The user's options.
         connect: Makes a communicator for rounds over weights. Collective.
         synchronize: Makes the replicas alike. Collective.
-        ranks_per_node: Consecutive ranks of each node.
     """
 
     def __init__(
@@ -92,14 +93,13 @@ class Tuner:
         auto: Auto,
         connect: Callable[[], Transport],
         synchronize: Callable[[], None],
-        ranks_per_node: int = 1,
     ) -> None:
         self._engine = engine
         engine.num_profiled = MIN_PROFILED
         self._auto = auto
         self._connect = connect
         self._synchronize = synchronize
-        self._ranks_per_node = ranks_per_node
+        self._find_nodes()
         self._watch = _Watch()
         self._times: Times | None = None
         self._expected_s: float | None = None
@@ -173,14 +173,20 @@ class Tuner:
     # --- choosing -----------------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Algorithm]:
-        return candidates_of(self._auto, self._engine.optimizer)
+        return candidates_of(self._auto, self._engine.optimizer, self._engine.comm.local is not None)
+
+    def _find_nodes(self) -> None:
+        """Let the engine know the nodes, if they have as many ranks each. Collective."""
+        with contextlib.suppress(ConfigError):  # which all ranks raise alike: then as if each were a node of its own
+            comm = self._engine.comm
+            comm.local, comm.across = self._engine.transport.split_by_node() or (None, None)
 
     def _choose(self, why: str = "") -> None:
         """Probe, decide on rank 0, adopt on all ranks. Collective."""
         engine = self._engine
         if engine.weights is not None:
             self._synchronize()
-        found = probe(engine.transport, engine.device, self._ranks_per_node)
+        found = probe(engine.transport, engine.device, engine.comm.local)
         decided = self._decide(found) if engine.comm.rank == 0 else None
         names, predicted_s, reason = engine.transport.gather_objects(decided)[0]
         chosen = next(each for each in self._candidates() if each.name == names)
@@ -233,8 +239,10 @@ class Tuner:
             engine.replace(copy.deepcopy(choice.algorithm), self._connect)
 
 
-def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None) -> list[Algorithm]:
+def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool = False) -> list[Algorithm]:
     """Return the candidates of the allowed class that can be used with an optimizer.
+
+    Where nodes have several ranks each, those of commlib's own choice are hierarchical, if they can be.
 
     Raises:
         ConfigError: A candidate is not registered, two have one name, or none is left.
@@ -242,7 +250,7 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None) -> list[A
     allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
     found = [
         each
-        for each in map(algorithms.create, auto.candidates or CANDIDATES)
+        for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
         if each.exactness in allowed
         and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
         and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
@@ -255,6 +263,17 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None) -> list[A
             f"auto: expected a candidate of the class {auto.allow!r} or a narrower one that works with the optimizer, "
             f"got {list(auto.candidates or CANDIDATES)}"
         )
+    return found
+
+
+def _own_candidates(has_nodes: bool) -> list[Algorithm]:
+    found = []
+    for name in CANDIDATES:
+        cls = algorithms.get(name)
+        can = has_nodes and "hierarchical" in inspect.signature(cls).parameters
+        each = cls(hierarchical=True) if can else cls()  # pyright: ignore[reportCallIssue]
+        each.name = name
+        found.append(each)
     return found
 
 

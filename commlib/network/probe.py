@@ -53,18 +53,19 @@ class Probe:
     profile: TransportProfile
 
 
-def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -> Probe:
+def probe(transport: Transport, device: torch.device, local: Communicator | None = None) -> Probe:
     """Measure network and device, in a second or two. Collective: nothing else may use the transport meanwhile.
 
     Args:
         transport: The ranks' communicator.
         device: Where the tensors are.
-        ranks_per_node: Consecutive ranks of each node.
+        local: The ranks of this node, where several nodes have several each (`Transport.split_by_node`).
 
     Raises:
         TransportError: A rank did not take part.
     """
     timer, size = _Timer(transport, device), transport.world_size
+    ranks_per_node = local.world_size if local else 1
     verbs = _Verbs(Communicator(transport.rank, size), timer)
     small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES)) for verb in verbs.hops}
     latency_s = min(small_s[verb] / max(1, hops) for verb, hops in verbs.hops.items())
@@ -72,10 +73,11 @@ def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -
     nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
     rates = {}
     for verb in verbs.hops:
-        request = verbs.request(verb, nbytes)
-        rates[verb] = request.wire_bytes() / max(1e-6, timer.seconds(request) - small_s[verb])
+        seconds = timer.seconds(verbs.request(verb, nbytes)) - small_s[verb]
+        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / max(1e-6, seconds)
     cpu_s_per_byte = timer.cpu_s_per_byte
     best = max(rates.values())
+    intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes)
     timer.barrier()
     share = _share_of_cores()
     memory, tflops, launch_us = _describe_device(device) if transport.rank == 0 else (0.0, 0.0, 0.0)
@@ -85,11 +87,12 @@ def probe(transport: Transport, device: torch.device, ranks_per_node: int = 1) -
     return Probe(
         Network(
             name="probed",
-            nodes=max(1, size // ranks_per_node),
-            gpus_per_node=min(size, ranks_per_node),
+            nodes=size // ranks_per_node,
+            gpus_per_node=ranks_per_node,
             bandwidth_gbps=best * 8 / 1e9,
             latency_us=latency_s * 1e6,
             source="measured",
+            **intra,
         ),
         Device(
             name="probed",
@@ -181,6 +184,14 @@ def _echo(request: Request) -> None:
             pass
 
 
+def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int) -> dict[str, float]:
+    """Return bandwidth and latency inside a node, from its all-reduce."""
+    small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
+    request = verbs.request("all_reduce", nbytes)
+    rate = request.wire_bytes() / max(1e-6, timer.seconds(request) - small_s)
+    return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / verbs.hops["all_reduce"]}
+
+
 class _Verbs:
     """Requests of each verb, of a size.
 
@@ -194,6 +205,13 @@ class _Verbs:
         self.hops = {"all_reduce": 2 * (comm.world_size - 1), "all_gather": comm.world_size - 1, "all_to_all": 1}
         if comm.world_size > 1:
             self.hops["exchange"] = 1
+
+    def adapter_bytes(self, verb: str, nbytes: int, ranks_per_node: int) -> float:
+        """Return the bytes that leave a node's adapter, as the simulator has it."""
+        size = self._comm.world_size
+        if verb == "all_to_all":
+            return ranks_per_node * (size - ranks_per_node) / size * nbytes
+        return self.request(verb, nbytes).wire_bytes()
 
     def request(self, verb: str, nbytes: int) -> Request:
         """Return a request whose tensor has about `nbytes` on each rank."""
