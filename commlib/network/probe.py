@@ -73,8 +73,8 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
     rates = {}
     for verb in verbs.hops:
-        seconds = timer.seconds(verbs.request(verb, nbytes)) - small_s[verb]
-        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / max(1e-6, seconds)
+        seconds = _of_bytes(timer.seconds(verbs.request(verb, nbytes)), small_s[verb])
+        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / seconds
     cpu_s_per_byte = timer.cpu_s_per_byte
     best = max(rates.values())
     intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes)
@@ -188,8 +188,13 @@ def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int) -> dict[str, float
     """Return bandwidth and latency inside a node, from its all-reduce."""
     small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
     request = verbs.request("all_reduce", nbytes)
-    rate = request.wire_bytes() / max(1e-6, timer.seconds(request) - small_s)
+    rate = request.wire_bytes() / _of_bytes(timer.seconds(request), small_s)
     return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / verbs.hops["all_reduce"]}
+
+
+def _of_bytes(seconds: float, small_s: float) -> float:
+    """Return what the bytes of a collective take; a small one that took most of that was disturbed."""
+    return max(seconds - small_s, seconds / 2)
 
 
 class _Verbs:
