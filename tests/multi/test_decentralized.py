@@ -459,7 +459,7 @@ def test_a_resumed_run_is_bit_identical(algorithm: Algorithm, build: Callable[[]
     saved = copy.deepcopy((commlib.state_dict(whole), whole.state_dict(), optimizer.state_dict()))
     rest = train(whole, optimizer, range(7, 15))
 
-    resumed, own = seeded(build, 99), None
+    resumed = seeded(build, 99)
     resumed.load_state_dict(saved[1])
     own = sgd(resumed)
     own.load_state_dict(saved[2])
