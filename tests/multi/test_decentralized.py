@@ -444,26 +444,26 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("build", [double_mlp, Mlp])
 @pytest.mark.parametrize(
-    "make",
+    "algorithm",
     [
-        lambda: Decentralized("one_peer_exponential"),
-        lambda: LowPrecisionDecentralized(),
-        lambda: LowPrecisionDecentralized(method="dcd", overlap=False, period=2),
-        lambda: Gossip(period=2, seed=3),
+        Decentralized("one_peer_exponential"),
+        LowPrecisionDecentralized(),
+        LowPrecisionDecentralized(method="dcd", overlap=False, period=2),
+        Gossip(period=2, seed=3),
     ],
     ids=["decentralized", "choco", "dcd", "gossip"],
 )
-def test_a_resumed_run_is_bit_identical(make: Callable[[], Algorithm], build: Callable[[], nn.Module]) -> None:
-    whole, optimizer = start(make(), build, bucket_cap_mb=SMALL_BUCKET_MB)
+def test_a_resumed_run_is_bit_identical(algorithm: Algorithm, build: Callable[[], nn.Module]) -> None:
+    whole, optimizer = start(algorithm, build, bucket_cap_mb=SMALL_BUCKET_MB)
     train(whole, optimizer, range(7))
     saved = copy.deepcopy((commlib.state_dict(whole), whole.state_dict(), optimizer.state_dict()))
     rest = train(whole, optimizer, range(7, 15))
 
-    resumed, own = seeded(build, 99), None
+    resumed = seeded(build, 99)
     resumed.load_state_dict(saved[1])
     own = sgd(resumed)
     own.load_state_dict(saved[2])
-    commlib.wrap(resumed, make(), optimizer=own, init_sync=False, bucket_cap_mb=SMALL_BUCKET_MB)
+    commlib.wrap(resumed, algorithm, optimizer=own, init_sync=False, bucket_cap_mb=SMALL_BUCKET_MB)
     commlib.load_state_dict(resumed, saved[0])
     assert train(resumed, own, range(7, 15)) == rest
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
