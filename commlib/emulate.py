@@ -67,7 +67,7 @@ class Setting:
     max_numel: int = 4_000_000
     compute_s: float = 0.25
     bucket_cap_mb: float = 4.0
-    reps: int = 5
+    reps: int = 3
     block: int = 3
     timeout_s: float = 1800.0
 
