@@ -1,7 +1,7 @@
 """One rank of test_wire_bytes.py, on an emulated host: trains with every algorithm and counts what it sends.
 
 Rank 0 prints one JSON object: by algorithm the bytes of a step by the interface's counter and by `commlib.stats`, and
-by verb the bytes of a collective of one element.
+by verb what a collective sends beyond its formula: handshakes, headers, acknowledgements.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from commlib.optim import FrozenVarianceAdam
 
 WARM_UP, STEPS, CALLS = 3, 3, 40
 WIDTH, LAYERS = 1024, 4
+PROBE = 2048  # elements per rank of the collectives whose messages are counted
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "allreduce": {},
     "bytegrad": {},
@@ -83,15 +84,18 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    one, all_of_them = torch.ones(1), torch.ones(dist.get_world_size())
-    verbs = {
-        "all_reduce": lambda: dist.all_reduce(one),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(all_of_them), all_of_them),
-        "all_gather": lambda: dist.all_gather(list(all_of_them.view(-1, 1).unbind()), one),
+    size = dist.get_world_size()
+    few, own, everyone = torch.ones(2 * LAYERS), torch.ones(PROBE), torch.ones(size * PROBE)
+    chunk_bytes = (size - 1) * own.nbytes
+    probes: dict[str, tuple[Callable[[], Any], float]] = {
+        "flags": (lambda: dist.all_reduce(few), 2 * (size - 1) / size * few.nbytes),
+        "all_reduce": (lambda: dist.all_reduce(everyone), 2 * chunk_bytes),
+        "all_to_all": (lambda: dist.all_to_all_single(torch.empty_like(everyone), everyone), chunk_bytes),
+        "all_gather": (lambda: dist.all_gather(list(everyone.view(size, -1).unbind()), own), chunk_bytes),
     }
     result = {
         "algorithms": {name: measure(name, options) for name, options in ALGORITHMS.items()},
-        "verbs": {name: sent_by(call, CALLS) for name, call in verbs.items()},
+        "messages": {name: sent_by(call, CALLS) - payload for name, (call, payload) in probes.items()},
     }
     if dist.get_rank() == 0:
         print(json.dumps(result))
