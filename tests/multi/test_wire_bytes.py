@@ -23,8 +23,8 @@ INT8, INT4, ONE_BIT = 8 + 16 / 256, 4 + 16 / 128, 1 + 16 / 512
 RING = 2 * (N - 1) / N
 PLAIN_VECTORS = RING * 4 * VECTORS
 
-#: By algorithm: the bytes of a step by the formula, and its collectives. The vectors are a bucket of their own where they
-#: are not compressed; the engine's flags travel by themselves except with `allreduce`.
+#: By algorithm: the bytes of a step by the formula, and its collectives. The vectors are a bucket of their own where
+#: they are not compressed; the engine's flags travel by themselves except with `allreduce`.
 EXPECTED: dict[str, tuple[float, dict[str, int]]] = {
     "allreduce": (RING * 4 * (MATRICES + VECTORS), {"all_reduce": 1}),
     "bytegrad": (RING * INT8 / 8 * (MATRICES + VECTORS), {"all_to_all": 1, "all_gather": 1, "flags": 1}),
