@@ -91,19 +91,18 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Train what is missing, seed by seed, and write the file after each."""
+    """Train what is missing, one system and seed after the other, and write the file after each."""
     common = {"model": args.model, "optimizer": args.optimizer, "ranks": args.ranks, "steps": args.steps}
-    for seed in args.seeds:
-        known = {key_of(row) for row in result["rows"]}
-        missing = [s for s in args.systems if key_of({**common, "system": s, "seed": seed}) not in known]
-        if not missing:
-            continue
-        keys = ("model", "device", "threads", "timeout", "steps", "optimizer")
-        spec = {**{key: getattr(args, key) for key in keys}, "mode": "final", "seed": seed, "systems": missing}
-        measured = harness.run_workers(Place(args.ranks), spec, args.steps * len(missing))
-        result["headers"].append({**harness.header(), **spec})
-        for system, row in measured["systems"].items():
-            result["rows"].append({**common, "system": system, "seed": seed, **row})
+    known = {key_of(row) for row in result["rows"]}
+    jobs = [{**common, "seed": seed, "system": system} for seed in args.seeds for system in args.systems]
+    missing = [job for job in jobs if key_of(job) not in known]
+    if missing:
+        result["headers"].append(harness.header())
+    for job in missing:
+        settings = {key: getattr(args, key) for key in ("device", "threads", "timeout")}
+        spec = {**job, **settings, "mode": "final", "systems": [job["system"]]}
+        measured = harness.run_workers(Place(args.ranks), spec, args.steps)
+        result["rows"].append({**job, **measured["systems"][job["system"]]})
         harness.write_json(args.json, result)
 
 
