@@ -159,6 +159,7 @@ def emulate(
             )
             for rank in range(setting.hosts):
                 cluster.set_rate(rank, rate_bps)
+            cluster.asked_rate = rate_bps
             cluster.calibrate()
             progress(f"{len(systems)} systems at {rate_bps / 1e6:.0f} Mbit/s")
             found = _run(cluster, Path(folder), small, systems, setting)
