@@ -16,7 +16,7 @@ from commlib.codecs import Int8, TopK
 from commlib.codecs.base import executor_of, sparse_executor_of
 from commlib.codecs.sparse import raise_if_damaged
 from commlib.errors import CodecError
-from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs, native_sparse
+from commlib.kernels import cuda, cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
 from commlib.kernels.checks import CPU, Random
 from commlib.kernels.cuda_args import DecodeArgs, Kernel, random_source
 
@@ -156,7 +156,8 @@ def test_segments_are_copied_once() -> None:
 
 def test_the_executor_is_that_of_the_tensor_s_device() -> None:
     assert executor_of(torch.empty(1)) is native_codecs
-    assert executor_of(torch.empty(1, device="meta")) is native_codecs
+    assert executor_of(torch.empty(1, device="meta")) is meta
+    assert sparse_executor_of(torch.empty(1, device="meta")) is meta.Sparse
     fake = SimpleNamespace(device=torch.device("cuda", 0))
     assert executor_of(fake) is cuda_codecs
     assert sparse_executor_of(fake) is cuda_sparse
