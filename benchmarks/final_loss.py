@@ -40,13 +40,13 @@ DEFAULT_SYSTEMS = {
     "sgd": [
         *_EVERY_OPTIMIZER,
         "commlib:signsgd(feedback=False,lr=1e-4)@1",
-        "commlib:dgc(ratio=0.01,ratio_warmup_steps=80)@1",
+        "commlib:dgc(ratio=0.01,ratio_warmup_steps={fifth})@1",
     ],
     "adamw": [
         *_EVERY_OPTIMIZER,
         "commlib:signsgd(feedback=False)@1",
-        "commlib:onebit_adam(warmup_steps=80)@1",
-        "commlib:qadam(warmup_steps=80)@1",
+        "commlib:onebit_adam(warmup_steps={fifth})@1",
+        "commlib:qadam(warmup_steps={fifth})@1",
     ],
 }
 _PLACE = ("model", "optimizer", "ranks", "steps")
@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         names = [system.name for system in parse_list(args.systems)] if args.systems else None
-        args.systems = names or DEFAULT_SYSTEMS[args.optimizer]
+        args.systems = names or [name.format(fifth=args.steps // 5) for name in DEFAULT_SYSTEMS[args.optimizer]]
         args.seeds = [int(seed) for seed in args.seeds.split(",")]
     except ValueError as error:
         parser.error(str(error))

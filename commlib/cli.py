@@ -67,7 +67,7 @@ def compare(
     trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Train shrunk models on emulated hosts instead (root, iproute2).")
+        bool, typer.Option("--emulate", help="Time shrunk models on emulated hosts instead, where layers wait.")
     ] = False,
     hosts: Annotated[int, typer.Option(help="With --emulate: hosts.")] = 4,
     rate: Annotated[
@@ -91,12 +91,14 @@ def compare(
         if list_known:
             report.show_known()
             return
+        task = report.Task(workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb)
         if emulate:
             from commlib import emulate as emulation
 
-            emulation.run(workload, network, rate, algorithms, exactness, hosts, overrides, bucket_cap_mb, as_json)
+            _refuse("--emulate draws and simulates nothing of", plot=plot, trace=trace, device=device)
+            emulation.run(task, rate, hosts, as_json)
             return
-        task = report.Task(workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb)
+        _refuse("only --emulate takes", rate=rate)
         report.run(task, plot=plot, trace=trace, as_json=as_json)
 
 
@@ -140,6 +142,15 @@ def topology(
         typer.echo(topology_report.describe(chosen, ranks))
         if plot is not None:
             topology_report.plot(chosen, ranks, plot)
+
+
+def _refuse(why: str, **options: object) -> None:
+    """Raise ConfigError if one of the options was given."""
+    from commlib.errors import ConfigError
+
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise ConfigError(f"{why} {', '.join(given)}")
 
 
 @contextmanager

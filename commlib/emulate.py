@@ -1,10 +1,11 @@
 """Real training processes on emulated hosts, and what the simulator says of them: `commlib compare --emulate`.
 
-A workload is shrunk (`network.synthetic`) and its network scaled, so that communication takes as long beside
-computation as it does there: with B bytes of parameters, C seconds of computation, p nodes and w bytes a second out
-of each,
+A workload is shrunk (`network.synthetic`). Parameters, gradients, codecs, optimizers and messages are real; the layers'
+computation is not: they wait as for an accelerator, so that the processor is there for communication. The network is
+scaled so that communication takes as long beside computation as on the one that it stands for: with B bytes of
+parameters, C seconds of computation, p ranks and w bytes a second out of each node,
 
-    (2 (N-1)/N B / w) / C   of the reference   =   (2 (h-1)/h B' / w') / C'   of h emulated hosts.
+    (2 (p-1)/p B / w) / C   of the reference   =   (2 (h-1)/h B' / w') / C'   of h emulated hosts.
 
 C' is measured first, on all hosts at once. All systems then live in the same processes and take turns.
 """
@@ -17,7 +18,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +33,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.engine.plan import main_group
+from commlib.errors import ConfigError
 from commlib.network import compare, presets, workloads
 from commlib.network.emulated import EmulatedCluster, parse_rate
 from commlib.network.model import Network, Workload
-from commlib.network.probe import Probe, probe, scaled, work_factor
+from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
+from commlib.network.report import Task
+from commlib.network.sim_training import parameters_of
 from commlib.network.simulator import Options, simulate
 from commlib.network.synthetic import SyntheticModel, shrink
 from commlib.transport.torch_dist import TorchTransport
@@ -44,7 +49,6 @@ from commlib.wrap import stats, wrap
 #: Not algorithms of commlib: no communication, and `DistributedDataParallel`.
 BASELINES = ("none", "ddp")
 
-_MAX_BLOCK_STEPS = 64
 _WARM_UP_STEPS = 4
 _TIMEOUT_S = 120.0
 
@@ -60,7 +64,7 @@ class Setting:
         bucket_cap_mb: Size of all buckets, in MiB; measured and simulated alike.
         reps: Timed blocks of each system.
         block: Steps in a block; whole periods of an algorithm where that is more.
-        timeout_s: Of one run on the hosts.
+        timeout_s: Of all systems at one rate.
     """
 
     hosts: int = 4
@@ -69,7 +73,7 @@ class Setting:
     bucket_cap_mb: float = 4.0
     reps: int = 3
     block: int = 3
-    timeout_s: float = 1800.0
+    timeout_s: float = 7200.0
 
 
 @dataclass(frozen=True)
@@ -199,37 +203,40 @@ def _run(
     return json.loads((folder / "result.json").read_text())
 
 
-def run(
-    workload: str,
-    networks: str,
-    rates: str | None,
-    chosen: str,
-    exactness: str,
-    hosts: int,
-    overrides: Mapping[str, Any],
-    bucket_cap_mb: float | None,
-    as_json: bool,
-) -> list[Emulation]:
-    """Do what `commlib compare --emulate` says, and print it. The arguments are the command's.
+def run(task: Task, rates: str | None = None, hosts: int = 4, as_json: bool = False) -> list[Emulation]:
+    """Do what `commlib compare --emulate` says, and print it.
+
+    Args:
+        task: What is compared.
+        rates: Rates of the links instead of the task's networks, as in "200mbit,1gbit".
+        hosts: Emulated hosts.
+        as_json: Print JSON.
 
     Raises:
         ConfigError: A name that is not known, or a value that is not possible.
     """
-    names = [name.strip() for name in networks.split(",")]
-    targets: list[Network | float] = [presets.network(name, **overrides) for name in names]
-    if rates is not None:
-        targets = [parse_rate(rate.strip()) or math.inf for rate in rates.split(",")]
-    labels = [label for label in compare.candidates(chosen, exactness) if label not in BASELINES]
-    setting = Setting(hosts=hosts) if bucket_cap_mb is None else Setting(hosts=hosts, bucket_cap_mb=bucket_cap_mb)
+    targets = _targets(task, rates)
+    labels = compare.candidates(task.algorithms, task.exactness)
+    setting = Setting(hosts=hosts)
+    if task.bucket_cap_mb is not None:
+        setting = dataclasses.replace(setting, bucket_cap_mb=task.bucket_cap_mb)
     console = Console(stderr=as_json)
     with console.status("emulated hosts") as status:
-        found = emulate(workloads.get(workload), targets, ["ddp", *labels], setting, status.update)
+        found = emulate(workloads.get(task.workload), targets, ["ddp", *labels], setting, status.update)
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
         for each in found:
-            console.print(table(workload, each))
+            console.print(table(task.workload, each))
     return found
+
+
+def _targets(task: Task, rates: str | None) -> list[Network | float]:
+    if rates is None:
+        return [presets.network(name.strip(), **task.overrides) for name in task.networks]
+    if any(value is not None for value in task.overrides.values()):
+        raise ConfigError("--rate: expected no options of the network beside it, as the rate replaces the network")
+    return [parse_rate(rate.strip()) for rate in rates.split(",")]  # pyright: ignore[reportReturnType]
 
 
 def table(workload: str, emulation: Emulation) -> Table:
@@ -265,8 +272,8 @@ class _Racer:
             wrap(model, self.algorithm, optimizer=self.optimizer, bucket_cap_mb=setting.bucket_cap_mb)
         self.model = model
         traits = None if self.algorithm is None else self.algorithm.traits
-        cycle = 1 if traits is None or traits.asynchronous else traits.period * traits.fragments
-        self.block = min(_MAX_BLOCK_STEPS, -(-setting.block // cycle) * cycle)
+        cycle = 1 if traits is None else traits.period * traits.fragments
+        self.block = -(-setting.block // cycle) * cycle
         self.parts_s = [0.0, 0.0, 0.0]  # forward, backward, optimizer
 
     def steps(self, count: int) -> None:
@@ -284,7 +291,7 @@ class _Racer:
 
     def time_block(self) -> None:
         """Take one step that is not timed, then a block that is; note the ranks' mean seconds per step."""
-        self.steps(1 if self.block < _MAX_BLOCK_STEPS else 0)
+        self.steps(1)
         dist.barrier()
         start_s = time.perf_counter()
         self.steps(self.block)
@@ -319,8 +326,7 @@ def _factor(workload: Workload, racer: _Racer, found: Probe) -> float:
     """Return how much longer a system's local work takes than it would cost, on all ranks at once. Collective."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return 1.0
-    largest = max(workload.parameters(), key=lambda parameter: math.prod(parameter[1]))
-    group = racer.algorithm.group(largest[0], torch.empty(largest[1], device="meta"))
+    group = main_group(parameters_of(workload, racer.algorithm))
     dist.barrier()
     own = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), group)
     total = torch.tensor(own, dtype=torch.float64)
@@ -329,13 +335,10 @@ def _factor(workload: Workload, racer: _Racer, found: Probe) -> float:
 
 
 def _predict(workload: Workload, racer: _Racer, found: Probe, factor: float, setting: Setting) -> float | None:
-    """Return the simulated step of a system. Nothing computes on the processor, so all of it is communication's."""
+    """Return the simulated step of a system."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
-    world_size = dist.get_world_size()
-    device = dataclasses.replace(
-        scaled(found.device, factor), cores=2 * world_size, ranks_per_machine=world_size, cpu_s_per_byte=0.0
-    )
+    device = beside_nothing(scaled(found.device, factor))
     options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
     return simulate(workload, found.network, device, racer.algorithm, options).step_s
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -28,10 +28,11 @@ from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
-from commlib.engine.plan import Parameter
+from commlib.engine.plan import Parameter, main_group
 from commlib.errors import CommlibError, ConfigError
+from commlib.network.compare import hierarchical
 from commlib.network.model import DTYPES, Layer, Workload
-from commlib.network.probe import Probe, probe, scaled, work_factor
+from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
 from commlib.network.simulator import Options, simulate
 from commlib.transport.base import Transport
 
@@ -48,7 +49,7 @@ TOLERANCE = 0.03
 DEPARTURE = 0.2
 #: Synchronised backwards that the choice rests on; the first is cold.
 MIN_PROFILED = 3
-#: Steps that are compared with what was expected, at least, and windows to let pass after a change.
+#: Steps that are compared with what was expected, at least.
 _WINDOW_STEPS = 40
 
 
@@ -101,11 +102,15 @@ class Tuner:
         self._synchronize = synchronize
         self._find_nodes()
         self._watch = _Watch()
-        self._times: Times | None = None
+        self.times: Times | None = None
         self._expected_s: float | None = None
         self._bias: dict[str, float] = {}
         self._steps_left = -1  # of the window under way; -1 before there is a choice
         self.choice: Choice | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the choice rests on, so that a resumed run may choose anew as this one may."""
+        return {} if self.times is None else dataclasses.asdict(self.times)
 
     def forward_begins(self) -> None:
         """Take note that a training step begins; choose where that is due. All ranks alike."""
@@ -113,8 +118,8 @@ class Tuner:
             return  # ranks do not keep step, so they cannot meet
         self._watch.step_begins(self._engine.exposed_s)
         if self.choice is None:
-            if self._engine.plan.kind != "initial" or self._engine.next_plan is not None:
-                self._times = self._agree_on_times()
+            if self._engine.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
+                self.times = self._agree_on_times()
                 self._choose()
         elif self._is_settled():
             self._continue_window()
@@ -123,23 +128,32 @@ class Tuner:
         """Take note that the forward of a training step has ended."""
         self._watch.forward_ends()
 
-    def adopt(self, name: str) -> None:
-        """Go on with the algorithm of that name: what a checkpoint says was chosen."""
-        found = next((each for each in self._candidates() if each.name == name), None)
-        if found is None:
-            raise CommlibError(f"the saved run had chosen {name!r}, which is not among the candidates now")
-        self._use(Choice(found, {}, "as in the checkpoint"))
+    def adopt(self, name: str, times: Mapping[str, Any]) -> None:
+        """Go on with the algorithm of that name: what a checkpoint says was chosen. Collective.
+
+        Args:
+            name: The algorithm's.
+            times: What `state_dict` returned.
+
+        Raises:
+            ConfigError: It is not among the candidates.
+        """
+        found = {each.name: each for each in self._candidates()}
+        if name not in found:
+            raise ConfigError(f"auto: the saved run had chosen {name!r}, which is not among {sorted(found)}")
+        self.times = Times(**times)
+        self._use(Choice(found[name], {}, "as in the checkpoint"))
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
     def _agree_on_times(self) -> Times:
         """Return the times of the slowest rank. Collective."""
-        plan = self._engine.next_plan or self._engine.plan
-        ready_s, backward_s = list(plan.ready_s), max(plan.ready_s, default=1e-6)
+        ready_s = self._engine.plan.ready_s
+        backward_s = max(ready_s)
         own = (*self._watch.forward_and_rest_s(backward_s), backward_s, ready_s)
         slowest = max(self._engine.transport.gather_objects(own), key=lambda each: sum(each[:3]))
         forward_s, optimizer_s, backward_s, ready_s = slowest
-        return Times(forward_s, backward_s, optimizer_s, tuple(ready_s))
+        return Times(forward_s, backward_s, optimizer_s, ready_s)
 
     def _is_settled(self) -> bool:
         """Return whether buckets are final."""
@@ -188,16 +202,25 @@ class Tuner:
             self._synchronize()
         found = probe(engine.transport, engine.device, engine.comm.local)
         decided = self._decide(found) if engine.comm.rank == 0 else None
-        names, predicted_s, reason = engine.transport.gather_objects(decided)[0]
-        chosen = next(each for each in self._candidates() if each.name == names)
+        decided = engine.transport.gather_objects(decided)[0]
+        if isinstance(decided, Exception):
+            raise decided
+        name, predicted_s, reason = decided
+        chosen = next(each for each in self._candidates() if each.name == name)
         self._use(Choice(chosen, predicted_s, reason))
         if engine.comm.rank == 0:
             _log.warning("commlib auto: %s%s", f"{why}; " if why else "", reason)
 
-    def _decide(self, found: Probe) -> tuple[str, dict[str, float], str]:
-        """Return the chosen name, the predicted seconds of each candidate, and the reason."""
-        assert self._times is not None
-        workload = workload_of(self._engine.parameters, self._times)
+    def _decide(self, found: Probe) -> tuple[str, dict[str, float], str] | Exception:
+        """Return the chosen name, the predicted seconds of each candidate, and the reason, or what went wrong."""
+        try:
+            return self._simulate_all(found)
+        except Exception as error:  # in a candidate of the user's, say; the other ranks wait to be told
+            return CommlibError(f"auto: rank 0 could not simulate the candidates: {error!r}")
+
+    def _simulate_all(self, found: Probe) -> tuple[str, dict[str, float], str]:
+        assert self.times is not None
+        workload = workload_of(self._engine.parameters, self.times)
         predicted_s: dict[str, float] = {}
         exactness: dict[str, int] = {}
         for each in self._candidates():
@@ -216,14 +239,12 @@ class Tuner:
 
     def _predict(self, candidate: Algorithm, workload: Workload, found: Probe) -> float:
         engine = self._engine
-        largest = max(engine.parameters, key=lambda parameter: parameter.param.numel())
-        group = candidate.group(largest.name, largest.param)
+        group = main_group([dataclasses.replace(p, group=candidate.group(p.name, p.param)) for p in engine.parameters])
         factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, group)
         cap_bytes = engine.cap_bytes
         device = scaled(found.device, factor)
-        if not self._watch.uses_processor:  # the computation is an accelerator's, or waits
-            size = engine.comm.world_size
-            device = dataclasses.replace(device, cores=2 * size, ranks_per_machine=size, cpu_s_per_byte=0.0)
+        if not self._watch.uses_processor:
+            device = beside_nothing(device)
         options = Options(
             steps=2, bucket_cap_mb=None if cap_bytes is None else cap_bytes / 2**20, transport=found.profile
         )
@@ -267,14 +288,8 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
 
 
 def _own_candidates(has_nodes: bool) -> list[Algorithm]:
-    found = []
-    for name in CANDIDATES:
-        cls = algorithms.get(name)
-        can = has_nodes and "hierarchical" in inspect.signature(cls).parameters
-        each = cls(hierarchical=True) if can else cls()  # pyright: ignore[reportCallIssue]
-        each.name = name
-        found.append(each)
-    return found
+    forms = [hierarchical(name) if has_nodes else None for name in CANDIDATES]
+    return [form or algorithms.create(name) for form, name in zip(forms, CANDIDATES, strict=True)]
 
 
 def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:
@@ -313,6 +328,11 @@ class _Watch:
         self._forwards_s: list[float] = []
         self._exposed_s: list[float] = []
         self._processor_s: list[float] = []
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were seen whole."""
+        return max(0, len(self._begins_s) - 1)
 
     def step_begins(self, exposed_s: float) -> None:
         """A forward begins; `exposed_s` is how long the step before it waited for communication."""

@@ -94,7 +94,7 @@ def wrap(
         "ignored_parameters": tuple(sorted(setup.ignored)),
         "timeout": timeout,
     }
-    if isinstance(algorithm, Auto):
+    if isinstance(algorithm, Auto) and transport.world_size > 1:
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
         replica.tuner = Tuner(engine, algorithm, connect, replica.synchronize)
     extend(model, replica)
@@ -145,11 +145,15 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         ConfigError: The model is not wrapped.
     """
-    return checkpoints.save(replica_of(model).engine)
+    replica = replica_of(model)
+    tuned = {} if replica.tuner is None else {"auto": replica.tuner.state_dict()}
+    return {**checkpoints.save(replica.engine), **tuned}
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned. Local; every rank loads its own (`Traits.portable`: or any rank's).
+    """Take over what `state_dict` returned. Every rank loads its own (`Traits.portable`: or any rank's).
+
+    Local, but for `auto`, which makes connections for the algorithm that was chosen: every rank calls it then.
 
     Raises:
         ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
@@ -157,7 +161,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     replica = replica_of(model)
     if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
-        replica.tuner.adopt(str(state["algorithm"]))
+        if not state.get("auto"):
+            raise ConfigError(f"load_state_dict: the state is of {state['algorithm']!r}, not of 'auto'")
+        replica.tuner.adopt(str(state["algorithm"]), state["auto"])
     checkpoints.load(replica.engine, dict(state))
 
 

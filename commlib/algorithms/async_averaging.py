@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, BucketView, Traits
+from commlib.primitives.centralized import centralized_full_precision
 from commlib.transport.base import Communication, Communicator
 
 
@@ -40,5 +41,5 @@ class AsyncAveraging(Algorithm):
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         """Replace the copies by their mean."""
-        yield comm.all_reduce(bucket.flat)
+        yield from centralized_full_precision(bucket.flat, comm)
         bucket.flat.div_(comm.world_size)

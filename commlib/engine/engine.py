@@ -15,7 +15,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -180,9 +180,8 @@ class Engine:
         else:
             with torch.no_grad():
                 max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
-                cost = measure_cost(
-                    self._blank, self.transport, self.comm, self.driver, self.device, max_bytes, self._main_group()
-                )
+                group = plans.main_group(self.parameters)
+                cost = measure_cost(self._blank, self.transport, self.comm, self.driver, self.device, max_bytes, group)
             found = plans.candidates(self.parameters, ready_s, backward_s, cost)
         found, num_steps = self.transport.gather_objects((found, steps_per_visit(backward_s)))[0]
         if len(found) == 1:
@@ -191,13 +190,6 @@ class Engine:
         else:
             self._trials = Trials(found, num_steps)
             self.next_plan = self._trials.current
-
-    def _main_group(self) -> Hashable:
-        """Return the group of parameters with the most bytes."""
-        nbytes: dict[Hashable, int] = {}
-        for bucket in self.dense:
-            nbytes[bucket.group] = nbytes.get(bucket.group, 0) + bucket.nbytes
-        return max(nbytes, key=nbytes.__getitem__, default=None)
 
     def _continue_trials(self) -> None:
         """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""

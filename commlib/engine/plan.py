@@ -80,6 +80,15 @@ def candidates(
     return [Plan(buckets, "trial", shared, cost) for buckets in unique]
 
 
+def main_group(parameters: Sequence[Parameter]) -> Hashable:
+    """Return the group of parameters with the most bytes: what scratch buckets are made of."""
+    nbytes: dict[Hashable, int] = {}
+    for parameter in parameters:
+        if not parameter.sparse:
+            nbytes[parameter.group] = nbytes.get(parameter.group, 0) + parameter.param.nbytes
+    return max(nbytes, key=nbytes.__getitem__, default=None)
+
+
 def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
     """Return a slot for each parameter."""
     found, offset = [], 0

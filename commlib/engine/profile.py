@@ -18,7 +18,7 @@ from commlib.engine.scheduler import Driver, Round, Task
 from commlib.transport.base import Communicator, Transport
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
-_PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
+PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _REPETITIONS = 5
 #: Roughly how long one visit of a trial lasts.
 _VISIT_S = 0.3
@@ -130,8 +130,8 @@ def measure_cost(
         group: The group of the scratch buckets' parameters.
     """
     wall: list[tuple[int, float]] = []
-    for place, (nbytes, count) in enumerate(_PROBES):
-        nbytes = min(nbytes, max(max_bytes // count, _PROBES[0][0] << place))
+    for place, (nbytes, count) in enumerate(PROBES):
+        nbytes = min(nbytes, max(max_bytes // count, PROBES[0][0] << place))
         buckets = [Scratch(idx, nbytes, device, group) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm, buckets, device))

@@ -131,9 +131,17 @@ def _all(several_per_node: bool) -> dict[str, Algorithm]:
         if name == "auto":  # which becomes one of the others
             continue
         found[name] = algorithms.create(name)
-        if several_per_node and "hierarchical" in inspect.signature(type(found[name])).parameters:
-            found[f"{name}(hierarchical=True)"] = algorithms.get(name)(hierarchical=True)  # type: ignore[call-arg]
+        if several_per_node and (form := hierarchical(name)) is not None:
+            found[f"{name}(hierarchical=True)"] = form
     return found
+
+
+def hierarchical(name: str) -> Algorithm | None:
+    """Return the hierarchical form of a registered algorithm, or None where it has none."""
+    cls = algorithms.get(name)
+    if "hierarchical" not in inspect.signature(cls).parameters:
+        return None
+    return algorithms.create(cls(hierarchical=True))  # pyright: ignore[reportCallIssue]
 
 
 def _listed(text: str) -> list[ast.expr]:

@@ -22,6 +22,7 @@ import torch
 
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine.profile import Scratch
+from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.network.sim_links import GLOO, NCCL, TransportProfile
 from commlib.network.sim_meter import Meter
@@ -62,13 +63,16 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
         local: The ranks of this node, where several nodes have several each (`Transport.split_by_node`).
 
     Raises:
+        ConfigError: There is one rank only.
         TransportError: A rank did not take part.
     """
+    if transport.world_size < 2:
+        raise ConfigError(f"probe: expected two ranks or more, got {transport.world_size}")
     timer, size = _Timer(transport, device), transport.world_size
     ranks_per_node = local.world_size if local else 1
     verbs = _Verbs(Communicator(transport.rank, size), timer)
     small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES)) for verb in verbs.hops}
-    latency_s = min(small_s[verb] / max(1, hops) for verb, hops in verbs.hops.items())
+    latency_s = min(small_s[verb] / hops for verb, hops in verbs.hops.items())
     first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
     nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
     rates = {}
@@ -139,6 +143,14 @@ def work_factor(
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
 
 
+def beside_nothing(device: Device) -> Device:
+    """Return a device whose processor has its cores for communication: the computation is an accelerator's, or waits.
+
+    What the processor takes for a byte is in the rates that were measured then.
+    """
+    return dataclasses.replace(device, cores=2 * device.ranks_per_machine, cpu_s_per_byte=0.0)
+
+
 def scaled(device: Device, factor: float) -> Device:
     """Return a device whose local work takes `factor` times as long."""
     return dataclasses.replace(
@@ -207,9 +219,8 @@ class _Verbs:
     def __init__(self, comm: Communicator, timer: _Timer) -> None:
         self._comm = comm
         self._timer = timer
-        self.hops = {"all_reduce": 2 * (comm.world_size - 1), "all_gather": comm.world_size - 1, "all_to_all": 1}
-        if comm.world_size > 1:
-            self.hops["exchange"] = 1
+        size = comm.world_size
+        self.hops = {"all_reduce": 2 * (size - 1), "all_gather": size - 1, "all_to_all": 1, "exchange": 1}
 
     def adapter_bytes(self, verb: str, nbytes: int, ranks_per_node: int) -> float:
         """Return the bytes that leave a node's adapter, as the simulator has it."""

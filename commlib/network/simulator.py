@@ -12,17 +12,15 @@ import numpy as np
 from commlib import algorithms
 from commlib.algorithms.base import Algorithm
 from commlib.engine import plan as plans
-from commlib.engine.plan import Parameter, Plan
+from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost
-from commlib.engine.profile import Scratch
+from commlib.engine.profile import PROBES, Scratch
 from commlib.errors import ConfigError
 from commlib.network import sim_async
 from commlib.network.model import Device, Network, Workload
 from commlib.network.sim_clock import Span
 from commlib.network.sim_training import META, Options, Training, parameters_of, time_round
 
-#: Bytes of the scratch buckets that tell what a bucket costs, and how many of them are in flight at once.
-_PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
 #: Periods that are simulated, where they are of several steps: not all of them need be alike.
@@ -228,7 +226,7 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
     if options.cap_bytes is not None:
         return plans.fixed(parameters, options.cap_bytes, ready_s)
     alike = replace(options, stragglers=None, jitter=0.0, traced=())
-    cost = _cost(network, device, prototype, alike, _main_group(parameters))
+    cost = _cost(network, device, prototype, alike, plans.main_group(parameters))
     found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
 
     def seconds(plan: Plan) -> float:
@@ -240,18 +238,10 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
     return min(found, key=seconds)
 
 
-def _main_group(parameters: Sequence[Parameter]) -> Hashable:
-    """Return the group of parameters with the most bytes."""
-    nbytes: dict[Hashable, int] = {}
-    for parameter in parameters:
-        nbytes[parameter.group] = nbytes.get(parameter.group, 0) + parameter.param.nbytes
-    return max(nbytes, key=nbytes.__getitem__)
-
-
 def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
     """Return what a bucket costs, from scratch buckets as in `engine.profile.measure_cost`."""
     samples = []
-    for nbytes, count in _PROBES:
+    for nbytes, count in PROBES:
         buckets = [Scratch(idx, nbytes, META, group) for idx in range(count)]
         seconds, _ = time_round(network, device, prototype, options, buckets)
         samples.append((nbytes, seconds / count))

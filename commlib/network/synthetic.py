@@ -80,10 +80,10 @@ class SyntheticLayer(nn.Module):
     def forward(self, signal: Tensor) -> Tensor:
         """Return the signal for the next layer."""
         begin_s = time.perf_counter()
-        # In backward the wait comes first: the gradients are ready at the end of the layer's time.
         for parameter in self.parameters():
             signal = 0.9 * signal + 0.1 + parameter.mean()
         _wait_until(begin_s + self._forward_s)
+        # The last node of forward is the first of backward: gradients are ready at the end of the layer's time.
         return _WaitInBackward.apply(signal, self._backward_s)  # pyright: ignore[reportReturnType]
 
 

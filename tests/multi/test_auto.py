@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import torch.distributed as dist
 
 import commlib
 from commlib.algorithms import Auto, ByteGrad
-from commlib.errors import ConfigError
+from commlib.algorithms.base import Context
+from commlib.errors import CommlibError, ConfigError
 from commlib.replica import replica_of
+from commlib.tuner import Tuner
 from tests.multi.common import (
     Mlp,
     assert_replicas_identical,
@@ -42,10 +46,25 @@ class Lines(logging.Handler):
             self.lines.append(record.getMessage())
 
 
-def logged() -> Lines:
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
     handler = Lines()
     logging.getLogger("commlib").addHandler(handler)
-    return handler
+    try:
+        yield handler.lines
+    finally:
+        logging.getLogger("commlib").removeHandler(handler)
+
+
+def tuner_of(model: torch.nn.Module) -> Tuner:
+    tuner = replica_of(model).tuner
+    assert tuner is not None
+    return tuner
+
+
+def adopt(model: torch.nn.Module, name: str) -> None:
+    ready_s = tuple(2e-3 for _ in model.parameters())
+    tuner_of(model).adopt(name, {"forward_s": 1e-3, "backward_s": 2e-3, "optimizer_s": 1e-3, "ready_s": ready_s})
 
 
 def everyone(value: Any) -> list[Any]:
@@ -56,18 +75,18 @@ def everyone(value: Any) -> list[Any]:
 
 @on_ranks(2, 3)
 def test_all_ranks_go_on_as_the_same_algorithm_and_rank_0_says_why() -> None:
-    handler = logged()
-    model = wrap(seeded(Mlp), algorithm=Auto(allow="compensated"))
-    train(model, mlp_loss, STEPS)
+    with logged() as lines:
+        model = wrap(seeded(Mlp), algorithm=Auto(allow="compensated"))
+        train(model, mlp_loss, STEPS)
     chosen = commlib.stats(model).algorithm
     assert chosen in ("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd")
     assert everyone(chosen) == [chosen] * dist.get_world_size()
     assert_replicas_identical(model)
-    assert len(handler.lines) == (1 if dist.get_rank() == 0 else 0)
-    if handler.lines:
-        assert chosen in handler.lines[0]
-        assert "Gbit/s" in handler.lines[0]
-        assert "powersgd" in handler.lines[0], "the predictions of all candidates are named"
+    assert len(lines) == (1 if dist.get_rank() == 0 else 0)
+    if lines:
+        assert chosen in lines[0]
+        assert "Gbit/s" in lines[0]
+        assert "powersgd" in lines[0], "the predictions of all candidates are named"
 
 
 @on_ranks(2)
@@ -83,10 +102,8 @@ def test_an_algorithm_on_weights_can_be_chosen_and_left_again() -> None:
     optimizer = sgd(model)
     auto = Auto(allow="any", candidates=["local_sgd", "allreduce"])
     wrap(model, algorithm=auto, optimizer=optimizer)
-    tuner = replica_of(model).tuner
-    assert tuner is not None
     for name in ("local_sgd", "allreduce", "local_sgd"):
-        tuner.adopt(name)
+        adopt(model, name)
         train(model, mlp_loss, 10, optimizer)
         assert commlib.stats(model).algorithm == name
     commlib.synchronize(model)
@@ -97,19 +114,17 @@ def test_an_algorithm_on_weights_can_be_chosen_and_left_again() -> None:
 
 @on_ranks(2)
 def test_a_step_that_departs_from_the_expected_one_leads_to_a_new_choice() -> None:
-    handler = logged()
     model = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"), bucket_cap_mb=1.0)
     train(model, mlp_loss, 8)
-    tuner = replica_of(model).tuner
-    assert tuner is not None
+    tuner = tuner_of(model)
     tuner._expected_s = 10.0  # as if steps had been this slow when the choice was made
-    train(model, mlp_loss, 45)
+    with logged() as lines:
+        train(model, mlp_loss, 45)
     expected = tuner._expected_s
     assert expected is not None
     assert expected < 5.0
     if dist.get_rank() == 0:
-        assert len(handler.lines) >= 2
-        assert any("instead of 10000" in line for line in handler.lines), handler.lines
+        assert any("instead of 10000" in line for line in lines), lines
     chosen = commlib.stats(model).algorithm
     assert everyone(chosen) == [chosen] * 2
 
@@ -119,9 +134,7 @@ def test_a_resumed_run_keeps_the_choice_and_is_bit_identical() -> None:
     whole = seeded(Mlp)
     optimizer = sgd(whole)
     wrap(whole, algorithm=Auto(allow="compensated"), bucket_cap_mb=0.001, optimizer=optimizer)
-    tuner = replica_of(whole).tuner
-    assert tuner is not None
-    tuner.adopt("ef_quantized")
+    adopt(whole, "ef_quantized")
     train(whole, mlp_loss, 6, optimizer)
     saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict(), commlib.state_dict(whole)))
     rest = train(whole, lambda m, s: mlp_loss(m, s + 6), 4, optimizer)
@@ -135,6 +148,11 @@ def test_a_resumed_run_keeps_the_choice_and_is_bit_identical() -> None:
     assert commlib.stats(resumed).algorithm == "ef_quantized"
     got = train(resumed, lambda m, s: mlp_loss(m, s + 6), 4, own)
     assert_same_trace(got, rest, exact=True)
+
+    tuner_of(resumed)._expected_s = 10.0  # what was saved is enough to choose anew
+    train(resumed, mlp_loss, 45, own)
+    assert tuner_of(resumed).choice is not None
+    assert tuner_of(resumed).choice.predicted_s  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @on_ranks(2)
@@ -164,3 +182,46 @@ def test_accumulated_gradients_count_as_one_step() -> None:
         optimizer.step()
     assert_replicas_identical(model)
     assert commlib.stats(model).algorithm in ("allreduce", "bytegrad")
+
+
+class Unsimulated(ByteGrad):
+    """Trains, but fails on the simulator's tensors."""
+
+    def setup(self, ctx: Context) -> None:
+        if ctx.device.type == "meta":
+            raise ValueError("not on meta")
+        super().setup(ctx)
+
+
+@on_ranks(2, 3)
+def test_a_candidate_that_cannot_be_simulated_is_an_error_on_every_rank() -> None:
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="8bit", candidates=["allreduce", Unsimulated()]), bucket_cap_mb=1.0)
+    with raises_on_every_rank(CommlibError, "not on meta"):
+        train(model, mlp_loss, STEPS)
+
+
+@on_ranks(1)
+def test_one_rank_has_nothing_to_choose() -> None:
+    model = wrap(seeded(Mlp), algorithm="auto")
+    assert replica_of(model).tuner is None
+    train(model, mlp_loss, STEPS)
+    resumed = wrap(seeded(Mlp), algorithm="auto")
+    commlib.load_state_dict(resumed, commlib.state_dict(model))
+
+
+@on_ranks(2)
+def test_a_run_resumed_before_the_choice_chooses() -> None:
+    early = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"))
+    train(early, mlp_loss, 3)
+    resumed = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"))
+    commlib.load_state_dict(resumed, commlib.state_dict(early))
+    train(resumed, mlp_loss, STEPS)
+    assert tuner_of(resumed).choice is not None
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_the_chosen_algorithm_alone_is_refused() -> None:
+    alone = wrap(seeded(Mlp), algorithm="bytegrad")
+    tuned = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"))
+    with raises_on_every_rank(ConfigError, "bytegrad"):
+        commlib.load_state_dict(tuned, commlib.state_dict(alone))

@@ -64,3 +64,18 @@ def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)
     assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--emulate", "--plot", "pictures"], "--plot"),
+        (["--emulate", "--rate", "200mbit", "--nodes", "2"], "network"),
+        (["--rate", "200mbit"], "--rate"),
+        (["--emulate", "--rate", "fast"], "fast"),
+    ],
+)
+def test_options_that_would_be_ignored_are_errors(options: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["compare", *options])
+    assert result.exit_code == 2
+    assert named in result.output
