@@ -143,6 +143,15 @@ def _noise(build: Callable[[], nn.Module], *shape: int) -> Workload:
     return Workload(build, F.cross_entropy, functools.partial(_draw_noise, shape), rates)
 
 
+def _shrunk(name: str) -> Workload:
+    import shrunk  # lazily: the other systems are measured without commlib
+
+    rates = dict.fromkeys(("adamw", "sgd"), 1e-06)
+    usual = shrunk.usual_optimizer(name)
+    rates = {usual: rates.pop(usual), **rates}
+    return Workload(lambda: shrunk.Shrunk(name), lambda loss, _: loss, functools.partial(_draw_noise, (1,)), rates)
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "bytes-gpt": lambda: _byte_gpt(gpt.SIZES["10m"], batch=2),
     "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=8),
@@ -150,4 +159,6 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "cnn": lambda: _noise(ConvNet, 8, 3, 32, 32),
     "digits": lambda: _digits(batch=8),
     "many-small": lambda: _noise(ManySmall, 16, 32),
+    "shrunk-vgg16": lambda: _shrunk("vgg16"),
+    "shrunk-bert-large": lambda: _shrunk("bert-large"),
 }

@@ -36,6 +36,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes on loopback; 1 measures the engine's overhead")
     parser.add_argument("--hosts", type=int, help="emulated hosts, one rank each, instead of --ranks")
     parser.add_argument("--rate", help="rate of the emulated links, for example 200mbit or 1gbit")
+    parser.add_argument(
+        "--network", help="for a shrunk- model instead of --rate: the network of `commlib compare` to equal"
+    )
     parser.add_argument("--sweep", action="store_true", help="planned buckets against fixed sizes of 0.5 to 64 MiB")
     parser.add_argument(
         "--ddp-all", action="store_true", help="replace ddp by all its configurations, measured in full"
@@ -50,13 +53,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all the steps together")
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args(argv)
-    if args.rate and not args.hosts:
-        parser.error("--rate shapes emulated links: give --hosts too")
+    if (args.rate or args.network) and not args.hosts:
+        parser.error("--rate and --network shape emulated links: give --hosts too")
+    if args.network:
+        args.rate = _equivalent_rate(parser, args)
     try:
         args.systems = _systems(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _equivalent_rate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    prefix, _, name = args.model.partition("-")
+    if prefix != "shrunk":
+        parser.error(f"--network: expected a shrunk- model beside it, got {args.model}")
+    from shrunk import equivalent_rate  # lazily: other models do without commlib
+
+    from commlib.errors import ConfigError
+
+    try:
+        return f"{equivalent_rate(name, args.network, args.hosts) / 1e6:.1f}mbit"
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _systems(args: argparse.Namespace) -> list[str]:

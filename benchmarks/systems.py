@@ -5,6 +5,7 @@ ddp                                 DistributedDataParallel, at the best of its 
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
 torchft                             torchft's DistributedDataParallel, where it is installed (torchft_system.py)
+torchft:local_sgd(sync_every=8), torchft:diloco(sync_every=50)     its LocalSGD and DiLoCo
 commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 _SINGLE_BUCKET_MB = 100_000
 _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\))?(@(?P<cap>[\d.]+|default))?")
 _HOOKS = ("fp16", "bf16", "powersgd")
+_TORCHFT = ("local_sgd", "diloco")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
 #: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
@@ -38,7 +40,7 @@ class System:
     Attributes:
         name: As given on the command line.
         kind: "none", "ddp", "torchft", "commlib" or "bound".
-        variant: DDP's hook or commlib's algorithm; empty for neither.
+        variant: DDP's hook, torchft's class or commlib's algorithm; empty for none of them.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
         lr: The optimizer's learning rate; None is the workload's.
@@ -75,12 +77,14 @@ def parse(name: str) -> System:
     """
     match = _NAME.fullmatch(name.strip())
     if not match or match["kind"] not in ("none", "ddp", "torchft", "commlib", "bound"):
-        forms = "none, ddp[:hook], torchft, commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
+        forms = "none, ddp[:hook], torchft[:variant], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
     if kind == "ddp" and variant and variant not in _HOOKS:
         raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
-    if kind != "ddp" and (kind in ("commlib", "bound")) != bool(variant):
+    if kind == "torchft" and variant and variant not in _TORCHFT:
+        raise ValueError(f"system {name!r}: torchft's {variant!r}, expected one of {', '.join(_TORCHFT)}")
+    if kind not in ("ddp", "torchft") and (kind in ("commlib", "bound")) != bool(variant):
         raise ValueError(f"system {name!r}: {f'{kind} has no variant' if variant else 'an algorithm is missing'}")
     options = _options(match["options"] or "")
     lr = options.pop("lr", None)
@@ -125,7 +129,7 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
     if system.kind == "torchft":
         import torchft_system
 
-        return torchft_system.install(model, optimizer, dict(system.options), system.cap_mb)
+        return torchft_system.install(model, optimizer, system.variant, dict(system.options), system.cap_mb)
     import commlib  # lazily: the other systems are measured without it
 
     algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))

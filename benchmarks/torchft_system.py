@@ -1,4 +1,4 @@
-"""torchft's DistributedDataParallel: every rank is a replica group of its own, rank 0 runs the lighthouse."""
+"""torchft's DistributedDataParallel, LocalSGD and DiLoCo: every rank is a replica group, rank 0 runs the lighthouse."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -16,8 +17,17 @@ from torch.optim import Optimizer
 _servers: list[Any] = []
 
 
-def install(model: nn.Module, optimizer: Optimizer, options: dict[str, Any], cap_mb: float | None) -> Any:
-    """Return the wrapped model and its optimizer, whose steps a vote of all replicas precedes.
+def install(
+    model: nn.Module, optimizer: Optimizer, variant: str, options: dict[str, Any], cap_mb: float | None
+) -> tuple[nn.Module, Any]:
+    """Return the model and its optimizer; a vote of all replicas precedes each step, or each round of the variants.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer; the inner one of DiLoCo.
+        variant: "" (DistributedDataParallel), "local_sgd" or "diloco" (Nesterov outside as in its paper).
+        options: Keyword arguments of that class.
+        cap_mb: Bucket size, MiB.
 
     Raises:
         ImportError: torchft is not installed (benchmarks/peers.txt).
@@ -48,12 +58,28 @@ def install(model: nn.Module, optimizer: Optimizer, options: dict[str, Any], cap
         replica_id=f"replica{dist.get_rank()}",
         hostname=address,
         init_sync=False,  # all models start from one seed
+        use_async_quorum=not variant,
     )
     _servers.extend([store, manager])
+    if variant:
+        _servers.append(_rounds(manager, model, optimizer, variant, options, cap_mb).__enter__())
+        return model, optimizer
     wrapped = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=cap_mb, **options)
     optimizer = torchft.Optimizer(manager, optimizer)
     optimizer.zero_grad()  # opens the first step
     return wrapped, optimizer
+
+
+def _rounds(
+    manager: Any, model: nn.Module, optimizer: Optimizer, variant: str, options: dict[str, Any], cap_mb: float | None
+) -> Any:
+    from torchft import local_sgd
+
+    if variant == "local_sgd":
+        return local_sgd.LocalSGD(manager, model, optimizer, **options)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    buckets = {"use_bucketization": True, "bucket_cap_mb": int(cap_mb or 32), "pin_memory": False}
+    return local_sgd.DiLoCo(manager, [model], optimizer, outer, **buckets, **options)
 
 
 def _own_address() -> str:

@@ -323,7 +323,7 @@ def _validate(bench: Bench, racer: Racer) -> dict[str, float]:
     """Return the mean loss and accuracy over the validation batches, each evaluated by one rank."""
     assert bench.workload.validation is not None
     # The bare model: a rank without a batch does not take part in a forward, nor in its broadcast of buffers.
-    model = racer.model if racer.system.kind == "none" else racer.model.module
+    model = getattr(racer.model, "module", racer.model)
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64)
     for inputs, target in bench.workload.validation()[bench.rank :: bench.world_size]:

@@ -148,18 +148,16 @@ def emulate(
     for name in systems:
         if name not in BASELINES:
             _create(name)
-    small = shrink(workload, setting.max_numel)
-    ratio = setting.compute_s / (small.forward_s + small.backward_s)
-    small = dataclasses.replace(
-        small, forward_s=small.forward_s * ratio, backward_s=small.backward_s * ratio, dtype="fp32"
-    )
+    small = shrunk(workload, setting)
     results = []
     with EmulatedCluster(setting.hosts) as cluster, tempfile.TemporaryDirectory() as folder:
         progress("a step without communication")
         alone = _run(cluster, Path(folder), small, ["none"], setting)
         for target in targets:
             rate_bps = (
-                target if isinstance(target, float | int) else _scaled_rate(workload, target, small, alone, setting)
+                target
+                if isinstance(target, float | int)
+                else scaled_rate(workload, target, small, alone["rows"][0]["step_s"], setting)
             )
             for rank in range(setting.hosts):
                 cluster.set_rate(rank, rate_bps)
@@ -182,11 +180,25 @@ def emulate(
     return results
 
 
-def _scaled_rate(
-    workload: Workload, network: Network, small: Workload, alone: dict[str, Any], setting: Setting
-) -> float:
-    """Return the rate in bit/s at which the shrunk workload's communication weighs as much as on `network`."""
-    compute_s = alone["rows"][0]["step_s"]
+def shrunk(workload: Workload, setting: Setting) -> Workload:
+    """Return the workload as the hosts train it."""
+    small = shrink(workload, setting.max_numel)
+    ratio = setting.compute_s / (small.forward_s + small.backward_s)
+    return dataclasses.replace(
+        small, forward_s=small.forward_s * ratio, backward_s=small.backward_s * ratio, dtype="fp32"
+    )
+
+
+def scaled_rate(workload: Workload, network: Network, small: Workload, compute_s: float, setting: Setting) -> float:
+    """Return the rate in bit/s at which the shrunk workload's communication weighs as much as on `network`.
+
+    Args:
+        workload: The whole one.
+        network: What it stands for.
+        small: The shrunk one.
+        compute_s: Seconds of its step without communication, on all hosts at once.
+        setting: How it is emulated.
+    """
     wire = 2 * (network.world_size - 1) / network.world_size * workload.nbytes / network.bytes_per_s
     own_bytes = 2 * (setting.hosts - 1) / setting.hosts * small.numel * 4
     return 8 * own_bytes / (wire / workload.step_s * compute_s)

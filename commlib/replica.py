@@ -119,7 +119,7 @@ class Replica:
             tensor.register_hook(lambda _: engine.begin(sync))
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for name, buffer in self.bare.named_buffers() if name not in self.ignored]
+        return [buffer for name, buffer in self.structure.buffers().items() if name not in self.ignored]
 
     def copy_buffers(self, source: int = 0) -> None:
         """Copy the buffers of rank `source` to all ranks."""

@@ -16,6 +16,7 @@ from commlib.primitives.hierarchical import NodeStage
 from commlib.transport.base import Communication, Communicator
 
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ALL_IN_FLIGHT = 1 << 30  # a window
 
 
 class AllReduce(Algorithm):
@@ -58,7 +59,13 @@ class AllReduce(Algorithm):
         self.predivide = predivide
         self.hierarchical = hierarchical
         is_prompt = wire_dtype == "fp32" and not hierarchical
-        self.traits = dataclasses.replace(self.traits, prompt=is_prompt, hierarchical=hierarchical)
+        self.traits = dataclasses.replace(
+            self.traits,
+            prompt=is_prompt,
+            single=is_prompt,
+            hierarchical=hierarchical,
+            window=_ALL_IN_FLIGHT if is_prompt else self.traits.window,
+        )
         self._wires: dict[int, torch.Tensor] = {}
         self._stages: dict[int, NodeStage] = {}
 

@@ -73,6 +73,8 @@ class Traits:
             numbers positive. Where False, the engine sends its flags by themselves.
         prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
             bucket ready then issues it itself.
+        single: Whether `communicate` asks for one collective only and has next to nothing to do after it; the thread
+            that waits at the end of backward then finishes it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
         hierarchical: Whether it wants to know the nodes (`Communicator.local`, `Communicator.across`).
         portable: Whether the algorithm's state is the same on all ranks, whatever their number: every rank may load any
@@ -91,6 +93,7 @@ class Traits:
     needs_optimizer: bool = False
     reduces_flags: bool = False
     prompt: bool = False
+    single: bool = False
     idle_alone: bool = False
     hierarchical: bool = False
     portable: bool = False

@@ -43,10 +43,7 @@ class GradientRound:
         self._driver = driver
         self._launched = [False] * len(buckets)
         self._num_left = len(buckets)
-        tasks = [
-            Task(bucket.describe, self._communication(bucket), algorithm.traits.prompt and isinstance(bucket, Bucket))
-            for bucket in buckets
-        ]
+        tasks = [Task(bucket.describe, self._communication(bucket), **_kind(algorithm, bucket)) for bucket in buckets]
         self._sends_flags = self._last is not None and not algorithm.traits.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
@@ -133,3 +130,8 @@ class GradientRound:
                 found_frozen |= any(not slot.param.requires_grad for slot in bucket.slots)
             start += len(bucket.slots)
         return found_frozen
+
+
+def _kind(algorithm: Algorithm, bucket: Bucket | SparseBucket) -> dict[str, bool]:
+    is_dense, traits = isinstance(bucket, Bucket), algorithm.traits
+    return {"is_prompt": is_dense and traits.prompt, "is_single": is_dense and traits.single}

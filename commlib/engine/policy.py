@@ -48,6 +48,7 @@ class IssueOrder:
     """
 
     def __init__(self, num_tasks: int, window: int) -> None:
+        window = min(window, num_tasks + 1)  # no second collective comes before a first one then
         self._asked: list[int] = [0] * num_tasks  # collectives asked for so far
         self._finished = [False] * num_tasks
         self._num_left = num_tasks

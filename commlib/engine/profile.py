@@ -155,10 +155,11 @@ class _Probe:
         driver: Driver,
         device: torch.device,
     ) -> None:
+        traits = algorithm.traits
         self._make = lambda: Round(
             transport,
-            [Task(_probe_name, _begin(algorithm, bucket, comm)) for bucket in buckets],
-            algorithm.traits.window,
+            [Task(_probe_name, _begin(algorithm, bucket, comm), traits.prompt, traits.single) for bucket in buckets],
+            traits.window,
         )
         self._driver = driver
         self._device = device

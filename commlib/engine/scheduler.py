@@ -10,7 +10,8 @@ which is the program's order and so the same on all ranks. Every model has one, 
 [Note: prompt tasks] Where more threads than cores want to run, waking a thread can take milliseconds, and an idle link
 waits for it on the slowest rank. So a task that asks for its first collective without working on the data is handled by
 the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
-collectives is the policy's, whichever thread issues them.
+collectives is the policy's, whichever thread issues them. A task of a single collective is finished by the thread that
+waits for the round, once it waits: until then nothing of Python runs for it, which backward would share its lock with.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Task:
         describe: Names the bucket in errors.
         begin: Makes the generator; called once the task's input is ready.
         is_prompt: Whether the generator asks for its first collective without working on the data.
+        is_single: Whether it asks for that one only, and has next to nothing to do after it.
     """
 
     __slots__ = (
@@ -53,17 +55,23 @@ class Task:
         "generator",
         "input_event",
         "is_prompt",
+        "is_single",
         "request",
         "sent_bytes",
         "work",
     )
 
     def __init__(
-        self, describe: Callable[[], str], begin: Callable[[], Communication], is_prompt: bool = False
+        self,
+        describe: Callable[[], str],
+        begin: Callable[[], Communication],
+        is_prompt: bool = False,
+        is_single: bool = False,
     ) -> None:
         self.describe = describe
         self.begin = begin
         self.is_prompt = is_prompt
+        self.is_single = is_single
         self.generator: Communication | None = None
         self.request: Request | None = None
         self.work: Work | None = None
@@ -87,9 +95,18 @@ class Round:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.backlog: deque[tuple[Event, int]] = deque()
+        self.is_awaited = False
+        self.arrivals: queue.SimpleQueue[int | None] = (
+            queue.SimpleQueue()
+        )  # what the waiting thread finishes; then None
         self._seen = -1
         if not self.tasks:
-            self.done.set()
+            self.end()
+
+    def end(self) -> None:
+        """Say that it is over."""
+        self.done.set()
+        self.arrivals.put(None)
 
     def progressed(self) -> bool:
         """Return whether the round came on since this was asked last."""
@@ -136,7 +153,7 @@ class Driver(ABC):
         if not round_.done.is_set():
             round_.error = error
             round_.transport.abort()
-            round_.done.set()
+            round_.end()
             self._leave(round_)
 
     @abstractmethod
@@ -170,7 +187,7 @@ class Driver(ABC):
             while round_.backlog and not round_.done.is_set():
                 self._advance(round_, *round_.backlog.popleft())
             if round_.order.complete:
-                round_.done.set()
+                round_.end()
         except BaseException as error:
             self._fail(round_, error)
         return round_.done.is_set()
@@ -237,7 +254,7 @@ class ThreadDriver(Driver):
     """One thread that issues every collective, for tensors on the CPU.
 
     Completions come from the backend's threads as events in the same queue, so the thread sleeps only where nothing is
-    to be done. It is a daemon and holds no model while idle. See [Note: prompt tasks] for what the caller does itself.
+    to be done. It is a daemon and holds no model while idle. See [Note: prompt tasks] for what callers do themselves.
     """
 
     def __init__(self) -> None:
@@ -257,10 +274,22 @@ class ThreadDriver(Driver):
 
     @override
     def wait(self, round_: Round) -> None:
+        with self._at_work:
+            round_.is_awaited = True
+            for idx, task in enumerate(round_.tasks):
+                if task.is_single and task.work is not None:
+                    self._announce(round_, idx, task.work)
         limit_s = round_.transport.timeout_s + _GRACE_S
-        while not round_.done.wait(limit_s):
-            if not round_.progressed():
-                self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
+        while not round_.done.is_set():
+            try:
+                arrived = round_.arrivals.get(timeout=limit_s)
+            except queue.Empty:
+                if not round_.progressed():
+                    self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
+                continue
+            if arrived is not None:
+                with self._at_work:
+                    self._handle(round_, Event.ARRIVED, arrived)
         if round_.error is not None:
             raise round_.error
 
@@ -284,7 +313,15 @@ class ThreadDriver(Driver):
         assert task.request is not None
         with _collective_of(task):
             task.work = round_.transport.issue(task.request)
-        task.work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
+        if round_.is_awaited or not task.is_single:
+            self._announce(round_, task_idx, task.work)
+
+    def _announce(self, round_: Round, task_idx: int, work: Work) -> None:
+        """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own."""
+        if round_.tasks[task_idx].is_single:
+            work.add_done_callback(lambda: round_.arrivals.put(task_idx))
+        else:
+            work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
 
 
 class StreamDriver(Driver):

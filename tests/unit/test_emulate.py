@@ -43,8 +43,7 @@ def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -
 def test_the_rate_keeps_the_weight_of_communication() -> None:
     workload, network = workloads.get("vgg16"), presets.network("10gbps")
     small = emulation.shrink(workload, SETTING.max_numel)
-    alone = {"rows": [{"step_s": 0.5}]}
-    rate_bps = emulation._scaled_rate(workload, network, small, alone, SETTING)
+    rate_bps = emulation.scaled_rate(workload, network, small, 0.5, SETTING)
     own_s = 8 * small.numel * 4 / rate_bps  # 2 (h-1)/h = 1 for two hosts
     ring = 2 * (network.world_size - 1) / network.world_size
     assert own_s / 0.5 == pytest.approx(ring * workload.nbytes / network.bytes_per_s / workload.step_s)

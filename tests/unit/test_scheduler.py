@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commlib.engine.scheduler import Driver, Round, StreamDriver, Task, ThreadDriver
-from commlib.errors import TransportError
+from commlib.errors import PeerTimeout, TransportError
 from commlib.transport.base import AllReduce, Communication, Request
 
 
@@ -141,3 +141,104 @@ def test_a_cancelled_round_is_not_kept_and_does_not_hold_up_the_next_one(driver:
     assert not driver._lanes
     run(driver, transport, [task("b", 2.0)], [0])
     assert transport.issued == [2.0]
+
+
+class Later(Recorder):
+    """A transport whose collectives complete when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callbacks: list[Callable[[], None]] = []
+        self.asked = threading.Semaphore(0)
+
+    def issue(self, request: Request) -> Any:
+        super().issue(request)
+        work, transport = Done(), self
+
+        def keep(callback: Callable[[], None]) -> None:
+            transport.callbacks.append(callback)
+            transport.asked.release()
+
+        work.add_done_callback = keep  # type: ignore[method-assign]
+        return work
+
+
+def single(name: str, value: float, threads: list[threading.Thread], error: Exception | None = None) -> Task:
+    def communicate() -> Communication:
+        yield AllReduce(torch.tensor(value), size=2)
+        threads.append(threading.current_thread())
+        if error is not None:
+            raise error
+
+    return Task(lambda: name, communicate, is_prompt=True, is_single=True)
+
+
+def test_single_collectives_are_finished_by_the_thread_that_waits() -> None:
+    made, transport, threads = ThreadDriver(), Later(), []
+    many = [single(f"{idx}", float(idx), threads) for idx in range(20)]
+    round_ = Round(transport, many, 1 << 30)  # type: ignore[arg-type]
+    made.open(round_)
+    for idx in range(20):
+        made.ready(round_, idx)
+    assert transport.issued == [float(idx) for idx in range(20)], "nothing waits for an earlier one to end"
+    assert not transport.callbacks, "and nothing is to be called while backward runs"
+
+    def complete() -> None:
+        for _ in range(20):
+            assert transport.asked.acquire(timeout=10)
+        for callback in reversed(transport.callbacks):
+            callback()
+
+    completing = threading.Thread(target=complete)
+    completing.start()
+    made.wait(round_)
+    completing.join()
+    assert threads == [threading.current_thread()] * 20
+    made.close()
+
+
+def test_a_round_of_single_and_other_tasks_ends_for_the_waiting_thread_whichever_is_last() -> None:
+    for other_last in (False, True):
+        made, transport, threads = ThreadDriver(), Later(), []
+        round_ = Round(transport, [single("a", 1.0, threads), task("b", 2.0, 2.5)], 2)  # type: ignore[arg-type]
+        made.open(round_)
+        made.ready(round_, 1)
+        made.ready(round_, 0)
+
+        def complete(transport: Later, other_last: bool) -> None:
+            assert transport.asked.acquire(timeout=10)
+            assert transport.asked.acquire(timeout=10)
+            for callback in list(transport.callbacks)[:: 1 if other_last else -1]:
+                callback()
+            if transport.asked.acquire(timeout=10):
+                transport.callbacks[-1]()
+
+        completing = threading.Thread(target=complete, args=(transport, other_last))
+        completing.start()
+        made.wait(round_)
+        completing.join()
+        assert sorted(transport.issued) == [1.0, 2.0, 2.5]
+        made.close()
+
+
+def test_an_error_after_a_single_collective_and_one_of_it_are_raised_where_it_is_awaited() -> None:
+    made = ThreadDriver()
+    for transport, tasks, expected in (
+        (Recorder(), [single("a", 1.0, [], ZeroDivisionError("own"))], ZeroDivisionError),
+        (Recorder(fails=1), [single("a", 1.0, [])], TransportError),
+    ):
+        with pytest.raises(expected):
+            run(made, transport, tasks, [0])
+        assert transport.aborted
+        assert not made._lanes
+    made.close()
+
+
+def test_a_single_collective_that_never_ends_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlib.engine.scheduler._GRACE_S", 0.0)
+    made, transport = ThreadDriver(), Later()
+    transport.timeout_s = 0.2
+    with pytest.raises(PeerTimeout, match="no end of a within"):
+        run(made, transport, [single("a", 1.0, [])], [0])
+    assert transport.aborted
+    made.close()

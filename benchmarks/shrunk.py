@@ -1,0 +1,41 @@
+"""The workloads of `commlib compare` as `commlib compare --emulate` trains them: shrunk, with layers that wait."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from commlib import emulate
+from commlib.network import presets, workloads
+from commlib.network.synthetic import SyntheticModel
+
+
+class Shrunk(SyntheticModel):
+    """Takes a batch, and needs none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(emulate.shrunk(workloads.get(name), emulate.Setting()))
+
+    def forward(self, _: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the loss."""
+        return super().forward()
+
+
+def usual_optimizer(name: str) -> str:
+    """Return the optimizer that the workload is trained with."""
+    return "adamw" if workloads.get(name).optimizer == "adam" else "sgd"
+
+
+def equivalent_rate(name: str, network: str, hosts: int) -> float:
+    """Return the rate in bit/s at which the bytes weigh as much beside the layers' time as on a network.
+
+    Args:
+        name: The workload's.
+        network: A preset's name.
+        hosts: Emulated hosts.
+
+    Raises:
+        ConfigError: A name is not known.
+    """
+    known, setting = workloads.get(name), emulate.Setting(hosts=hosts)
+    small = emulate.shrunk(known, setting)
+    return emulate.scaled_rate(known, presets.network(network), small, setting.compute_s, setting)
