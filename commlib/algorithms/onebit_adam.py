@@ -30,7 +30,8 @@ class OneBitAdam(QuantizedMomentum):
 
     Paper: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1.
     Deviations: a scale for 512 elements instead of one per tensor; decoupled weight decay, as in AdamW; the bias
-    corrections of Adam are kept, the variance's as it was at the freeze.
+    corrections of Adam are kept, the variance's as it was at the freeze; an element's step is bounded as Adam's is
+    (`FrozenVarianceAdam`).
     """
 
     def __init__(

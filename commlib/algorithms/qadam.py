@@ -30,7 +30,8 @@ class QAdam(QuantizedMomentum):
 
     Paper: Gan et al., "BAGUA" (VLDB 2021), as released: 1-bit Adam's scheme with 8 bits and without error feedback.
     Deviations from BAGUA's code, which are defects there: the gradient at the switch counts; weight decay (decoupled
-    here) and every group's betas stay in force after it; the variance's bias correction stops with the variance.
+    here) and every group's betas stay in force after it; the variance's bias correction stops with the variance; an
+    element's step is bounded as Adam's is (`FrozenVarianceAdam`).
     """
 
     def __init__(

@@ -18,9 +18,13 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
 
         before:  m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   T = t
         after:   m <- grad (the algorithm has averaged b1 m + (1 - b1) g over the ranks)
-        x <- (1 - lr wd) x - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps)
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps)
+        x <- (1 - lr wd) x - lr u,   after the freeze with |u| <= max(1, (1 - b1) / sqrt(1 - b2))
 
-    The bias correction of the variance stops with the variance. Without such an algorithm it is AdamW.
+    The bias correction of the variance stops with the variance. The bound is Adam's own (Kingma and Ba, "Adam", section
+    2.1), which a frozen variance no longer keeps: an element whose gradient was next to zero until then, of a unit that
+    never fired, would else get a step without limit once momentum comes with a scale for many elements. Without such an
+    algorithm it is AdamW.
 
     Args:
         params: Parameters or groups of them; groups may have their own lr, betas, eps and weight_decay.
@@ -100,4 +104,8 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
         variance_correction = 1 - b2 ** state["variance_steps"] if state["variance_steps"] else 1.0
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = (variance.sqrt() / variance_correction**0.5).add_(group["eps"])
-        parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_correction)
+        if not group["frozen"]:
+            parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_correction)
+            return
+        bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5) * mean_correction
+        parameter.add_((mean / denominator).clamp_(-bound, bound), alpha=-group["lr"] / mean_correction)

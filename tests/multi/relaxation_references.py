@@ -271,4 +271,8 @@ class FrozenVarianceAdamReference:
             m = self.m[name].astype(np.float64) / (1 - b1 ** (step + 1))
             v = self.v[name] / (1 - b2 ** min(step + 1, self.warmup_steps))
             x = self.values[name] * (1 - s["lr"] * s["weight_decay"])
-            self.values[name] = x - s["lr"] * m / (np.sqrt(v) + s["eps"])
+            u = m / (np.sqrt(v) + s["eps"])
+            if step >= self.warmup_steps:
+                bound = max(1.0, (1 - b1) / np.sqrt(1 - b2))
+                u = np.clip(u, -bound, bound)
+            self.values[name] = x - s["lr"] * u

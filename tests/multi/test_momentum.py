@@ -119,3 +119,33 @@ def test_before_the_freeze_the_optimizer_is_adamw() -> None:
             optimizer.step()
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+class HalfDead(torch.nn.Module):
+    """A layer of which every second unit is never used, so that its variance is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[:, ::2]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["onebit_adam", "qadam"])
+def test_an_element_without_variance_takes_no_larger_a_step_than_adam_would(name: str) -> None:
+    torch.manual_seed(0)
+    model = HalfDead()
+    optimizer = FrozenVarianceAdam(model.parameters(), lr=0.01)
+    algorithm = {"onebit_adam": OneBitAdam, "qadam": QAdam}[name](warmup_steps=5, compress=EVERYTHING)
+    wrap(model, algorithm=algorithm, optimizer=optimizer)
+    bound = 0.01 * 0.1 / 0.001**0.5
+    for step in range(40):
+        before = model.layer.weight.detach().clone()
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        (model(torch.randn(8, 32)) - 1).square().mean().backward()
+        optimizer.step()
+        assert (model.layer.weight.detach() - before).abs().max() <= 1.01 * bound, step
+    assert_replicas_identical(model)
