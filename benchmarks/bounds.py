@@ -12,7 +12,9 @@ from commlib.transport.base import Communication, Communicator, Request
 
 
 class Bound(Algorithm):
-    """Repeats the collectives that another algorithm asked for in its first round, and does nothing else.
+    """Repeats the collectives that another algorithm asked for in its second round, and does nothing else.
+
+    The first may be another than all that follow: replicas of the neighbours' weights begin in full precision.
 
     What arrives is ignored: gradients are as good as the rank's own. Only its time means something.
 
@@ -23,7 +25,7 @@ class Bound(Algorithm):
     def __init__(self, inner: Algorithm) -> None:
         self.inner = inner
         self.traits = dataclasses.replace(inner.traits, prompt=True)
-        self._requests: dict[int, list[Request]] = {}
+        self._recorded: dict[int, list[list[Request]]] = {}  # by bucket, the first two rounds
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Return the inner algorithm's group."""
@@ -31,16 +33,16 @@ class Bound(Algorithm):
 
     def setup(self, context: Context) -> None:
         """Forget what was recorded."""
-        self._requests.clear()
+        self._recorded.clear()
         self.inner.setup(context)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        """Record in the first round, repeat in the others."""
-        if bucket.index in self._requests:
-            yield from self._requests[bucket.index]
+        """Record in the first two rounds, repeat the second in the others."""
+        rounds = self._recorded.setdefault(bucket.index, [])
+        if len(rounds) == 2:
+            yield from rounds[1]
             return
-        recorded = []
+        rounds.append([])
         for request in self.inner.communicate(bucket, comm):
-            recorded.append(request)
+            rounds[-1].append(request)
             yield request
-        self._requests[bucket.index] = recorded
