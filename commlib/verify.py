@@ -158,7 +158,7 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 class Structure:
-    """The model's parameters as they were, to notice cheaply at each forward that they changed; and its buffers."""
+    """The model's parameters as they were, to notice cheaply at each forward that they changed."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -168,17 +168,11 @@ class Structure:
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._buffers = [(f"{name}." if name else "", module._buffers) for name, module in model.named_modules()]
+        self._buffers = [module._buffers for module in modules]
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers by name, each once; without another walk through the model."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for prefix, table in self._buffers:
-            if table:
-                for name, buffer in table.items():
-                    if buffer is not None:
-                        found.setdefault(id(buffer), (prefix + name, buffer))
-        return dict(found.values())
+    def has_buffers(self) -> bool:
+        """Return whether the model has buffers now, without a walk through it: this runs before every forward."""
+        return any(self._buffers)
 
     def _is_same(self) -> bool:
         # This runs before every forward: a few passes in C over all entries.
