@@ -170,7 +170,7 @@ def plot(lines: Sequence[dict[str, Any]], path: str) -> None:
     import matplotlib.pyplot as plt  # lazily: an extra
 
     places = list(dict.fromkeys(map(_place, lines)))
-    figure, axes = plt.subplots(1, len(places), figsize=(4.8 * len(places), 5.5), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, len(places), figsize=(6.4 * len(places), 6), squeeze=False, layout="constrained")
     for axis, place in zip(axes[0], places, strict=True):
         own = [line for line in lines if _place(line) == place][::-1]
         labels = [line["system"].removeprefix("commlib:").partition("@")[0] for line in own]
@@ -181,9 +181,9 @@ def plot(lines: Sequence[dict[str, Any]], path: str) -> None:
         axis.errorbar(changes, range(len(own)), xerr=errors, fmt="o", capsize=3)
         axis.set_yticks(range(len(own)), labels)
         axis.set_xscale("symlog", linthresh=1)
-        axis.set_xlabel("loss to all-reduce's, % (linear to 1 %)")
         axis.set_title(_title(place), fontsize="medium")
-        axis.legend(loc="lower right", fontsize="small")
+    figure.supxlabel("loss to all-reduce's, % (linear to 1 %)", fontsize="medium")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
