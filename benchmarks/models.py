@@ -146,9 +146,7 @@ def _noise(build: Callable[[], nn.Module], *shape: int) -> Workload:
 def _shrunk(name: str) -> Workload:
     import shrunk  # lazily: the other systems are measured without commlib
 
-    rates = dict.fromkeys(("adamw", "sgd"), 1e-06)
-    usual = shrunk.usual_optimizer(name)
-    rates = {usual: rates.pop(usual), **rates}
+    rates = dict.fromkeys((shrunk.usual_optimizer(name), "adamw", "sgd"), 1e-6)  # the usual one first
     return Workload(lambda: shrunk.Shrunk(name), lambda loss, _: loss, functools.partial(_draw_noise, (1,)), rates)
 
 

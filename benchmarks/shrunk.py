@@ -26,7 +26,9 @@ def usual_optimizer(name: str) -> str:
 
 
 def equivalent_rate(name: str, network: str, hosts: int) -> float:
-    """Return the rate in bit/s at which the bytes weigh as much beside the layers' time as on a network.
+    """Return the rate in bit/s at which the bytes weigh as much beside the layers' time as beside a step on a network.
+
+    The optimizer's time, which is real here, comes on top: bytes weigh less beside the whole step than there.
 
     Args:
         name: The workload's.

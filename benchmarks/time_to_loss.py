@@ -4,14 +4,14 @@ python benchmarks/time_to_loss.py headline-*.json --losses final.json --model di
 
 DDP's loss is that of all-reduce after `--steps` steps, mean over seeds. Each system needs the smallest number of steps,
 among the budgets that it was trained for, after which its own loss is at most `--within` above. Its time is that number
-times its measured step. A system that the step files lack but the losses have, an algorithm with long periods, is shown
-with the step without communication, which is less than it takes.
+times its measured step. A system that a step file lacks is shown with the step without communication, which is less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,17 @@ from systems import parse
 _REFERENCE = "commlib:allreduce"
 #: What says how to begin, not what a step is.
 _BEGINNING = ("warmup_steps", "ratio_warmup_steps")
+_RATE = re.compile(r",?lr=[^,)]*")
 
 
 def identity(name: str) -> str:
-    """Return what a system is called in all files: without bucket sizes, learning rate and warm-up."""
+    """Return what a system is called in all files: without bucket sizes and warm-up."""
     system = parse(name)
     if system.kind == "ddp" and not system.variant:
         return _REFERENCE
     label = f"{system.kind}:{system.variant}" if system.variant else system.kind
-    options = ",".join(f"{key}={value}" for key, value in system.options if key not in _BEGINNING)
+    rate = [] if system.lr is None else [f"lr={system.lr:g}"]
+    options = ",".join([*(f"{key}={value}" for key, value in system.options if key not in _BEGINNING), *rate])
     return f"{label}({options})" if options else label
 
 
@@ -70,10 +72,11 @@ def summary(step_rows: Iterable[dict[str, Any]], needed: dict[str, tuple[int | N
     whole_s = times[_REFERENCE] * reference_steps
     lines = []
     for system, (steps, change) in needed.items():
-        step_s = times.get(system, times["none"])
+        timed = times.get(identity(_RATE.sub("", system)))  # a step takes as long at any learning rate
+        step_s = times["none"] if timed is None else timed
         line = {
             "system": system,
-            "is_measured": system in times,
+            "is_measured": timed is not None,
             "step_s": step_s,
             "steps": steps,
             "change": change,

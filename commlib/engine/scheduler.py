@@ -96,9 +96,8 @@ class Round:
         self.done = threading.Event()
         self.backlog: deque[tuple[Event, int]] = deque()
         self.is_awaited = False
-        self.arrivals: queue.SimpleQueue[int | None] = (
-            queue.SimpleQueue()
-        )  # what the waiting thread finishes; then None
+        #: Tasks for the waiting thread to finish; in the end None.
+        self.arrivals: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._seen = -1
         if not self.tasks:
             self.end()
