@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from commlib import verify
 from commlib.engine.engine import Engine
@@ -22,8 +22,8 @@ from commlib.tuner import Tuner
 
 KEY = "_commlib_replica"
 
-#: Which parameters are communicated by some wrapped model, so that none is communicated twice.
-owned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: Of all wrapped models, so that no parameter is communicated twice.
+replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 class Replica:
@@ -97,10 +97,6 @@ class Replica:
         self.structure = verify.Structure(self.bare)
         parameters = verify.parameters_of(self.bare, self.ignored)
         verify.agree(self.engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
-        for parameter in self.engine.parameters:
-            owned.pop(parameter.param, None)
-        for parameter in parameters:
-            owned[parameter.param] = True
         self.engine.adopt(parameters)
 
     @torch._disable_dynamo
@@ -227,8 +223,7 @@ class Parallel:
 def extend(model: nn.Module, replica: Replica) -> None:
     """Give the model's class the methods of `Parallel`, for this object only."""
     cls = model.__class__
-    for parameter in replica.engine.parameters:
-        owned[parameter.param] = True
+    replicas.add(replica)
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, KEY: replica}
     model.__class__ = types.new_class(cls.__name__, (Parallel, cls), exec_body=lambda body: body.update(members))
 

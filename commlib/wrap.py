@@ -20,7 +20,7 @@ from commlib.engine.bucket import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.replica import KEY, Replica, extend, owned, replica_of
+from commlib.replica import KEY, Replica, extend, replica_of, replicas
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
 from commlib.tuner import Tuner, candidates_of
 
@@ -120,8 +120,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     replica = replica_of(model)
     if replica.engine.weights is not None and replica.engine.error is None:
         replica.engine.weights.drain()
-    for parameter in replica.engine.parameters:
-        owned.pop(parameter.param, None)
+    replicas.discard(replica)
     replica.engine.close()
     model.__class__ = replica.original_class
     return model
@@ -237,7 +236,8 @@ def _check_wrappable(model: Any) -> None:
 
 
 def _check_notowned(parameters: Sequence[Any]) -> None:
-    twice = [parameter.name for parameter in parameters if parameter.param in owned]
+    owned = {id(parameter.param) for replica in replicas for parameter in replica.engine.parameters}
+    twice = [parameter.name for parameter in parameters if id(parameter.param) in owned]
     if twice:
         raise ConfigError(
             f"parameters that another wrapped model communicates: {name_some(twice)}. Wrap one of the two only, or "

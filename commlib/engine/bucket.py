@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,13 +12,20 @@ from commlib.algorithms.base import Part
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 
+if TYPE_CHECKING:
+    from commlib.engine.engine import Engine
+
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _RUN_BYTES = 512 << 10
 _NO_VIEW = torch.empty(0)
 
 
+def _no_engine() -> None:
+    return None
+
+
 class Slot:
-    """One parameter's place in a bucket.
+    """One parameter's place in a bucket, and the hook on its gradient: a wrapped model has thousands of them.
 
     Attributes:
         name: The parameter's name in the model.
@@ -31,9 +38,13 @@ class Slot:
         left: How often it has yet to fire in this one.
         had_gradient: Whether this rank had a gradient for it in this round.
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
+        engine: Whom the hook tells; it does not keep the engine alive.
     """
 
-    __slots__ = ("expected", "graph_gradient", "had_gradient", "idx", "left", "name", "offset", "param", "run", "view")
+    __slots__ = (
+        *("engine", "expected", "graph_gradient", "had_gradient", "idx"),
+        *("left", "name", "offset", "param", "run", "view"),
+    )
 
     def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0, offset: int = 0) -> None:
         self.name = name
@@ -46,6 +57,13 @@ class Slot:
         self.left = 1
         self.had_gradient = True
         self.graph_gradient: torch.Tensor | None = None
+        self.engine: Callable[[], Engine | None] = _no_engine
+
+    def __call__(self, _: torch.Tensor) -> None:
+        """Run as the hook: the gradient is in `param.grad`."""
+        engine = self.engine()
+        if engine is not None:
+            engine.on_gradient(self)
 
 
 class Run:
@@ -355,7 +373,8 @@ def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
         flat = torch.view_as_complex(flat[offset : offset + 2 * param.numel()].view(-1, 2))
         offset = 0
     strides = param.stride() if _is_dense(param) else _contiguous_strides(param.shape)
-    return flat.as_strided(param.shape, strides, flat.storage_offset() + offset)
+    # Detached it is half the size: what autograd keeps of a view of `flat` serves nothing here.
+    return flat.as_strided(param.shape, strides, flat.storage_offset() + offset).detach()
 
 
 def _pack_plan(flat: torch.Tensor, params: Sequence[torch.Tensor], offsets: list[int]) -> PackPlan | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import logging
 import time
 import weakref
@@ -138,12 +137,18 @@ class Engine:
         self.next_plan: Plan | None = None
         self._trials: Trials | None = None
         self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
-        self._hooks = [] if self.is_idle else [_hook(self, slot) for slot in self._slots]
+        self._hooks = [] if self.is_idle else self._hook_slots()
         if self.weights is not None:
             self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
         if self.attached is not None:
             self.attached.refuse_change()
+
+    def _hook_slots(self) -> list[Any]:
+        own = weakref.ref(self)
+        for slot in self._slots:
+            slot.engine = own
+        return [slot.param.register_post_accumulate_grad_hook(slot) for slot in self._slots]
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -427,14 +432,3 @@ class Engine:
             self.abandon(CommlibError("the model was unwrapped during backward"))
         self._finalizer()
         self.transport.close()
-
-
-def _hook(engine: Engine, slot: Slot) -> Any:
-    """Register the gradient hook of one parameter; it does not keep the engine alive."""
-    return slot.param.register_post_accumulate_grad_hook(functools.partial(_on_gradient, weakref.ref(engine), slot))
-
-
-def _on_gradient(reference: weakref.ref[Engine], slot: Slot, _: torch.Tensor) -> None:
-    engine = reference()
-    if engine is not None:
-        engine.on_gradient(slot)
