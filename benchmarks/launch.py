@@ -50,7 +50,7 @@ def run_emulated(
         WorkerError: A host failed, or the timeout passed.
     """
     from commlib.errors import TransportError
-    from commlib.network.emulated import EmulatedCluster
+    from commlib.network.emulation.cluster import EmulatedCluster
 
     with EmulatedCluster(hosts=hosts, rate=rate) as cluster:
         try:

@@ -36,12 +36,12 @@ from commlib.algorithms.base import Algorithm
 from commlib.engine.plan import main_group
 from commlib.errors import ConfigError
 from commlib.network import compare, presets, workloads
-from commlib.network.emulated import EmulatedCluster, parse_rate
+from commlib.network.emulation.cluster import EmulatedCluster, parse_rate
 from commlib.network.model import Network, Workload
 from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
 from commlib.network.report import Task
-from commlib.network.sim_training import parameters_of
-from commlib.network.simulator import Options, simulate
+from commlib.network.simulation.simulator import Options, simulate
+from commlib.network.simulation.training import parameters_of
 from commlib.network.synthetic import SyntheticModel, shrink
 from commlib.transport.torch_dist import TorchTransport
 from commlib.wrap import stats, wrap

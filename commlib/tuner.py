@@ -33,7 +33,7 @@ from commlib.errors import CommlibError, ConfigError
 from commlib.network.compare import hierarchical
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
-from commlib.network.simulator import Options, simulate
+from commlib.network.simulation.simulator import Options, simulate
 from commlib.transport.base import Transport
 
 _log = logging.getLogger("commlib")

@@ -1,6 +1,6 @@
 """Networks: emulated hosts that run real processes over shaped links, and simulated ones."""
 
-from commlib.network.emulated import (
+from commlib.network.emulation.cluster import (
     EmulatedCluster,
     HostResult,
     InterfaceCounters,

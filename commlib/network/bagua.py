@@ -31,8 +31,8 @@ from commlib.codecs.integer import UInt8Bagua, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
-from commlib.network.sim_links import TransportProfile
-from commlib.network.simulator import Options, Result, simulate
+from commlib.network.simulation.links import TransportProfile
+from commlib.network.simulation.simulator import Options, Result, simulate
 from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
 from commlib.transport.base import Communication, Communicator
 

@@ -15,7 +15,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.simulator import Options, Result, simulate
+from commlib.network.simulation.simulator import Options, Result, simulate
 
 #: The bucket size of `DistributedDataParallel`, whose step is the measure of all others.
 DDP_BUCKET_CAP_MB = 25.0

@@ -24,8 +24,8 @@ from commlib.algorithms.base import Algorithm, Context
 from commlib.engine.profile import Scratch
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
-from commlib.network.sim_links import GLOO, NCCL, TransportProfile
-from commlib.network.sim_meter import Meter
+from commlib.network.simulation.links import GLOO, NCCL, TransportProfile
+from commlib.network.simulation.meter import Meter
 from commlib.transport.base import AllGather, AllToAll, Communicator, Request, Transport
 
 _SMALL_BYTES = 64

@@ -18,9 +18,10 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from commlib.algorithms.base import EXACTNESS, Algorithm
-from commlib.network import compare, plots, presets, timeline, workloads
+from commlib.network import compare, plots, presets, workloads
 from commlib.network.compare import Comparison
-from commlib.network.simulator import Options
+from commlib.network.simulation import timeline
+from commlib.network.simulation.simulator import Options
 
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
 BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)

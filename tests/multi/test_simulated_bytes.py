@@ -8,8 +8,8 @@ import torch.distributed as dist
 import commlib
 from commlib import algorithms
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.network.sim_training import Options
-from commlib.network.simulator import simulate
+from commlib.network.simulation.simulator import simulate
+from commlib.network.simulation.training import Options
 from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import Mlp
 from tests.multi.pool import on_ranks

@@ -11,7 +11,7 @@ from commlib import emulate as emulation
 from commlib.cli import app
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
-from commlib.network.emulated import check_requirements
+from commlib.network.emulation.cluster import check_requirements
 
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 

@@ -18,11 +18,10 @@ from commlib.network import (
     EmulatedCluster,
     InterfaceCounters,
     check_requirements,
-    emulated,
-    linkprobe,
-    netns,
     parse_rate,
 )
+from commlib.network.emulation import linkprobe, netns
+from commlib.network.emulation.cluster import Link
 
 _MISSING = check_requirements()
 needs_hosts = pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
@@ -363,7 +362,7 @@ def test_nothing_is_left_when_building_fails(monkeypatch: pytest.MonkeyPatch) ->
         raise KeyboardInterrupt
 
     before = _own_names()
-    monkeypatch.setattr(emulated.Link, "shape", fail)
+    monkeypatch.setattr(Link, "shape", fail)
     with pytest.raises(KeyboardInterrupt), EmulatedCluster(hosts=2, rate="1gbit"):
         pass
     assert _own_names() == before

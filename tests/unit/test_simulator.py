@@ -17,12 +17,12 @@ from commlib.algorithms.bytegrad import ByteGrad
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
 from commlib.network import presets, workloads
-from commlib.network.calibration import Cell, calibrate, predict
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.network.sim_links import NCCL, Links, TransportProfile
-from commlib.network.sim_meter import Meter
-from commlib.network.sim_training import Options
-from commlib.network.simulator import Result, simulate
+from commlib.network.simulation.calibration import Cell, calibrate, predict
+from commlib.network.simulation.links import NCCL, Links, TransportProfile
+from commlib.network.simulation.meter import Meter
+from commlib.network.simulation.simulator import Result, simulate
+from commlib.network.simulation.training import Options
 from commlib.transport.base import Communicator
 
 #: Local work costs nothing, and a gigabyte a second leaves each of four nodes.

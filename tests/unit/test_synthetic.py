@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -80,9 +81,9 @@ DEVICE = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_
 def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad | TopK) -> None:
     """A device that is said to be ten times as fast makes the same work ten times as slow beside it."""
     cpu = torch.device("cpu")
-    slow = work_factor(algorithm, DEVICE, 4, cpu, "compressed")
-    fast = work_factor(algorithm, scaled(DEVICE, 0.1), 4, cpu, "compressed")
-    assert fast == pytest.approx(10 * slow, rel=0.9)
+    devices = DEVICE, scaled(DEVICE, 0.1)
+    pairs = [[work_factor(algorithm, device, 4, cpu, "compressed") for device in devices] for _ in range(7)]
+    assert median(fast / slow for slow, fast in pairs) == pytest.approx(10, rel=0.5)  # the same work, timed twice
     assert scaled(DEVICE, 2.0).memory_gbytes_s == 5.0
 
 

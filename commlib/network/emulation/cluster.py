@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from commlib.errors import ConfigError
-from commlib.network import hostrun, linkprobe, netns
-from commlib.network.hostrun import HostProcess, HostResult, LineHandler
-from commlib.network.links import InterfaceCounters, Link, format_rate, parse_rate
-from commlib.network.netns import Namespace, check_requirements
+from commlib.network.emulation import hostrun, linkprobe, netns
+from commlib.network.emulation.hostrun import HostProcess, HostResult, LineHandler
+from commlib.network.emulation.links import InterfaceCounters, Link, format_rate, parse_rate
+from commlib.network.emulation.netns import Namespace, check_requirements
 
 __all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from commlib.errors import PeerFailure, PeerTimeout
-from commlib.network.netns import Namespace
+from commlib.network.emulation.netns import Namespace
 
 _POLL_S = 0.02
 _TERMINATE_S = 3.0

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from commlib.errors import TransportError
-from commlib.network.netns import Namespace
+from commlib.network.emulation.netns import Namespace
 
 _CLONE_NEWNET = 0x40000000
 _TIMEOUT_S = 15.0

@@ -16,10 +16,10 @@ from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost
 from commlib.engine.profile import PROBES, Scratch
 from commlib.errors import ConfigError
-from commlib.network import sim_async
 from commlib.network.model import Device, Network, Workload
-from commlib.network.sim_clock import Span
-from commlib.network.sim_training import META, Options, Training, parameters_of, time_round
+from commlib.network.simulation import asynchronous
+from commlib.network.simulation.clock import Span
+from commlib.network.simulation.training import META, Options, Training, parameters_of, time_round
 
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
-    """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (sim_async.py)."""
+    """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (asynchronous.py)."""
     traits, pace = prototype.traits, options.pace(network.world_size)
     alike = replace(options, stragglers=None, jitter=0.0)
     training = Training(workload, network, device, prototype, alike)
@@ -182,7 +182,7 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
     overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     rng = np.random.default_rng(options.seed)
     steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
-    outcome = sim_async.run(traits, steps_s, round_s, overhead_s * pace)
+    outcome = asynchronous.run(traits, steps_s, round_s, overhead_s * pace)
     step_s = outcome.ends_s[:, -1] / options.steps
     wire_bytes = outcome.rounds_per_step * round_bytes
     steady_s = float(step_s.mean())

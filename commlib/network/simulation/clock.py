@@ -24,8 +24,8 @@ from commlib.engine.policy import Event
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.errors import CommlibError
 from commlib.network.model import Device
-from commlib.network.sim_links import Links
-from commlib.network.sim_meter import Meter
+from commlib.network.simulation.links import Links
+from commlib.network.simulation.meter import Meter
 from commlib.transport.base import Request, Transport
 
 

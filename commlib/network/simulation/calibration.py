@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from commlib.algorithms.base import Algorithm
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.sim_links import TransportProfile
-from commlib.network.sim_training import Options
-from commlib.network.simulator import simulate
+from commlib.network.simulation.links import TransportProfile
+from commlib.network.simulation.simulator import simulate
+from commlib.network.simulation.training import Options
 
 _DEVICE = ("memory_gbytes_s", "cpu_s_per_byte", "cpu_s_per_message")
 _VERBS = ("all_reduce", "all_to_all", "all_gather")

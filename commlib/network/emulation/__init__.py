@@ -1,0 +1,1 @@
+"""Emulated hosts: real processes over shaped links on one machine (docs/emulation.md)."""
