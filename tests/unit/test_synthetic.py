@@ -83,7 +83,7 @@ def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad 
     cpu = torch.device("cpu")
     devices = DEVICE, scaled(DEVICE, 0.1)
     pairs = [[work_factor(algorithm, device, 4, cpu, "compressed") for device in devices] for _ in range(7)]
-    assert median(fast / slow for slow, fast in pairs) == pytest.approx(10, rel=0.5)  # the same work, timed twice
+    assert median(fast / slow for slow, fast in pairs) == pytest.approx(10, rel=0.8)  # the same work, timed twice
     assert scaled(DEVICE, 2.0).memory_gbytes_s == 5.0
 
 
