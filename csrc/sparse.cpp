@@ -7,6 +7,7 @@
 #include "sparse.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -289,6 +290,19 @@ void complete(const SparseSource& source, std::uint32_t low, std::size_t places,
   merge(keys, more);  // there is room for 2 * places
 }
 
+// Calls `put(index, value)` for what a payload names below `end`, from `place` on; returns the next place.
+template <class Put>
+std::size_t for_each_below(const std::uint8_t* payload, std::size_t places, std::size_t place, std::size_t end,
+                           const Put& put) {
+  const std::uint8_t* values = payload + values_at(places);
+  for (; place < places; ++place) {
+    const std::uint32_t index = load_word(payload + 4 * place);
+    if (index >= end) break;  // unused places are the last ones
+    put(index, scalar_math::from_bits(load_word(values + 4 * place)) + 0.0f);
+  }
+  return place;
+}
+
 }  // namespace
 
 std::size_t sparse_payload_bytes(std::size_t places) {
@@ -376,23 +390,45 @@ bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_
   return true;
 }
 
-void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
-                   float weight, float* out, std::size_t numel) {
-  if (numel == 0) return;
+void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel) {
   const ExactFloatScope exact;
-  if (!adds) std::memset(static_cast<void*>(out), 0, numel * sizeof(float));
-  for (std::size_t input = 0; input < count; ++input) {
-    const std::uint8_t* values = payloads[input] + values_at(places);
-    for (std::size_t i = 0; i < places; ++i) {
-      const std::uint32_t index = load_word(payloads[input] + 4 * i);
-      if (index >= numel) break;  // unused places are the last ones
-      const float value = scalar_math::from_bits(load_word(values + 4 * i)) + 0.0f;
-      out[index] = scalar_math::canonical(adds ? out[index] + weight * value : out[index] + value);
+  for_each_below(payload, places, 0, numel, [&](std::uint32_t index, float value) {
+    out[index] = scalar_math::canonical(out[index] + weight * value);
+  });
+}
+
+void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
+                std::size_t numel) {
+  constexpr std::size_t kRange = 4096;  // elements that are summed and divided while they are in the nearest cache
+  const ExactFloatScope exact;
+  const float nothing = 0.0f / divisor;               // may be -0; as no value is, sums are the same as from 0 on
+  static thread_local std::vector<std::size_t> next;  // place of each payload; keeps its memory from call to call
+  next.assign(count, 0);
+  for (std::size_t begin = 0; begin < numel; begin += kRange) {
+    const std::size_t end = std::min(begin + kRange, numel);
+    std::uint64_t named[kRange / 64] = {};  // one bit for each element
+    std::fill(out + begin, out + end, nothing);
+    for (std::size_t input = 0; input < count; ++input) {
+      next[input] = for_each_below(payloads[input], places, next[input], end, [&](std::uint32_t index, float value) {
+        out[index] = scalar_math::canonical(out[index] + value);
+        named[(index - begin) / 64] |= std::uint64_t{1} << (index % 64);
+      });
+    }
+    for (std::size_t word = 0; divisor != 1.0f && word < kRange / 64; ++word) {
+      for (std::uint64_t bits = named[word]; bits != 0; bits &= bits - 1) {
+        float& sum = out[begin + 64 * word + static_cast<std::size_t>(__builtin_ctzll(bits))];
+        sum = scalar_math::canonical(sum / divisor);
+      }
     }
   }
-  if (divisor != 1.0f) {
-    for (std::size_t i = 0; i < numel; ++i) out[i] = scalar_math::canonical(out[i] / divisor);
-  }
+}
+
+bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads) {
+  std::atomic<bool> all_finite{true};
+  parallel_for(numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+    if (!kernels().accumulate(x, type, decay, factor, sums, begin, end)) all_finite = false;
+  });
+  return all_finite;
 }
 
 }  // namespace commlib
