@@ -187,18 +187,19 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   if (source.numel < kLeastGuessed || count == 0) return 0;
-  const std::size_t num_samples = std::min(kMostSamples, source.numel / kElementsPerSample);
+  const std::size_t num_runs = std::min(kMostSamples, source.numel / kElementsPerSample) / kRun;
+  const std::size_t stride = source.numel / num_runs;
   static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
-  sample.clear();
-  sample.reserve(num_samples);
-  const std::size_t stride = source.numel / (num_samples / kRun);
-  for (std::size_t at = 0; at + kRun <= source.numel && sample.size() + kRun <= num_samples; at += stride) {
-    for (std::size_t i = 0; i < kRun; ++i) {
-      const float v = kernels().value(source, at + i);
-      std::uint32_t bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      sample.push_back(bits & 0x7FFFFFFFu);
+  sample.resize(num_runs * kRun);
+  for (std::size_t first = 0; first < sample.size(); first += kGathered) {
+    const std::size_t m = std::min(kGathered, sample.size() - first);
+    std::uint32_t indices[kGathered];
+    float values[kGathered];
+    for (std::size_t i = 0; i < m; ++i) {
+      indices[i] = static_cast<std::uint32_t>((first + i) / kRun * stride + i % kRun);
     }
+    kernels().gather(source, indices, m, values);
+    for (std::size_t i = 0; i < m; ++i) sample[first + i] = scalar_math::to_bits(values[i]) & 0x7FFFFFFFu;
   }
   const double expected =
       static_cast<double>(count) * static_cast<double>(sample.size()) / static_cast<double>(source.numel);
@@ -345,28 +346,23 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
   const ExactFloatScope exact;
   const ScratchScope scope;
   const Keys keys = {first_scratch.reserve(places), places};
-  constexpr std::size_t kBatch = 64;  // enough reads under way to hide that each one misses the caches
-  std::uint32_t indices[kBatch];
+  std::uint32_t indices[kGathered];
+  float values[kGathered];
   scalar_math::Words words = {};
   std::uint64_t low = 0;
-  for (std::uint64_t first = 0; first < places; first += kBatch) {
-    const std::size_t count = std::min<std::uint64_t>(kBatch, places - first);
+  for (std::uint64_t first = 0; first < places; first += kGathered) {
+    const std::size_t count = std::min<std::uint64_t>(kGathered, places - first);
     for (std::uint64_t j = first; j < first + count; ++j) {
       if (j % 4 == 0) {
         words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
       }
       const std::uint64_t high = (j + 1) * source.numel / places;
-      const auto index = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
-      __builtin_prefetch(static_cast<const std::uint8_t*>(source.x) + index * element_bytes(source.type));
-      if (source.residual != nullptr) __builtin_prefetch(source.residual + index);
-      indices[j - first] = index;
+      indices[j - first] = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
       low = high;
     }
+    kernels().gather(source, indices, count, values);
     for (std::size_t i = 0; i < count; ++i) {
-      const float v = kernels().value(source, indices[i]);
-      std::uint32_t bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      keys.data[first + i] = make_key(bits, indices[i]);
+      keys.data[first + i] = make_key(scalar_math::to_bits(values[i]), indices[i]);
     }
   }
   if (source.residual != nullptr) replace_residuals(source, num_threads);

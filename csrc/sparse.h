@@ -38,8 +38,10 @@ struct Scan {
   std::size_t count;
 };
 using ScanFn = std::size_t (*)(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan);
-// One element of v, before its residual was replaced.
-using ValueFn = float (*)(const SparseSource& source, std::size_t index);
+// Elements of v, before their residuals were replaced. Of kGathered elements, enough reads are under way to hide that
+// each one misses the caches.
+inline constexpr std::size_t kGathered = 256;
+using GatherFn = void (*)(const SparseSource& source, const std::uint32_t* indices, std::size_t count, float* out);
 
 // sums = decay * sums + factor * x from `begin` to `end`; what of x is not finite counts as 0. Returns whether all is.
 using AccumulateFn = bool (*)(const void* x, DType type, float decay, float factor, float* sums, std::size_t begin,
@@ -47,7 +49,7 @@ using AccumulateFn = bool (*)(const void* x, DType type, float decay, float fact
 
 struct SparseKernels {
   ScanFn scan;
-  ValueFn value;
+  GatherFn gather;
   AccumulateFn accumulate;
 };
 

@@ -59,9 +59,15 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
   return end;
 }
 
-static float value_of_element(const SparseSource& source, std::size_t index) {
-  float buffer[1] = {};
-  return *compensate(source.x, source.type, source.residual, source.beta, index, 1, buffer);
+static void gather_elements(const SparseSource& source, const Bits32* indices, std::size_t count, float* out) {
+  for (std::size_t i = 0; i < count; ++i) {
+    __builtin_prefetch(static_cast<const Byte*>(source.x) + indices[i] * element_bytes(source.type));
+    if (source.residual != nullptr) __builtin_prefetch(source.residual + indices[i]);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    float buffer[1] = {};
+    out[i] = *compensate(source.x, source.type, source.residual, source.beta, indices[i], 1, buffer);
+  }
 }
 
 static bool accumulate_elements(const void* x, DType type, float decay, float factor, float* sums, std::size_t begin,
@@ -84,5 +90,5 @@ static bool accumulate_elements(const void* x, DType type, float decay, float fa
 }
 
 static inline SparseKernels make_sparse_kernels() {
-  return {&scan_elements, &value_of_element, &accumulate_elements};
+  return {&scan_elements, &gather_elements, &accumulate_elements};
 }
