@@ -208,8 +208,20 @@ std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t p
   for (std::size_t i = 0; i < count; ++i) {
     if (!sparse_is_valid(inputs[i], places, numel)) return static_cast<std::int64_t>(i);
   }
-  decode_sparse(inputs.data(), count, places, divisor, adds, weight, reinterpret_cast<float*>(out), numel);
+  auto* to = reinterpret_cast<float*>(out);
+  if (adds) {
+    for (const std::uint8_t* input : inputs) add_sparse(input, places, weight, to, numel);
+  } else {
+    sum_sparse(inputs.data(), count, places, divisor, to, numel);
+  }
   return -1;
+}
+
+bool accumulate_at(Address x, int type, std::size_t numel, float decay, float factor, Address sums, int num_threads) {
+  const DType dtype = type_of(type);
+  const py::gil_scoped_release released;
+  return accumulate(reinterpret_cast<const void*>(x), dtype, decay, factor, reinterpret_cast<float*>(sums), numel,
+                    num_threads);
 }
 
 }  // namespace
@@ -233,6 +245,8 @@ void bind_codecs(py::module_& module) {
              py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),
              py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"));
+  module.def("accumulate", &accumulate_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("decay"),
+             py::arg("factor"), py::arg("sums"), py::arg("num_threads"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
   module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
              py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));

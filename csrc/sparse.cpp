@@ -7,6 +7,7 @@
 #include "sparse.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -186,18 +187,19 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   if (source.numel < kLeastGuessed || count == 0) return 0;
-  const std::size_t num_samples = std::min(kMostSamples, source.numel / kElementsPerSample);
+  const std::size_t num_runs = std::min(kMostSamples, source.numel / kElementsPerSample) / kRun;
+  const std::size_t stride = source.numel / num_runs;
   static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
-  sample.clear();
-  sample.reserve(num_samples);
-  const std::size_t stride = source.numel / (num_samples / kRun);
-  for (std::size_t at = 0; at + kRun <= source.numel && sample.size() + kRun <= num_samples; at += stride) {
-    for (std::size_t i = 0; i < kRun; ++i) {
-      const float v = kernels().value(source, at + i);
-      std::uint32_t bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      sample.push_back(bits & 0x7FFFFFFFu);
+  sample.resize(num_runs * kRun);
+  for (std::size_t first = 0; first < sample.size(); first += kGathered) {
+    const std::size_t m = std::min(kGathered, sample.size() - first);
+    std::uint32_t indices[kGathered];
+    float values[kGathered];
+    for (std::size_t i = 0; i < m; ++i) {
+      indices[i] = static_cast<std::uint32_t>((first + i) / kRun * stride + i % kRun);
     }
+    kernels().gather(source, indices, m, values);
+    for (std::size_t i = 0; i < m; ++i) sample[first + i] = scalar_math::to_bits(values[i]) & 0x7FFFFFFFu;
   }
   const double expected =
       static_cast<double>(count) * static_cast<double>(sample.size()) / static_cast<double>(source.numel);
@@ -289,6 +291,19 @@ void complete(const SparseSource& source, std::uint32_t low, std::size_t places,
   merge(keys, more);  // there is room for 2 * places
 }
 
+// Calls `put(index, value)` for what a payload names below `end`, from `place` on; returns the next place.
+template <class Put>
+std::size_t for_each_below(const std::uint8_t* payload, std::size_t places, std::size_t place, std::size_t end,
+                           const Put& put) {
+  const std::uint8_t* values = payload + values_at(places);
+  for (; place < places; ++place) {
+    const std::uint32_t index = load_word(payload + 4 * place);
+    if (index >= end) break;  // unused places are the last ones
+    put(index, scalar_math::from_bits(load_word(values + 4 * place)) + 0.0f);
+  }
+  return place;
+}
+
 }  // namespace
 
 std::size_t sparse_payload_bytes(std::size_t places) {
@@ -331,28 +346,23 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
   const ExactFloatScope exact;
   const ScratchScope scope;
   const Keys keys = {first_scratch.reserve(places), places};
-  constexpr std::size_t kBatch = 64;  // enough reads under way to hide that each one misses the caches
-  std::uint32_t indices[kBatch];
+  std::uint32_t indices[kGathered];
+  float values[kGathered];
   scalar_math::Words words = {};
   std::uint64_t low = 0;
-  for (std::uint64_t first = 0; first < places; first += kBatch) {
-    const std::size_t count = std::min<std::uint64_t>(kBatch, places - first);
+  for (std::uint64_t first = 0; first < places; first += kGathered) {
+    const std::size_t count = std::min<std::uint64_t>(kGathered, places - first);
     for (std::uint64_t j = first; j < first + count; ++j) {
       if (j % 4 == 0) {
         words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
       }
       const std::uint64_t high = (j + 1) * source.numel / places;
-      const auto index = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
-      __builtin_prefetch(static_cast<const std::uint8_t*>(source.x) + index * element_bytes(source.type));
-      if (source.residual != nullptr) __builtin_prefetch(source.residual + index);
-      indices[j - first] = index;
+      indices[j - first] = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
       low = high;
     }
+    kernels().gather(source, indices, count, values);
     for (std::size_t i = 0; i < count; ++i) {
-      const float v = kernels().value(source, indices[i]);
-      std::uint32_t bits;
-      std::memcpy(&bits, &v, sizeof bits);
-      keys.data[first + i] = make_key(bits, indices[i]);
+      keys.data[first + i] = make_key(scalar_math::to_bits(values[i]), indices[i]);
     }
   }
   if (source.residual != nullptr) replace_residuals(source, num_threads);
@@ -376,23 +386,45 @@ bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_
   return true;
 }
 
-void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
-                   float weight, float* out, std::size_t numel) {
-  if (numel == 0) return;
+void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel) {
   const ExactFloatScope exact;
-  if (!adds) std::memset(static_cast<void*>(out), 0, numel * sizeof(float));
-  for (std::size_t input = 0; input < count; ++input) {
-    const std::uint8_t* values = payloads[input] + values_at(places);
-    for (std::size_t i = 0; i < places; ++i) {
-      const std::uint32_t index = load_word(payloads[input] + 4 * i);
-      if (index >= numel) break;  // unused places are the last ones
-      const float value = scalar_math::from_bits(load_word(values + 4 * i)) + 0.0f;
-      out[index] = scalar_math::canonical(adds ? out[index] + weight * value : out[index] + value);
+  for_each_below(payload, places, 0, numel, [&](std::uint32_t index, float value) {
+    out[index] = scalar_math::canonical(out[index] + weight * value);
+  });
+}
+
+void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
+                std::size_t numel) {
+  constexpr std::size_t kRange = 4096;  // elements that are summed and divided while they are in the nearest cache
+  const ExactFloatScope exact;
+  const float nothing = 0.0f / divisor;               // may be -0; as no value is, sums are the same as from 0 on
+  static thread_local std::vector<std::size_t> next;  // place of each payload; keeps its memory from call to call
+  next.assign(count, 0);
+  for (std::size_t begin = 0; begin < numel; begin += kRange) {
+    const std::size_t end = std::min(begin + kRange, numel);
+    std::uint64_t named[kRange / 64] = {};  // one bit for each element
+    std::fill(out + begin, out + end, nothing);
+    for (std::size_t input = 0; input < count; ++input) {
+      next[input] = for_each_below(payloads[input], places, next[input], end, [&](std::uint32_t index, float value) {
+        out[index] = scalar_math::canonical(out[index] + value);
+        named[(index - begin) / 64] |= std::uint64_t{1} << (index % 64);
+      });
+    }
+    for (std::size_t word = 0; divisor != 1.0f && word < kRange / 64; ++word) {
+      for (std::uint64_t bits = named[word]; bits != 0; bits &= bits - 1) {
+        float& sum = out[begin + 64 * word + static_cast<std::size_t>(__builtin_ctzll(bits))];
+        sum = scalar_math::canonical(sum / divisor);
+      }
     }
   }
-  if (divisor != 1.0f) {
-    for (std::size_t i = 0; i < numel; ++i) out[i] = scalar_math::canonical(out[i] / divisor);
-  }
+}
+
+bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads) {
+  std::atomic<bool> all_finite{true};
+  parallel_for(numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+    if (!kernels().accumulate(x, type, decay, factor, sums, begin, end)) all_finite = false;
+  });
+  return all_finite;
 }
 
 }  // namespace commlib

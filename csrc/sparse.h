@@ -38,12 +38,19 @@ struct Scan {
   std::size_t count;
 };
 using ScanFn = std::size_t (*)(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan);
-// One element of v, before its residual was replaced.
-using ValueFn = float (*)(const SparseSource& source, std::size_t index);
+// Elements of v, before their residuals were replaced. Of kGathered elements, enough reads are under way to hide that
+// each one misses the caches.
+inline constexpr std::size_t kGathered = 256;
+using GatherFn = void (*)(const SparseSource& source, const std::uint32_t* indices, std::size_t count, float* out);
+
+// sums = decay * sums + factor * x from `begin` to `end`; what of x is not finite counts as 0. Returns whether all is.
+using AccumulateFn = bool (*)(const void* x, DType type, float decay, float factor, float* sums, std::size_t begin,
+                              std::size_t end);
 
 struct SparseKernels {
   ScanFn scan;
-  ValueFn value;
+  GatherFn gather;
+  AccumulateFn accumulate;
 };
 
 std::size_t sparse_payload_bytes(std::size_t places);
@@ -57,8 +64,13 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
 // Whether the indices ascend and lie below `numel`, unused places last.
 bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_t numel);
 
-// out = sum of the payloads / divisor; or, with `adds`, out += weight * payload for the elements that it names.
-void decode_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, bool adds,
-                   float weight, float* out, std::size_t numel);
+// out = sum of the payloads / divisor
+void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
+                std::size_t numel);
+// out += weight * payload, for the elements that it names
+void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel);
+
+// See AccumulateFn.
+bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads);
 
 }  // namespace commlib

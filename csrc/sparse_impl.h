@@ -59,11 +59,36 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
   return end;
 }
 
-static float value_of_element(const SparseSource& source, std::size_t index) {
-  float buffer[1] = {};
-  return *compensate(source.x, source.type, source.residual, source.beta, index, 1, buffer);
+static void gather_elements(const SparseSource& source, const Bits32* indices, std::size_t count, float* out) {
+  for (std::size_t i = 0; i < count; ++i) {
+    __builtin_prefetch(static_cast<const Byte*>(source.x) + indices[i] * element_bytes(source.type));
+    if (source.residual != nullptr) __builtin_prefetch(source.residual + indices[i]);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    float buffer[1] = {};
+    out[i] = *compensate(source.x, source.type, source.residual, source.beta, indices[i], 1, buffer);
+  }
+}
+
+static bool accumulate_elements(const void* x, DType type, float decay, float factor, float* sums, std::size_t begin,
+                                std::size_t end) {
+  alignas(64) float buffer[kTile];
+  Bits32 largest = 0;
+  for (std::size_t at = begin; at < end; at += kTile) {
+    const std::size_t m = end - at < kTile ? end - at : kTile;
+    const float* v = compensate(x, type, nullptr, 0.0f, at, m, buffer);
+    const Bits32 bits = largest_magnitude(v, m);
+    largest = bits > largest ? bits : largest;
+    float* const sum = sums + at;
+    COMMLIB_INDEPENDENT_ITERATIONS
+    for (std::size_t i = 0; i < m; ++i) {
+      const float kept = sum[i] * decay, added = kept + v[i] * factor;
+      sum[i] = is_finite_number(v[i]) ? added : kept;
+    }
+  }
+  return largest < kInfinityBits;
 }
 
 static inline SparseKernels make_sparse_kernels() {
-  return {&scan_elements, &value_of_element};
+  return {&scan_elements, &gather_elements, &accumulate_elements};
 }

@@ -16,8 +16,9 @@ from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
+from commlib.primitives.finite import accumulate, all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
-from commlib.primitives.sparse import SparseExchange, mark_not_finite
+from commlib.primitives.sparse import SparseExchange
 from commlib.transport.base import Communication, Communicator
 
 _FIRST_RATIO = 0.25
@@ -161,22 +162,22 @@ class DGC(Sparse):
         assert isinstance(exchange, MomentumExchange)
         velocity, scale = exchange.velocity, self._units.scale
         own, everyone = exchange.payloads(codec)
-        largest = torch.linalg.vector_norm(tensor, float("inf"), keepdim=True) if tensor.numel() else tensor
         if peers.contributes:
-            torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=tensor)
-            velocity.mul_(self.momentum)
             if self.clip is None:
-                velocity.add_(tensor, alpha=1.0 / scale)
+                is_finite = accumulate(velocity, tensor, self.momentum, 1.0 / scale)
             else:
+                is_finite = all_finite(tensor)
+                torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=tensor)
                 gradient = tensor.float()  # itself, where it is fp32
                 limit = scale * self.clip * self._share_of_norm(exchange, comm, peers)
                 factor = torch.clamp(limit / (torch.linalg.vector_norm(gradient) + 1e-12), max=1.0) / scale
-                velocity.addcmul_(gradient, factor)
+                velocity.mul_(self.momentum).addcmul_(gradient, factor)
             codec.encode(velocity, own, feedback=Feedback(exchange.residual))
             velocity.index_fill_(0, codec.indices(own, exchange.numel).long() & 0xFFFFFFFF, 0.0)
         else:
+            is_finite = all_finite(tensor)
             codec.encode(tensor, own)
-        mark_not_finite(codec.values(own, exchange.numel), largest)
+        mark_unless(is_finite, codec.values(own, exchange.numel))
         yield peers.all_gather(everyone.view(-1), own)
         total = exchange.sum_like(tensor)
         codec.decode_sum(everyone, total, divisor=self.divisor(comm))

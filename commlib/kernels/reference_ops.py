@@ -148,6 +148,13 @@ def decode_sum(decoded: Sequence[Floats], divisor: float = 1.0) -> Floats:
         return canonical(total if divisor == 1.0 else total / F32(divisor))
 
 
+def accumulate(sums: Floats, x: Floats, decay: float, factor: float) -> Floats:
+    """Return decay * sums + factor * x; what of x is not finite counts as 0."""
+    with np.errstate(all="ignore"):
+        kept = sums * F32(decay)
+        return np.where(np.isfinite(x), kept + x * F32(factor), kept)
+
+
 # --- the Hadamard rotation --------------------------------------------------------------------------------------------
 
 

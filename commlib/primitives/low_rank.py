@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlib.primitives.finite import all_finite
 from commlib.primitives.parts import Part, Pieces, paste
 from commlib.transport.base import Communication, Communicator
 
@@ -78,10 +79,7 @@ class LowRankExchange:
 
     def renew_unless_finite(self) -> None:
         """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
-        if not self.q.numel():
-            return
-        is_finite = torch.isfinite(torch.linalg.vector_norm(self.q, float("inf")))
-        torch.where(is_finite, self.q, self._first_q, out=self.q)
+        torch.where(all_finite(self.q), self.q, self._first_q, out=self.q)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of errors and of Q by parameter."""

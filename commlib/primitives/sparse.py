@@ -8,6 +8,7 @@ import torch
 
 from commlib.codecs.base import Feedback, Random
 from commlib.codecs.sparse import SparseCodec
+from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.transport.base import Communication, Communicator
 
@@ -124,16 +125,9 @@ def centralized_aligned_sparse(
     feedback = Feedback(exchange.residual, scale * decay, 1.0 / scale) if comm.contributes else None
     codec.encode(tensor, own, feedback=feedback, random=random)
     values = codec.values(own, exchange.numel)
-    mark_not_finite(values, tensor)
+    mark_unless(all_finite(tensor), values)
     yield comm.all_reduce(values)
     total = exchange.sum_like(tensor)
     codec.decode_sum(own.view(1, -1), total, divisor=divisor)
     if total is not tensor:
         tensor.copy_(total)
-
-
-def mark_not_finite(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Make the first value NaN where `tensor` holds anything that is not finite; without a wait for the device."""
-    if values.numel():
-        largest = torch.linalg.vector_norm(tensor, float("inf"))
-        values[0] = torch.where(torch.isfinite(largest), values[0], torch.nan)

@@ -168,14 +168,15 @@ def test_randomk_follows_its_equations() -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_dgc_follows_its_equations() -> None:
-    algorithm = DGC(0.05, momentum=0.9, clip=0.5, ratio_warmup_steps=20, compress=EVERYTHING)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_dgc_follows_its_equations(clip: float | None) -> None:
+    algorithm = DGC(0.05, momentum=0.9, clip=clip, ratio_warmup_steps=20, compress=EVERYTHING)
 
     def choose(v: np.ndarray, step: int, bucket: int) -> np.ndarray:
         return reference_ops.top_k(v, max(1, round(algorithm.ratio_at(step) * len(v))))
 
     assert algorithm.ratio_at(0) == 0.25 > algorithm.ratio_at(10) > algorithm.ratio_at(19) > algorithm.ratio_at(20)
-    reference = SparseReference(choose, dist.get_world_size(), numels(), momentum=0.9, clip=0.5)
+    reference = SparseReference(choose, dist.get_world_size(), numels(), momentum=0.9, clip=clip)
     check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
 
 

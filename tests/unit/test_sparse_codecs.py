@@ -151,6 +151,45 @@ def test_sums_and_additions(isa: str) -> None:
     np.testing.assert_array_equal(added.numpy().view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.parametrize("divisor", [1.0, 3.0, -4.0])
+@pytest.mark.parametrize("numel", [0, 1, 63, 4096, 10_001])
+def test_sums_of_any_length(isa: str, numel: int, divisor: float) -> None:
+    """Elements that nothing names become 0 / divisor."""
+    rng = np.random.default_rng(numel)
+    for count, places in ((1, numel), (3, numel // 20), (3, numel // 2)):
+        xs = [rng.integers(-2, 3, numel).astype(F32) for _ in range(count)]
+        payloads = np.stack([top_k(x, places) for x in xs])
+        out = torch.full((numel,), 3.0)
+        native_sparse.decode_sum(torch.from_numpy(payloads), places, out, divisor)
+        decoded = [reference_ops.sparse_values(payload, places, numel) for payload in payloads]
+        expected = reference_ops.decode_sum(decoded, divisor)
+        np.testing.assert_array_equal(out.numpy().view(np.uint32), expected.view(np.uint32), err_msg=f"{places=}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])
+def test_accumulation_leaves_out_what_is_not_finite(isa: str, numel: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(numel)
+    for decay, factor in ((0.9, 1.0), (0.99, 1 / 1024), (0.0, -0.3)):
+        for spoilt in (0, min(numel, 5)):
+            x = torch.from_numpy(rng.standard_normal(numel)).to(dtype)
+            at = torch.from_numpy(rng.permutation(numel)[:spoilt])
+            x[at] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf], dtype=dtype)[:spoilt]
+            sums = rng.standard_normal(numel).astype(F32)
+            expected = reference_ops.accumulate(sums, x.float().numpy(), decay, factor)
+            got = torch.from_numpy(sums)
+            assert native_sparse.accumulate(got, x, decay, factor) == (spoilt == 0)
+            np.testing.assert_array_equal(got.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+def test_accumulation_refuses_bad_arguments() -> None:
+    x = torch.randn(10)
+    with pytest.raises(CodecError, match="expected 10 elements, got 9"):
+        native_sparse.accumulate(torch.zeros(9), x, 0.9, 1.0)
+    with pytest.raises(CodecError, match="expected separate memory"):
+        native_sparse.accumulate(x, x, 0.9, 1.0)
+
+
 def test_damaged_indices_are_refused_and_nothing_is_written() -> None:
     x, places = np.arange(1, 101, dtype=F32), 10
     good = top_k(x, places)
