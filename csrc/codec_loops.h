@@ -104,34 +104,73 @@ template <class Codec>
 constexpr bool kHasReader<Codec, std::void_t<typename Codec::Reader>> =
     kLanes > 1 && !std::is_void_v<typename Codec::Reader>;
 
-// Asks also for the codes and the scales that come later.
 template <class Codec>
-static inline typename Codec::Reader reader_of(const Byte* payload, const Layout& layout, std::size_t block,
-                                               std::size_t at) {
-  constexpr std::size_t kScalesAhead = 192;  // bytes
+static inline typename Codec::Reader reader_of(const Byte* payload, const Layout& layout, std::size_t block) {
   const Place<Codec> from(const_cast<Byte*>(payload), layout, block);
-  prefetch_behind(from.codes + at, kRegisters * kLanes);
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(from.scale) + kScalesAhead));
   return typename Codec::Reader(from.codes, from.scale, from.minima);
 }
 
-// The sum of a whole block; it stays in registers while the inputs pass by.
+// [Note: many streams] Payloads that are read side by side must be asked for early: a core looks too few lines ahead
+// while it does arithmetic. It drops requests when too many are under way, so they go out in one burst before the
+// arithmetic (between the inputs' turns more are lost), for no more than kTogether inputs, and not far ahead, where
+// each would take longer.
+constexpr std::size_t kTogether = 8;
+
+// Asks for what comes behind the `nbytes` of codes from `at` of the block, and for the parameters to go with it.
 template <class Codec>
-static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout, std::size_t block,
-                             float* total) {
-  for (std::size_t at = 0; at < Codec::kBlock; at += kRegisters * kLanes) {
+COMMLIB_INLINE void ask_ahead(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout,
+                              std::size_t block, std::size_t at, std::size_t nbytes) {
+  constexpr std::size_t kCodesAhead = 1024, kParametersAhead = 192;  // bytes
+  constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
+  const std::size_t count = num_inputs < kTogether ? num_inputs : kTogether;
+  for (std::size_t input = 0; input < count; ++input) {
+    prefetch_behind(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
+  }
+  if (at != 0 || block % kScalesInLine != 0) return;
+  for (std::size_t input = 0; input < count; ++input) {
+    const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
+    prefetch_behind(from.scale, 1, kParametersAhead);
+    prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
+  }
+}
+
+// What a sum is divided by. A power of two can as well be multiplied with, which is faster.
+struct Divisor {
+  float value, factor;
+  bool is_power;
+  explicit Divisor(float divisor)
+      : value(divisor),
+        factor(1.0f / divisor),
+        is_power((to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f) {}
+};
+
+// The mean of a whole block; it stays in registers while the inputs pass by.
+template <class Codec>
+static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, const Divisor& divisor,
+                             const Layout& layout, std::size_t block, float* total) {
+  constexpr std::size_t kAtOnce = kRegisters * kLanes;
+  for (std::size_t at = 0; at < Codec::kBlock; at += kAtOnce) {
+    constexpr std::size_t kCodeBytes = kAtOnce * Codec::kBits / 8;
+    ask_ahead<Codec>(inputs, num_inputs, layout, block, at, kCodeBytes);
     Lanes sum[kRegisters];
-    const auto first = reader_of<Codec>(inputs[0], layout, block, at);
+    const auto first = reader_of<Codec>(inputs[0], layout, block);
     for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = first(at + k * kLanes);
     for (std::size_t input = 1; input < num_inputs; ++input) {
-      const auto reader = reader_of<Codec>(inputs[input], layout, block, at);
+      if (input % kTogether == 0) {
+        ask_ahead<Codec>(inputs + input, num_inputs - input, layout, block, at, kCodeBytes);
+      }
+      const auto reader = reader_of<Codec>(inputs[input], layout, block);
       if (has_exact_products(reader.s)) {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
       } else {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
       }
     }
-    for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k]);
+    if (divisor.is_power) {
+      for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k] * divisor.factor);
+    } else {
+      for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k] / divisor.value);
+    }
   }
 }
 
@@ -139,9 +178,6 @@ static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, 
 template <class Codec>
 static inline void sum_inputs(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout,
                               std::size_t block, std::size_t m, float* total) {
-  if constexpr (kHasReader<Codec>) {
-    if (m == Codec::kBlock) return sum_block<Codec>(inputs, num_inputs, layout, block, total);
-  }
   for (std::size_t input = 0; input < num_inputs; ++input) {
     const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
     prefetch_behind(from.codes, m * Codec::kBits / 8);
@@ -158,12 +194,13 @@ static inline void sum_inputs(const Byte* const* inputs, std::size_t num_inputs,
 template <class Codec>
 static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, float divisor, const Layout& layout,
                             std::size_t block, std::size_t m, float* total) {
+  const Divisor by(divisor);
+  if constexpr (kHasReader<Codec>) {
+    if (m == Codec::kBlock) return sum_block<Codec>(inputs, num_inputs, by, layout, block, total);
+  }
   sum_inputs<Codec>(inputs, num_inputs, layout, block, m, total);
-  // A power of two can as well be multiplied with, which is faster.
-  const bool is_power = (to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f;
-  if (is_power && divisor != 1.0f) {
-    const float factor = 1.0f / divisor;
-    for (std::size_t i = 0; i < m; ++i) total[i] *= factor;
+  if (by.is_power && divisor != 1.0f) {
+    for (std::size_t i = 0; i < m; ++i) total[i] *= by.factor;
   } else if (divisor != 1.0f) {
     for (std::size_t i = 0; i < m; ++i) total[i] /= divisor;
   }
@@ -333,7 +370,8 @@ template <class Codec>
 static inline void add_block(const DecodeJob& job, std::size_t block) {
   float* const out = static_cast<float*>(job.out) + block * Codec::kBlock;
   for (std::size_t at = 0; at < Codec::kBlock; at += kRegisters * kLanes) {
-    const auto reader = reader_of<Codec>(job.inputs[0], job.layout, block, at);
+    prefetch_behind(Place<Codec>(const_cast<Byte*>(job.inputs[0]), job.layout, block).codes + at, kRegisters * kLanes);
+    const auto reader = reader_of<Codec>(job.inputs[0], job.layout, block);
     Lanes x[kRegisters];
     for (std::size_t k = 0; k < kRegisters; ++k) {
       x[k] = load_lanes(out + at + k * kLanes) + job.weight * reader(at + k * kLanes);
