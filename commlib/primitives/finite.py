@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from commlib.kernels import native_sparse
+from commlib.kernels import native_ops
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def accumulate(sums: torch.Tensor, x: torch.Tensor, decay: float, factor: float)
         What `all_finite(x)` was.
     """
     if x.device.type == "cpu":
-        return torch.tensor(native_sparse.accumulate(sums, x, decay, factor))
+        return torch.tensor(native_ops.accumulate(sums, x, decay, factor))
     is_finite = all_finite(x)
     torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=x)
     sums.mul_(decay).add_(x, alpha=factor)

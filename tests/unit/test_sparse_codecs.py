@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import native_sparse, reference_ops
+from commlib.kernels import native_ops, native_sparse, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import F32, Floats, Stream
 
@@ -178,16 +178,16 @@ def test_accumulation_leaves_out_what_is_not_finite(isa: str, numel: int, dtype:
             sums = rng.standard_normal(numel).astype(F32)
             expected = reference_ops.accumulate(sums, x.float().numpy(), decay, factor)
             got = torch.from_numpy(sums)
-            assert native_sparse.accumulate(got, x, decay, factor) == (spoilt == 0)
+            assert native_ops.accumulate(got, x, decay, factor) == (spoilt == 0)
             np.testing.assert_array_equal(got.numpy().view(np.uint32), expected.view(np.uint32))
 
 
 def test_accumulation_refuses_bad_arguments() -> None:
     x = torch.randn(10)
     with pytest.raises(CodecError, match="expected 10 elements, got 9"):
-        native_sparse.accumulate(torch.zeros(9), x, 0.9, 1.0)
+        native_ops.accumulate(torch.zeros(9), x, 0.9, 1.0)
     with pytest.raises(CodecError, match="expected separate memory"):
-        native_sparse.accumulate(x, x, 0.9, 1.0)
+        native_ops.accumulate(x, x, 0.9, 1.0)
 
 
 def test_damaged_indices_are_refused_and_nothing_is_written() -> None:
