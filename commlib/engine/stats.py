@@ -106,7 +106,7 @@ def collect(engine: Engine) -> Stats:
     return Stats(
         algorithm=engine.algorithm.name,
         world_size=engine.comm.world_size,
-        plan=engine.plan.kind,
+        plan="fixed" if engine.is_idle else engine.plan.kind,  # rounds over weights have buckets of one size
         num_buckets=len(engine.buckets),
         steps=engine.num_rounds + sum(each.num_rounds for each in others),
         wire_bytes=engine.transport.bytes_sent + sum(each.bytes_sent for each in others),
