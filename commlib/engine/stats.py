@@ -46,7 +46,7 @@ class Stats:
     Attributes:
         algorithm: The algorithm's name.
         world_size: The number of ranks.
-        plan: "initial", "trial", "planned", "fixed" or "restored".
+        plan: "initial", "trial", "planned", "fixed" (also where no gradient is communicated) or "restored".
         num_buckets: How many buckets the plan has.
         steps: How many rounds (synchronisations) there were.
         wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's optimal formula.

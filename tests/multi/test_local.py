@@ -434,6 +434,7 @@ def test_what_is_unfrozen_while_a_round_is_in_flight_joins() -> None:
 def test_synchronize_takes_the_round_in_flight_and_gives_the_mean() -> None:
     model, optimizer = wrapped(StreamingDiLoCo(period=6, fragments=2, delay=3))
     train(model, mlp_loss, 4, optimizer)
+    assert commlib.stats(model).plan == "fixed"  # nothing waits for a plan of gradients that nobody communicates
     assert commlib.stats(model).consensus_distance is None
     commlib.synchronize(model)
     assert are_identical(model)
