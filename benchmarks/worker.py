@@ -31,6 +31,7 @@ _NUM_BATCHES = 16
 _SEARCH_KEEP = 4
 _MOST_TRIAL_STEPS = 300
 _SEARCH_ROUNDS = 3
+_SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
 _DIGEST_EVERY = 10
 
 
@@ -144,6 +145,7 @@ class Bench:
         racer.wire_bytes.append((_sent_bytes() - sent) / steps / self._ranks_on_interface)
         racer.loss = loss.item()
         self.progress(racer.system.name, steps + 1)
+        _await_silence()
         return elapsed / steps
 
     @property
@@ -163,6 +165,14 @@ def _sent_bytes() -> int:
     table = pathlib.Path("/proc/self/net/dev")
     found = re.search(rf"^\s*{re.escape(name)}:(.*)$", table.read_text(), re.MULTILINE) if table.exists() else None
     return int(found[1].split()[8]) if found else 0
+
+
+def _await_silence() -> None:
+    """Wait until a round that goes on in the background has ended: it is not the next system's. 10 s at most."""
+    before, deadline = -1, time.monotonic() + 10
+    while (now := _sent_bytes()) > before + _SILENCE_BYTES and time.monotonic() < deadline:
+        before = now
+        time.sleep(0.1)
 
 
 # -- modes ------------------------------------------------------------------------------------------------------------
