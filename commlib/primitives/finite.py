@@ -11,7 +11,7 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Return whether all values of `tensor` are finite: a bool tensor of one element on its device."""
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    # On the CPU a norm of order infinity takes 17 times as long, isfinite 10 times.
+    # Fast on the CPU too, where torch's norm of order infinity takes many times as long.
     low, high = torch.aminmax(tensor)  # NaN, both of them, where there is one
     return torch.isfinite(low) & torch.isfinite(high)
 
