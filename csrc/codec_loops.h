@@ -111,9 +111,9 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
 }
 
 // [Note: many streams] Payloads that are read side by side are asked for early, all of them in one burst before the
-// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts and
-// greater distances were all slower when tried; it looks as if requests were dropped where too many are under way, but
-// no counter was read.
+// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts
+// and greater distances were all slower when tried; it looks as if requests were dropped where too many are under way,
+// but no counter was read.
 constexpr std::size_t kTogether = 8;
 
 // Asks for what comes behind the `nbytes` of codes from `at` of the block, and for the parameters to go with it.
