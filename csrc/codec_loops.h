@@ -196,7 +196,11 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
                             std::size_t block, std::size_t m, float* total) {
   const Divisor by(divisor);
   if constexpr (kHasReader<Codec>) {
-    if (m == Codec::kBlock) return sum_block<Codec>(inputs, num_inputs, by, layout, block, total);
+    if (m % Codec::kBlock == 0) {
+      return for_blocks<Codec>(block, m, [&](std::size_t which, std::size_t at, std::size_t) {
+        sum_block<Codec>(inputs, num_inputs, by, layout, which, total + at);
+      });
+    }
   }
   sum_inputs<Codec>(inputs, num_inputs, layout, block, m, total);
   if (by.is_power && divisor != 1.0f) {
@@ -296,10 +300,10 @@ static inline void replace_residual(const float* v, const float* decoded, float 
   }
 }
 
-// One tile: its values, its payload, and with kFeeds its residuals.
-template <class Codec, bool kFeeds>
+// One tile of at most kMost elements: its values, its payload, and with kFeeds its residuals.
+template <class Codec, bool kFeeds, std::size_t kMost>
 COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::size_t m) {
-  constexpr std::size_t kMost = kTileElements<Codec>, kCodeBytes = kMost * Codec::kBits / 8;
+  constexpr std::size_t kCodeBytes = kMost * Codec::kBits / 8;
   alignas(64) float buffer[kMost], decoded[kFeeds ? kMost : 1], uniforms[kMost];
   alignas(64) Byte staged[kCodeBytes];
   const float* v = values_of<Codec>(job, block, m, buffer);
@@ -321,18 +325,22 @@ COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::si
   }
 }
 
-template <class Codec>
-static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
+template <class Codec, bool kFeeds, std::size_t kMost>
+COMMLIB_INLINE void encode_tiles(const EncodeJob& job, std::size_t begin, std::size_t end) {
   const std::size_t last = end * Codec::kBlock < job.numel ? end * Codec::kBlock : job.numel;
-  for (std::size_t block = begin; block < end; block += kTileBlocks<Codec>) {
-    const std::size_t m = tile_elements<Codec>(block * Codec::kBlock, last);
-    if (job.residual != nullptr) {
-      encode_tile<Codec, true>(job, block, m);
-    } else {
-      encode_tile<Codec, false>(job, block, m);
-    }
+  for (std::size_t at = begin * Codec::kBlock; at < last; at += kMost) {
+    encode_tile<Codec, kFeeds, kMost>(job, at / Codec::kBlock, last - at < kMost ? last - at : kMost);
   }
   if (job.streams) finish_streams();
+}
+
+// Sums are encoded four blocks at a time: each block's codes wait for its scale, and the waits of several overlap.
+template <class Codec>
+static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
+  constexpr std::size_t kMost = kTileElements<Codec>, kMostOfSum = kHasReader<Codec> ? 4 * kMost : kMost;
+  if (job.residual != nullptr) return encode_tiles<Codec, true, kMost>(job, begin, end);
+  if (job.x == nullptr && job.random == nullptr) return encode_tiles<Codec, false, kMostOfSum>(job, begin, end);
+  encode_tiles<Codec, false, kMost>(job, begin, end);
 }
 
 template <class Codec>

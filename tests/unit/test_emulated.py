@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -86,10 +87,11 @@ def test_missing_requirements_are_all_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "/nowhere")
     missing = check_requirements()
-    assert len(missing) == 3
+    assert len(missing) == 4
     assert "root" in missing[0]
     assert "`ip`" in missing[1]
     assert "`tc`" in missing[2]
+    assert "`unshare`" in missing[3]
     with pytest.raises(ConfigError, match=r"root privileges.*`ip`.*`tc`.*install iproute2"):
         EmulatedCluster(hosts=2, rate="100mbit")
 
@@ -167,6 +169,14 @@ class TestCluster:
             assert linkprobe.measure_goodput(*pair, 0.5, 1 << 17) < 24e6
         finally:
             cluster.set_rate(1, "100mbit")
+
+    def test_a_host_has_a_name_that_leads_to_it(self, cluster: EmulatedCluster) -> None:
+        before = socket.gethostname()
+        code = "import socket; name = socket.gethostname(); print(name, socket.gethostbyname(name))"
+        for result in cluster.run(_python(code), timeout=30):
+            address = cluster.address(result.rank)
+            assert result.output.split() == [address, address]
+        assert socket.gethostname() == before
 
     def test_run_gives_each_host_its_environment(self, cluster: EmulatedCluster) -> None:
         names = [

@@ -7,7 +7,7 @@ Picture of a cluster, every box a network namespace; nothing of it is in the mac
     host N [eth0] ---- [hN]
 
 A link is shaped in both directions by a token bucket (``tbf``): on ``eth0`` what the host sends, on the hub's end what
-it receives.
+it receives. A host's name is its address: nothing in there resolves names, and libraries tell peers their host's name.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class EmulatedCluster:
     ) -> HostProcess:
         """Start a command on one host and return at once. It is ended, if it still runs, when the cluster is closed."""
         variables = {**os.environ, **self.environment(rank), **(env or {})}
-        process = HostProcess(rank, self._hosts[self._check_rank(rank)], cmd, variables, on_line)
+        process = HostProcess(rank, self._hosts[rank], self.address(rank), cmd, variables, on_line)
         self._processes.append(process)
         return process
 

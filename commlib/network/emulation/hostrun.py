@@ -42,6 +42,7 @@ class HostProcess:
         self,
         rank: int,
         namespace: Namespace,
+        hostname: str,
         cmd: Sequence[str],
         env: Mapping[str, str],
         on_line: LineHandler | None = None,
@@ -50,7 +51,7 @@ class HostProcess:
         self._lines: list[str] = []
         self._on_line = on_line
         self._popen = subprocess.Popen(
-            namespace.wrap(list(cmd)),
+            namespace.wrap(list(cmd), hostname),
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

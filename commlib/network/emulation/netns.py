@@ -23,6 +23,7 @@ from commlib.errors import ConfigError
 _PREFIX = "commlib"
 _NAME = re.compile(rf"^{_PREFIX}-(\d+)-(\d+)-")
 _COMMAND_TIMEOUT_S = 20.0
+_SET_HOSTNAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
 # Waits until its standard input closes, which the kernel does when the owner ends in any way, SIGKILL included.
 _REAPER = """
@@ -72,9 +73,13 @@ class Namespace:
         """Run ``tc`` inside the namespace."""
         return command("tc", "-n", self.name, *words)
 
-    def wrap(self, words: list[str]) -> list[str]:
-        """Return the command line that runs `words` inside the namespace, in the same process."""
-        return ["ip", "netns", "exec", self.name, *words]
+    def wrap(self, words: list[str], hostname: str | None = None) -> list[str]:
+        """Return the command line that runs `words` inside the namespace, in the same process.
+
+        With `hostname` the process and its children have a host name of their own.
+        """
+        named = [] if hostname is None else ["unshare", "--uts", "/bin/sh", "-c", _SET_HOSTNAME, hostname]
+        return ["ip", "netns", "exec", self.name, *named, *words]
 
     def pids(self) -> list[int]:
         """Return the processes that live in the namespace, children of children included."""
@@ -177,7 +182,11 @@ def check_requirements() -> list[str]:
     missing = []
     if os.geteuid() != 0:
         missing.append(f"root privileges (the effective user id is {os.geteuid()}; run it with sudo)")
-    missing += [f"the `{tool}` command (install iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing += [
+        f"the `{tool}` command (install {package})"
+        for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux"))
+        if shutil.which(tool) is None
+    ]
     return missing or _check_kernel()
 
 
@@ -186,6 +195,7 @@ def _check_kernel() -> list[str]:
     probe = Namespace(Owner.current().name(f"probe{time.monotonic_ns()}"))
     steps: list[tuple[str, Callable[[], object]]] = [
         ("network namespaces", probe.create),
+        ("host names of their own", lambda: command(*probe.wrap(["true"], hostname="probe"))),
         ("veth pairs", lambda: probe.ip("link", "add", "p0", "mtu", "9000", "type", "veth", "peer", "name", "p1")),
         ("bridges", lambda: probe.ip("link", "add", "br0", "type", "bridge")),
         ("the tbf queue", lambda: probe.tc("qdisc", "add", "dev", "p0", "root", *tbf_words(1e8, 20000, 10**6))),
