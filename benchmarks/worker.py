@@ -303,6 +303,7 @@ def measure_final(bench: Bench) -> dict[str, Any]:
 
 def _final(bench: Bench, system: System) -> dict[str, Any]:
     racer, steps = bench.racer(system), bench.spec["steps"]
+    rounds_before, bytes_before = _communicated(racer)
     torch.manual_seed(bench.spec["seed"] * bench.world_size + bench.rank)  # every rank drops out its own units
     base = [group["lr"] for group in racer.optimizer.param_groups]
     losses = []
@@ -313,13 +314,28 @@ def _final(bench: Bench, system: System) -> dict[str, Any]:
         bench.progress(system.name, 1)
     digests: list[Any] = [None] * bench.world_size
     dist.all_gather_object(digests, _digest(racer))
+    rounds, sent = _communicated(racer)
     if system.is_wrapped:
         import commlib
 
         commlib.synchronize(racer.model)
-    sent = racer.describe().get("reported_wire_bytes")
-    identical = len(set(digests)) == 1
-    return {**_validate(bench, racer), "train_losses": losses, "identical": identical, "wire_bytes": sent}
+    return {
+        **_validate(bench, racer),
+        "train_losses": losses,
+        "identical": len(set(digests)) == 1,
+        "rounds": None if rounds is None else rounds - rounds_before,
+        "sent_bytes": None if sent is None else sent - bytes_before,
+    }
+
+
+def _communicated(racer: Racer) -> tuple[Any, Any]:
+    """Return the rounds so far and the bytes that this rank has sent, where commlib counts them."""
+    if not racer.system.is_wrapped:
+        return None, None
+    import commlib
+
+    stats = commlib.stats(racer.model)
+    return stats.steps, stats.wire_bytes
 
 
 def schedule(step: int, steps: int) -> float:

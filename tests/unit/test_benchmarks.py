@@ -26,7 +26,6 @@ import report  # noqa: E402
 import shrunk  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
-import time_to_loss  # noqa: E402
 import worker  # noqa: E402
 from harness import Place  # noqa: E402
 
@@ -368,49 +367,6 @@ def test_wrong_algorithm_shows_the_workers_error():
     assert done.returncode != 0
     assert "ConfigError" in done.stderr
     assert "allreduce" in done.stderr
-
-
-# -- time to a loss ---------------------------------------------------------------------------------------------------
-
-
-def loss_row(system: str, steps: int, seed: int, loss: float) -> dict[str, object]:
-    return {"system": system, "steps": steps, "seed": seed, "loss": loss}
-
-
-def test_time_to_loss_takes_the_smallest_budget_that_is_enough_times_the_step() -> None:
-    rows = [loss_row("commlib:allreduce@1", steps, seed, 1.0 + seed) for steps in (100, 200) for seed in (0, 1)]
-    rows += [loss_row("commlib:bytegrad@1", 100, seed, 1.004 * (1.0 + seed)) for seed in (0, 1)]
-    rows += [loss_row("ddp:powersgd", steps, 0, loss) for steps, loss in ((100, 1.2), (150, 1.004), (200, 0.9))]
-    rows += [loss_row("torchft:diloco(sync_every=50)", 100, 0, 1.5)]
-    rows += [
-        loss_row(f"commlib:signsgd(feedback=False,lr={lr})@1", 100, 0, loss)
-        for lr, loss in (("1e-4", 1.0), ("1e-3", 9.0))
-    ]
-    rows += [loss_row("commlib:onebit_adam(warmup_steps=20)@1", 100, 1, 2.0)]
-    needed = time_to_loss.steps_to_loss(rows, 100, 0.005)
-    assert needed["commlib:bytegrad"] == (100, pytest.approx(0.004))
-    assert needed["ddp:powersgd"] == (150, pytest.approx(0.2))
-    assert needed["torchft:diloco(sync_every=50)"] == (None, pytest.approx(0.5))
-    assert needed["commlib:onebit_adam"][0] == 100
-    assert needed["commlib:signsgd(feedback=False,lr=0.0001)"][0] == 100
-    assert needed["commlib:signsgd(feedback=False,lr=0.001)"][0] is None
-    times = {
-        "none": 0.1,
-        "commlib:signsgd(feedback=False)@4": 0.4,
-        "ddp": 1.0,
-        "commlib:bytegrad@4": 0.5,
-        "ddp:powersgd": 0.25,
-    }
-    times["commlib:onebit_adam(warmup_steps=1)@25"] = 0.2
-    lines = time_to_loss.summary([{"system": name, "step_s": step_s} for name, step_s in times.items()], needed)
-    faster = {line["system"]: line["speed_up"] for line in lines}
-    assert faster["commlib:allreduce"] == 1.0, "DDP itself"
-    assert faster["commlib:bytegrad"] == pytest.approx(2.0)
-    assert faster["ddp:powersgd"] == pytest.approx(100 / (150 * 0.25))
-    assert faster["torchft:diloco(sync_every=50)"] is None
-    assert faster["commlib:signsgd(feedback=False,lr=0.0001)"] == pytest.approx(2.5)
-    assert lines[0]["system"] == "commlib:onebit_adam"
-    assert {line["system"] for line in lines if not line["is_measured"]} == {"torchft:diloco(sync_every=50)"}
 
 
 def test_shrunk_workloads_train_and_their_rate_follows_the_network() -> None:
