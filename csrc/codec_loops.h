@@ -111,9 +111,9 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
 }
 
 // [Note: many streams] Payloads that are read side by side are asked for early, all of them in one burst before the
-// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts
-// and greater distances were all slower when tried; it looks as if requests were dropped where too many are under way,
-// but no counter was read.
+// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts,
+// greater distances and requests to keep the lines were all slower when tried; it looks as if requests were dropped
+// where too many are under way, but no counter was read.
 constexpr std::size_t kTogether = 8;
 
 // Asks for what comes behind the `nbytes` of codes from `at` of the block, and for the parameters to go with it.
@@ -124,13 +124,13 @@ COMMLIB_INLINE void ask_ahead(const Byte* const* inputs, std::size_t num_inputs,
   constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
   const std::size_t count = num_inputs < kTogether ? num_inputs : kTogether;
   for (std::size_t input = 0; input < count; ++input) {
-    prefetch_behind(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
+    prefetch_behind<0>(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
   }
   if (at != 0 || block % kScalesInLine != 0) return;
   for (std::size_t input = 0; input < count; ++input) {
     const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
-    prefetch_behind(from.scale, 1, kParametersAhead);
-    prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
+    prefetch_behind<0>(from.scale, 1, kParametersAhead);
+    prefetch_behind<0>(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
   }
 }
 

@@ -42,11 +42,14 @@ static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
 
 // Asks for the cache lines that lie a little behind `nbytes` from `at`. A hint: addresses beyond the end do no harm,
 // and are therefore computed as integers. Always inlined: GCC takes a function that does nothing else for one without
-// effect, and drops its calls.
+// effect, and drops its calls. kLocality is that of __builtin_prefetch: 0 for what is read once.
+template <int kLocality = 3>
 COMMLIB_INLINE void prefetch_behind(const void* at, std::size_t nbytes, std::size_t distance = 3072) {
   constexpr std::size_t kLine = 64;
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(at) + distance;
-  for (std::size_t i = 0; i < nbytes; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(begin + i));
+  for (std::size_t i = 0; i < nbytes; i += kLine) {
+    __builtin_prefetch(reinterpret_cast<const void*>(begin + i), 0, kLocality);
+  }
 }
 
 // The signs of 16 numbers, that of the first in bit 0.

@@ -56,13 +56,15 @@ def connect_all(transport: Transport) -> tuple[dict[int, socket.socket], dict[in
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:
-    """Receive exactly as many bytes as `view` holds.
+    """Receive exactly as many bytes as `view` holds, in one call where nothing disturbs it.
+
+    A thread that came back for every few packets would ask for the interpreter's lock each time, against training.
 
     Raises:
         EOFError: The connection ended before.
     """
     while len(view):
-        received = connection.recv_into(view)
+        received = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if received == 0:
             raise EOFError("the connection ended")
         view = view[received:]
