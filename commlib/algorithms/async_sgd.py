@@ -30,9 +30,9 @@ class AsyncSGD(Algorithm):
         w <- Optimizer(w, g, lr / N)            version <- version + 1
 
     and answers with the newest weights, which the rank installs at the first step end at which they are there. Nobody
-    waits: at most one push per shard is under way, and gradients that find it so are added up for the next one. All
-    gradients of a push were computed on the same weights of that shard. Staleness is the number of updates of the
-    shard since those weights; with N ranks of the same speed it is about 2N.
+    waits: at most one push per shard is under way, and gradients that find it so are added up for the next one, as are
+    those of `period` steps. All gradients of a push were computed on the same weights of that shard. Staleness is the
+    number of updates of the shard since those weights; with N ranks of the same speed it is about 2N.
 
     The update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at that time
     on the shard's owner. Its own step has nothing to do, and its own state stays empty.
@@ -48,6 +48,8 @@ class AsyncSGD(Algorithm):
     rank that leaves takes its shard along: the others keep it as it was.
 
     Args:
+        period: Optimizer steps from one push to the next, at least (the paper's n_push and n_fetch). 1 keeps a slow
+            network full all the time, which takes processor time from training.
         max_staleness: Versions; None means four times the number of ranks.
         on_stale: What happens to older gradients: "damp" or "drop".
         delay_compensation: The factor lambda; 0 for none. It needs a second copy of the shard per rank.
@@ -63,11 +65,14 @@ class AsyncSGD(Algorithm):
     def __init__(
         self,
         *,
+        period: int = 1,
         max_staleness: int | None = None,
         on_stale: Literal["damp", "drop"] = "damp",
         delay_compensation: float = 0.0,
         lr_scale: float | None = None,
     ) -> None:
+        if period < 1:
+            raise ConfigError(f"AsyncSGD: expected period >= 1, got {period!r}")
         if max_staleness is not None and max_staleness < 1:
             raise ConfigError(f"AsyncSGD: expected max_staleness >= 1 or None, got {max_staleness!r}")
         if on_stale not in ("damp", "drop"):
@@ -77,6 +82,7 @@ class AsyncSGD(Algorithm):
                 "AsyncSGD: expected delay_compensation >= 0 and lr_scale > 0 or None, got "
                 f"{delay_compensation!r} and {lr_scale!r}"
             )
+        self.period = period
         self.max_staleness = max_staleness
         self.on_stale = on_stale
         self.delay_compensation = delay_compensation
@@ -91,7 +97,7 @@ class AsyncSGD(Algorithm):
             drops=self.on_stale == "drop",
             compensation=self.delay_compensation,
         )
-        return _Worker(attachment, rule)
+        return _Worker(attachment, rule, self.period)
 
 
 class _Shard:
@@ -142,8 +148,9 @@ class _Shard:
 class _Worker(Runner):
     """The rank's part: its own shard, and its questions to the owners of all."""
 
-    def __init__(self, attachment: Attachment, rule: Rule) -> None:
+    def __init__(self, attachment: Attachment, rule: Rule, period: int) -> None:
         self._attachment = attachment
+        self._period = period
         optimizer = attachment.optimizer
         check_elementwise(optimizer)
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -205,7 +212,8 @@ class _Worker(Runner):
         self._mailbox.check()
         self._forget_shards_of_ranks_that_left()
         for shard in self._shards:
-            self._go_on(shard)
+            if not 0 < shard.num_pending < self._period:
+                self._go_on(shard)
 
     def _go_on(self, shard: _Shard) -> None:
         """Install what has arrived, and push what is pending, if nothing is under way."""
