@@ -82,6 +82,8 @@ def needed_to_loss(rows: Sequence[dict[str, Any]], steps: int, within: float) ->
             for budget, own in sorted(shared.items())
             if own
         }
+        if not changes:  # no seed in common
+            continue
         enough = min((budget for budget, change in changes.items() if change <= within), default=None)
         largest = max(changes)
         own = shared[largest if enough is None else enough]

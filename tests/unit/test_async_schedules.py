@@ -327,7 +327,8 @@ def test_async_sgd_refuses_what_it_cannot_cut(make: Callable[..., Any], words: s
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_staleness": 0}, {"on_stale": "keep"}, {"delay_compensation": -1.0}, {"lr_scale": 0.0}]
+    "options",
+    [{"period": 0}, {"max_staleness": 0}, {"on_stale": "keep"}, {"delay_compensation": -1.0}, {"lr_scale": 0.0}],
 )
 def test_async_sgd_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="AsyncSGD: expected"):
