@@ -33,7 +33,7 @@ class QuantizedMomentum(Quantized):
 
     def __init__(
         self,
-        codec: BlockCodec,
+        codec: BlockCodec | str,
         *,
         warmup_steps: int,
         feedback: bool,

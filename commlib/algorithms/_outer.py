@@ -49,7 +49,7 @@ class OuterSGD(Quantized):
         lr: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = False,
-        codec: BlockCodec | None,
+        codec: BlockCodec | str | None,
         feedback: bool | None,
         compress: Callable[[str, torch.Tensor], bool],
         **traits: Any,

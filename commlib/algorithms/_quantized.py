@@ -10,6 +10,7 @@ from typing_extensions import override
 from commlib.algorithms._compressed import Compressed
 from commlib.algorithms.base import BucketView, Part
 from commlib.codecs.base import BlockCodec, Random
+from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
 from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
 from commlib.transport.base import Communication, Communicator
@@ -33,7 +34,7 @@ class Quantized(Compressed[LowPrecisionExchange]):
 
     def __init__(
         self,
-        codec: BlockCodec,
+        codec: BlockCodec | str,
         *,
         op: str,
         feedback: bool,
@@ -51,8 +52,8 @@ class Quantized(Compressed[LowPrecisionExchange]):
                 f"{type(self).__name__}: expected 0 <= averaging < 1 and reset_every >= 1 or None, got "
                 f"{averaging=}, {reset_every=}"
             )
-        self.codec = codec
-        self.exactness = "compensated" if feedback else "8bit" if _has_8_bits(codec) else "any"
+        self.codec = block_codec(codec)
+        self.exactness = "compensated" if feedback else "8bit" if _has_8_bits(self.codec) else "any"
         self.feedback = feedback
         self.seed = seed
         self.averaging = averaging

@@ -20,7 +20,7 @@ class ByteGrad(Quantized):
         g = C(1/N sum_r C(g_r))
 
     Args:
-        codec: Any block codec; `Int8` by default.
+        codec: Any block codec or its name; `Int8` by default.
         op: "mean" or "sum".
         feedback: Whether each stage's error is added to the next round's input (8 bits rarely need it).
         hierarchical: Whether gradients are summed inside each node first, in full precision.
@@ -34,7 +34,7 @@ class ByteGrad(Quantized):
 
     def __init__(
         self,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         op: str = "mean",
         feedback: bool = False,
         hierarchical: bool = False,

@@ -25,7 +25,7 @@ class DiLoCo(OuterSGD):
         outer_lr: The outer learning rate.
         outer_momentum: The outer momentum m.
         nesterov: Whether the outer momentum is Nesterov's; False steps along u.
-        codec: Any block codec for the outer gradients; None sends them in the weights' dtype.
+        codec: Any block codec or its name for the outer gradients; None sends them in the weights' dtype.
         feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step (the
@@ -42,7 +42,7 @@ class DiLoCo(OuterSGD):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,

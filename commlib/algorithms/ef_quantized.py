@@ -21,7 +21,7 @@ class EFQuantized(Quantized):
         w   = 1/N sum_r C(v_r) + f,   f   <- lambda f + (1 - lambda) (w - C(w)),    g = C(w)
 
     Args:
-        codec: Any block codec; `Int4` by default.
+        codec: Any block codec or its name; `Int4` by default.
         op: "mean" or "sum".
         averaging: 0 is plain error feedback, which loses nothing in the long run. LoCo averages.
         reset_every: Rounds after which residuals are forgotten (LoCo: 1024); None never does.
@@ -35,7 +35,7 @@ class EFQuantized(Quantized):
 
     def __init__(
         self,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         op: str = "mean",
         averaging: float = 0.0,
         reset_every: int | None = None,

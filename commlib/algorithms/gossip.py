@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from commlib.algorithms._neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.registry import block_codec
 from commlib.primitives.decentralized import (
     FullExchange,
     QuantizedExchange,
@@ -28,8 +29,8 @@ class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
     Args:
         period: Optimizer steps from one average to the next.
         seed: Of the pairs; the same on all ranks.
-        codec: Any block codec. Replicas come no nearer to each other than its error; fine codecs of values, not of
-            differences, are asked for: `Int8`, `BF16`.
+        codec: Any block codec or its name. Replicas come no nearer to each other than its error; fine codecs of values,
+            not of differences, are asked for: `Int8`, `BF16`.
         overlap: Whether a round runs while the next step's forward and backward do; its effect is added at that step's
             end.
         hierarchical: Whether weights are averaged inside each node first, and nodes are paired.
@@ -44,12 +45,12 @@ class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
         self,
         period: int = 1,
         seed: int = 0,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         overlap: bool = True,
         hierarchical: bool = False,
     ) -> None:
         super().__init__(RandomMatching(seed), period=period, overlap=overlap, hierarchical=hierarchical)
-        self.codec = codec
+        self.codec = None if codec is None else block_codec(codec)
 
     @override
     def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullExchange | QuantizedExchange:

@@ -24,7 +24,7 @@ class LocalSGD(OuterSGD):
 
     Args:
         period: Optimizer steps from one average to the next.
-        codec: Any block codec; None averages in the weights' dtype.
+        codec: Any block codec or its name; None averages in the weights' dtype.
         feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
         compress: With a codec: which parameters are compressed; all by default.
 
@@ -37,7 +37,7 @@ class LocalSGD(OuterSGD):
     def __init__(
         self,
         period: int = 8,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:

@@ -10,6 +10,7 @@ from typing_extensions import override
 from commlib.algorithms._neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
+from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
 from commlib.primitives.decentralized import DifferenceExchange, choco, dcd
 from commlib.primitives.topology import Neighbours, Topology
@@ -29,8 +30,8 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
     from x^ = 0, are sent uncompressed.
 
     Args:
-        codec: Any block codec; `Int8` by default. `choco` takes coarse ones too, with a smaller consensus step; `dcd`
-            diverges with them.
+        codec: Any block codec or its name; `Int8` by default. `choco` takes coarse ones too, with a smaller consensus
+            step; `dcd` diverges with them.
         topology: A name or a `Topology`, the same in every step: "ring", "exponential", "fully_connected", `Graph`,
             `MixingMatrix`.
         method: "choco" or "dcd".
@@ -49,7 +50,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
 
     def __init__(
         self,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         topology: str | Topology = "ring",
         method: str = "choco",
         consensus_step: float = 1.0,
@@ -68,7 +69,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
                 "LowPrecisionDecentralized: expected method 'choco' with 0 < consensus_step <= 1, or 'dcd', which has "
                 f"none; got {method!r} with {consensus_step}"
             )
-        self.codec = codec or Int8()
+        self.codec = block_codec(codec or Int8())
         self.method = method
         self.consensus_step = consensus_step
 

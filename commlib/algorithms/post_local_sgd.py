@@ -31,7 +31,7 @@ class PostLocalSGD(OuterSGD):
         self,
         warmup_steps: int = 100,
         period: int = 8,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:

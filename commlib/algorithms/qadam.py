@@ -22,7 +22,7 @@ class QAdam(QuantizedMomentum):
     and the optimizer steps along m / sqrt(v). It requires `optimizer=commlib.optim.FrozenVarianceAdam(...)`.
 
     Args:
-        codec: Any block codec; `Int8` by default.
+        codec: Any block codec or its name; `Int8` by default.
         warmup_steps: Steps of Adam with full-precision averaging.
         feedback: Whether errors are fed back, on both sides.
         hierarchical: Whether momentum is summed inside each node first, in full precision.
@@ -36,7 +36,7 @@ class QAdam(QuantizedMomentum):
 
     def __init__(
         self,
-        codec: BlockCodec | None = None,
+        codec: BlockCodec | str | None = None,
         warmup_steps: int = 100,
         feedback: bool = False,
         hierarchical: bool = False,

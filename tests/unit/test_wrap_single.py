@@ -165,6 +165,24 @@ def test_the_registry_lists_what_wrap_takes() -> None:
     assert commlib.algorithms.list() == sorted(commlib.algorithms.list())
 
 
+@pytest.mark.parametrize(
+    "name", ["ByteGrad", "EFQuantized", "QAdam", "DiLoCo", "LocalSGD", "Gossip", "LowPrecisionDecentralized"]
+)
+def test_a_codec_may_be_given_by_name(name: str) -> None:
+    make = getattr(commlib.algorithms, name)
+    assert isinstance(make(codec="int4").codec, commlib.codecs.Int4)
+    own = commlib.codecs.BF16()
+    assert make(codec=own).codec is own
+    for wrong, words in (
+        ("int9", r"'int9'; did you mean 'int"),
+        ("topk", "got 'topk'"),
+        (8, "got 8"),
+        (commlib.codecs.Int8, "got <class"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make(codec=wrong)
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("timeout", [None, 5, 2.5, timedelta(seconds=3)])
 def test_one_rank_computes_the_bare_models_gradients(timeout: Any) -> None:
