@@ -132,14 +132,14 @@ def table_of_needs(title: str, needed: dict[str, Needed], steps: int) -> Table:
     for column in ("system", "seeds", f"loss after {steps}", "steps", "rounds", "MB sent", "of DDP's bytes"):
         shown.add_column(column, justify="left" if column == "system" else "right")
     whole = needed[_REFERENCE].sent_bytes
-    assert whole is not None
     for system, own in sorted(needed.items(), key=_by_bytes):
         budget = _steps_needed(own)
         if own.steps is None:
             budget += f" ({own.changes[own.largest]:+.1%})"
         rounds = "" if own.rounds is None else f"{own.rounds:.0f}"
-        sent = ("", "") if own.sent_bytes is None else (f"{own.sent_bytes / 1e6:.2f}", f"{own.sent_bytes / whole:.2%}")
-        shown.add_row(system, str(own.seeds), _change_after(own, steps), budget, rounds, *sent)
+        sent = "" if own.sent_bytes is None else f"{own.sent_bytes / 1e6:.2f}"
+        share = f"{own.sent_bytes / whole:.2%}" if own.sent_bytes is not None and whole else ""
+        shown.add_row(system, str(own.seeds), _change_after(own, steps), budget, rounds, sent, share)
     return shown
 
 

@@ -196,11 +196,14 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
                             std::size_t block, std::size_t m, float* total) {
   const Divisor by(divisor);
   if constexpr (kHasReader<Codec>) {
-    if (m % Codec::kBlock == 0) {
-      return for_blocks<Codec>(block, m, [&](std::size_t which, std::size_t at, std::size_t) {
-        sum_block<Codec>(inputs, num_inputs, by, layout, which, total + at);
-      });
-    }
+    const std::size_t whole = m - m % Codec::kBlock;
+    for_blocks<Codec>(block, whole, [&](std::size_t which, std::size_t at, std::size_t) {
+      sum_block<Codec>(inputs, num_inputs, by, layout, which, total + at);
+    });
+    if (whole == m) return;
+    block += whole / Codec::kBlock;
+    total += whole;
+    m -= whole;
   }
   sum_inputs<Codec>(inputs, num_inputs, layout, block, m, total);
   if (by.is_power && divisor != 1.0f) {
@@ -334,7 +337,7 @@ COMMLIB_INLINE void encode_tiles(const EncodeJob& job, std::size_t begin, std::s
   if (job.streams) finish_streams();
 }
 
-// Sums are encoded four blocks at a time: each block's codes wait for its scale, and the waits of several overlap.
+// Sums are encoded four blocks at a time: faster than one or two when tried, and no slower than eight.
 template <class Codec>
 static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
   constexpr std::size_t kMost = kTileElements<Codec>, kMostOfSum = kHasReader<Codec> ? 4 * kMost : kMost;

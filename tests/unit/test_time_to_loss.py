@@ -77,3 +77,11 @@ def test_rounds_and_bytes_to_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "20.00%" in shown, "800 of 4,000 bytes"
     assert "> 100 (+40.0%)" in shown
+
+
+def test_a_reference_without_counted_bytes_leaves_the_shares_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [loss_row("ddp@25", 100, 0, 1.0), loss_row("commlib:bytegrad@1", 100, 0, 1.0) | {"wire_bytes": 1e6}]
+    time_to_loss.harness.print_table(time_to_loss.table_of_needs("", time_to_loss.needed_to_loss(rows, 100, 0.01), 100))
+    shown = capsys.readouterr().out
+    assert "100.00" in shown, "MB"
+    assert "100.00%" not in shown
