@@ -10,6 +10,7 @@ for each system. benchmarks/README.md says how to read the numbers, systems.py w
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from typing import Any
 
@@ -25,7 +26,7 @@ from worker import search_steps
 
 _SWEEP_MB = ("0.5", "1", "2", "4", "8", "16", "32", "64")
 _PLANNED = "commlib:allreduce"
-# Blocks of 64 KiB and more are mapped and given back one by one, so that resident memory is live memory.
+#: Blocks of 64 KiB and more are mapped and given back one by one, so that resident memory is live memory.
 _MEMORY_ENV = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -46,6 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reps", type=int, default=20, help="timed blocks of each system")
     parser.add_argument("--block", type=int, default=3, help="timed steps in a block")
     parser.add_argument("--warmup", type=int, default=6, help="first steps of each system, not timed")
+    parser.add_argument("--memory-runs", type=int, default=3, help="memory measurements; their median counts")
     parser.add_argument("--memory-steps", type=int, default=6, help="steps of the memory measurement; 0 leaves it out")
     parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -109,12 +111,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _memory(args: argparse.Namespace, place: Place, spec: dict[str, Any], timed: dict[str, Any]) -> dict[str, float]:
     """Measure the peak memory of each system in fresh processes. Links do not matter to it, so they are not shaped."""
-    if not args.memory_steps:
+    if not args.memory_steps or not args.memory_runs:
         return {}
     peaks = {}
     for name, measured in timed["systems"].items():
         one = {**spec, "mode": "memory", "systems": [measured["configuration"]]}
-        peaks[name] = harness.run_workers(Place(place.ranks), one, args.memory_steps, _MEMORY_ENV)["peak_bytes"]
+        runs = [
+            harness.run_workers(Place(place.ranks), one, args.memory_steps, _MEMORY_ENV)["peak_bytes"]
+            for _ in range(args.memory_runs)
+        ]
+        peaks[name] = statistics.median(runs)
     return peaks
 
 

@@ -87,7 +87,7 @@ class Replica:
                 )
             )
         engine.check()
-        self.structure.check(self.bare)
+        self.structure.check(self.bare, engine.parameters)
         if self.structure.was_unfrozen() or engine.found_frozen or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()

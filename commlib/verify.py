@@ -167,7 +167,6 @@ class Structure:
         self._lengths = list(map(len, self._tables))
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._buffers = [module._buffers for module in modules]
 
     def has_buffers(self) -> bool:
@@ -183,8 +182,12 @@ class Structure:
         """Return whether a parameter that was frozen requires a gradient now."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
-    def check(self, model: nn.Module) -> None:
-        """Raise where parameters were added, removed or replaced.
+    def check(self, model: nn.Module, parameters: Sequence[Parameter]) -> None:
+        """Raise where parameters were added or replaced, or some of those that are communicated removed.
+
+        Args:
+            model: The model.
+            parameters: Those that are communicated.
 
         Raises:
             ConfigError: Names them.
@@ -192,9 +195,9 @@ class Structure:
         if self._is_same():
             return
         now = dict(model.named_parameters())
-        added = [name for name, parameter in now.items() if id(parameter) not in self._names]
-        kept = {id(parameter) for parameter in now.values()}
-        removed = [name for key, name in self._names.items() if key not in kept]
+        known, kept = set(map(id, self._entries)), set(map(id, now.values()))
+        added = [name for name, parameter in now.items() if id(parameter) not in known]
+        removed = [parameter.name for parameter in parameters if id(parameter.param) not in kept]
         if not added and not removed:
             self.__init__(model)  # modules moved about, with the same parameters
             return

@@ -59,6 +59,17 @@ class Slot:
         self.graph_gradient: torch.Tensor | None = None
         self.engine: Callable[[], Engine | None] = _no_engine
 
+    def hook(self, engine: Callable[[], Engine | None]) -> None:
+        """Tell `engine` of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
+        self.engine = engine
+        self.param.register_post_accumulate_grad_hook(self)
+
+    def unhook(self) -> None:
+        """Undo `hook`. Harmless when called twice, or without it."""
+        hooks = self.param._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook is self]:
+            del hooks[key]
+
     def __call__(self, _: torch.Tensor) -> None:
         """Run as the hook: the gradient is in `param.grad`."""
         engine = self.engine()

@@ -26,7 +26,7 @@ from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
 from commlib.engine.plan import Parameter, Plan
-from commlib.engine.planner import INITIAL_CAP_BYTES
+from commlib.engine.planner import INITIAL_CAP_BYTES, Cost
 from commlib.engine.policy import Schedule
 from commlib.engine.profile import Readiness, Trials, measure_cost, steps_per_visit
 from commlib.engine.scheduler import Round, Task, acquire
@@ -96,8 +96,8 @@ class Engine:
         self.last_sent: list[float] = []  # per bucket, bytes and seconds of the last round
         self.last_seconds: list[float] = []
         self._is_flushed = False
-        self._hooks: list[Any] = []
         self.dense = []
+        self._slots: list[Slot] = []
         self.use(algorithm, parameters)
 
     def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
@@ -127,8 +127,8 @@ class Engine:
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on, with a plan that starts anew."""
-        for hook in self._hooks:
-            hook.remove()
+        for slot in self._slots:
+            slot.unhook()
         group = self.algorithm.group
         self.parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
         self._slots = plans.make_slots(self.parameters)
@@ -137,18 +137,14 @@ class Engine:
         self.next_plan: Plan | None = None
         self._trials: Trials | None = None
         self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
-        self._hooks = [] if self.is_idle else self._hook_slots()
+        own = weakref.ref(self)
+        for slot in () if self.is_idle else self._slots:
+            slot.hook(own)
         if self.weights is not None:
             self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
             self.weights.adopt(self.parameters)
         if self.attached is not None:
             self.attached.refuse_change()
-
-    def _hook_slots(self) -> list[Any]:
-        own = weakref.ref(self)
-        for slot in self._slots:
-            slot.engine = own
-        return [slot.param.register_post_accumulate_grad_hook(slot) for slot in self._slots]
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -180,21 +176,27 @@ class Engine:
         """Choose the plan, or the candidates to try, on rank 0 and adopt them on all ranks. Collective."""
         ready_s, backward_s = self._readiness.result()
         self._readiness = Readiness(0, self.device)
-        if self.cap_bytes is not None:
+        found = None
+        if self.cap_bytes is None:
+            cost = self._measure_cost()
+            if self.comm.rank == 0:
+                found = plans.candidates(self.parameters, ready_s, backward_s, cost)
+        elif self.comm.rank == 0:
             found = [plans.fixed(self.parameters, self.cap_bytes, ready_s)]
-        else:
-            with torch.no_grad():
-                max_bytes = sum(bucket.nbytes for bucket in self.dense) // 4
-                group = plans.main_group(self.parameters)
-                cost = measure_cost(self._blank, self.transport, self.comm, self.driver, self.device, max_bytes, group)
-            found = plans.candidates(self.parameters, ready_s, backward_s, cost)
         found, num_steps = self.transport.gather_objects((found, steps_per_visit(backward_s)))[0]
+        found = plans.compact(found)
         if len(found) == 1:
             only = found[0]
             self.next_plan = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
         else:
             self._trials = Trials(found, num_steps)
             self.next_plan = self._trials.current
+
+    def _measure_cost(self) -> Cost:
+        with torch.no_grad():
+            max_bytes = sum(bucket.nbytes for bucket in self.dense) // 8
+            group = plans.main_group(self.parameters)
+            return measure_cost(self._blank, self.transport, self.comm, self.driver, self.device, max_bytes, group)
 
     def _continue_trials(self) -> None:
         """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
@@ -424,9 +426,8 @@ class Engine:
 
     def close(self) -> None:
         """Remove every hook and give up the driver and the communicator. Harmless when called twice."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for slot in self._slots:
+            slot.unhook()
         self._stop_following()
         if self._round is not None:
             self.abandon(CommlibError("the model was unwrapped during backward"))

@@ -19,6 +19,8 @@ from commlib.transport.base import Communicator, Transport
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
+#: A small model's scratch buckets are smaller, but not below this in the first of `PROBES`, and twice in each further.
+_LEAST_BYTES = 16 << 10
 _REPETITIONS = 5
 #: Roughly how long one visit of a trial lasts.
 _VISIT_S = 0.3
@@ -131,7 +133,7 @@ def measure_cost(
     """
     wall: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(PROBES):
-        nbytes = min(nbytes, max(max_bytes // count, PROBES[0][0] << place))
+        nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place))
         buckets = [Scratch(idx, nbytes, device, group) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm, buckets, device))
@@ -140,6 +142,7 @@ def measure_cost(
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
         seconds = median(transport.gather_objects(median(probe.seconds() for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
+        del buckets, trial, probe  # before the next, larger ones are made
     return Cost(tuple(wall))
 
 

@@ -227,7 +227,9 @@ class Driver(ABC):
     def _fail(self, round_: Round, error: BaseException) -> None:
         """End the round: with an error that names the collective, or with the algorithm's own."""
         if isinstance(error, _CollectiveError):
-            error = round_.transport.diagnose(error.cause, error.what)
+            waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may be noticed first
+            beside = "" if waited_for in error.what else f", beside {waited_for},"
+            error = round_.transport.diagnose(error.cause, error.what + beside)
         self.cancel(round_, error)
 
 

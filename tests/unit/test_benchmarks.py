@@ -311,7 +311,7 @@ def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
 def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
     names = ["ddp@25", "commlib:allreduce@4", "none"]
-    short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2")
+    short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2", "--memory-runs", "1")
     done = run("step.py", "--systems", ",".join(names), *short, "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(name in done.stdout for name in names)
