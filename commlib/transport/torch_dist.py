@@ -32,7 +32,7 @@ from commlib.transport.base import (
     Transport,
     Work,
 )
-from commlib.transport.point_to_point import GlooExchanges
+from commlib.transport.point_to_point import GlooExchanges, is_better_exchanged
 
 NODE_VARIABLE = "COMMLIB_NODE"
 """The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
@@ -131,6 +131,10 @@ class _Connection:
         self.exchanges: GlooExchanges | None = None  # made at the first one
         self.pending: dict[int, Any] = {}  # works that nobody has waited for yet, by identity
 
+    @property
+    def is_nccl(self) -> bool:
+        return self.backend.name().lower() == "nccl"
+
     def has_pending(self) -> bool:
         return any(not work.is_completed() for work in list(self.pending.values()))
 
@@ -142,16 +146,24 @@ class _Connection:
                 self.backend.abort()
 
     def exchange(self, request: Exchange) -> Any:
-        if self.backend.name().lower() == "nccl":
+        if self.is_nccl:
             self.backend._start_coalescing()
             for rank, tensor in request.receives:
                 self.backend.recv([tensor], rank, 0)
             for rank, tensor in request.sends:
                 self.backend.send([tensor], rank, 0)
             return self.backend._end_coalescing()
+        return self._gloo().issue(request)
+
+    def all_to_all(self, request: AllToAll) -> Any:
+        if is_better_exchanged(request) and not self.is_nccl:
+            return self._gloo().all_to_all(request)
+        return self.backend.alltoall_base(request.output, request.input, [], [], _options(c10d.AllToAllOptions))
+
+    def _gloo(self) -> GlooExchanges:
         if self.exchanges is None:
             self.exchanges = GlooExchanges(self.backend)
-        return self.exchanges.issue(request)
+        return self.exchanges
 
     def end(self) -> None:
         if self.has_pending():
@@ -264,8 +276,8 @@ class TorchTransport(Transport):
                 return backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
             case AllGather(output=output, input=input):
                 return backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
-            case AllToAll(output=output, input=input):
-                return backend.alltoall_base(output, input, [], [], _options(c10d.AllToAllOptions))
+            case AllToAll():
+                return connection.all_to_all(request)
             case Broadcast(tensor=tensor, source=source):
                 return backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
         raise TypeError(f"{type(request).__name__} is not a request that torch.distributed can run")

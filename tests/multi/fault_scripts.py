@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commlib.transport import point_to_point
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
 from tests.multi.rank_worker import default_group_from_env
 
@@ -71,12 +72,16 @@ TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
 def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
 
+    With an `algorithm` that ends in ", exchanged" small all-to-alls are exchanges too, as those of large buckets are.
     The error is raised on, so that the process ends as a user's would.
     """
     import commlib
     import commlib.errors
 
     rank = default_group_from_env(timeout_s=60)
+    if algorithm.endswith(", exchanged"):
+        algorithm = algorithm.removesuffix(", exchanged")
+        point_to_point._LEAST_CHUNK = 1
     model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS):
         model.zero_grad()

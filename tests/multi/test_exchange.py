@@ -105,6 +105,49 @@ def test_callbacks_come_after_the_data() -> None:
         assert late.is_set(), "a callback that comes late is called at once"
 
 
+@on_ranks(2, 3, 4)
+def test_all_to_alls_large_and_small_and_exchanges_under_way_together() -> None:
+    """Chunks of a megabyte are exchanged, small ones are Gloo's; each ends with what every rank sent."""
+    with connected() as (transport, comm):
+        size, works, outputs = comm.world_size, [], []
+        for turn, chunk in enumerate((1 << 18, 3, 1 << 13, 1 << 18)):
+            whom = torch.arange(size).repeat_interleave(chunk)
+            output = torch.full((size * chunk,), -1.0)
+            request = comm.all_to_all(output, 1000.0 * turn + 10 * comm.rank + whom)
+            works.append(transport.issue(request))
+            outputs.append(output)
+            value = torch.zeros(5)
+            neighbours = (comm.rank + 1) % size, (comm.rank - 1) % size
+            sends, receives = [(neighbours[0], torch.full((5,), 1.0 * turn))], [(neighbours[1], value)]
+            works.append(transport.issue(comm.exchange(sends, receives)))
+            outputs.append(value)
+        for work in reversed(works):
+            work.wait()
+        for turn in range(4):
+            by = outputs[2 * turn].view(size, -1)
+            for rank in range(size):
+                assert (by[rank] == 1000.0 * turn + 10 * rank + comm.rank).all()
+            assert (outputs[2 * turn + 1] == turn).all()
+
+
+@on_ranks(3)
+def test_an_abort_ends_an_all_to_all_that_a_rank_does_not_join() -> None:
+    """Rank 0 aborts long before rank 1 leaves, which ends it for rank 2, that waits for rank 1 first."""
+    with connected() as (transport, comm):
+        began = time.monotonic()
+        values = torch.zeros(3 << 18)
+        work = None if comm.rank == 1 else transport.issue(comm.all_to_all(torch.zeros(3 << 18), values))
+        if comm.rank == 0:
+            time.sleep(0.5)
+            transport.abort()
+        if work is None:
+            time.sleep(4)
+        else:
+            with pytest.raises(RuntimeError):
+                work.wait()
+            assert time.monotonic() - began < (3 if comm.rank == 0 else 8)
+
+
 def test_ranks_outside_of_the_group_and_the_own_one_are_refused() -> None:
     comm = Communicator(1, 3)
     for rank in (1, 3, -1):
@@ -231,14 +274,18 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
             assert exit_.returncode == 1, exit_.output
 
 
-def end_with_an_exchange_under_way(way: str) -> None:
+def end_with_an_exchange_under_way(way: str, verb: str) -> None:
     """Rank 1 never sends what rank 0 waits for; rank 0 ends its script meanwhile, in one of several ways."""
     rank = default_group_from_env(timeout_s=20)
     transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=20))
     comm = Communicator(rank, 2)
     transport.issue(comm.exchange([(1 - rank, torch.ones(4))], [(1 - rank, torch.ones(4))])).wait()
-    if rank == 0:
+    if rank == 0 and verb == "exchange":
         transport.issue(comm.exchange([], [(1, torch.zeros(4))]))
+    elif rank == 0:
+        transport.issue(comm.all_to_all(torch.zeros(1 << 18), torch.zeros(1 << 18)))
+    else:
+        time.sleep(0.5)  # until rank 0 has asked
     report(event="ending")
     if way == "close":
         transport.close()
@@ -247,9 +294,10 @@ def end_with_an_exchange_under_way(way: str) -> None:
         raise KeyError("the user's own error")
 
 
+@pytest.mark.parametrize("verb", ["exchange", "all_to_all"])
 @pytest.mark.parametrize("way", ["just-end", "close", "exception"])
-def test_a_process_ends_at_once_with_an_exchange_under_way(way: str) -> None:
-    with start_ranks(end_with_an_exchange_under_way, 2, way) as ranks:
+def test_a_process_ends_at_once_with_an_exchange_under_way(way: str, verb: str) -> None:
+    with start_ranks(end_with_an_exchange_under_way, 2, way, verb) as ranks:
         began = time.monotonic()
         for exit_ in ranks.wait(40):
             assert exit_.returncode == (1 if way == "exception" else 0), exit_.output
