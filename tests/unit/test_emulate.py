@@ -16,6 +16,8 @@ from commlib.network.emulation.cluster import check_requirements
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 
 needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(check_requirements()))
+# What a busy machine warns of is not what these tests are about.
+pytestmark = pytest.mark.filterwarnings("ignore:emulated links are further than 2 %:UserWarning")
 
 
 @needs_hosts
