@@ -20,8 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def close_rank_pool() -> Iterator[None]:
-    """End the pooled ranks, if a test started them, when the session ends."""
+    """End the processes of ranks, if a test started them, when the session ends."""
     yield
-    from tests.multi.pool import POOL
+    from tests.multi.pool import FORKER, POOL
 
     POOL.close()
+    FORKER.close()

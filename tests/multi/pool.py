@@ -2,12 +2,11 @@
 
 `run_ranks(fn, world_size, *args)` runs a module-level function on pooled ranks, each with a fresh default Gloo group.
 `on_ranks(2, 3)` makes a test whose body runs on every rank, once per world size. `start_ranks` and `spawn_ranks` start
-processes that a test may kill, stop or interrupt.
+processes that a test may kill, stop or interrupt: forks of one that has imported torch, which takes seconds.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import inspect
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.multi.rank_worker import Job, Outcome
+from tests.multi.rank_worker import ForkJob, Job, Outcome
 
 NUM_RANKS = 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,19 +50,24 @@ def rank_environment(**extra: str) -> dict[str, str]:
     return {**os.environ, **fixed, **extra}
 
 
+def _start_worker(mode: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process of `rank_worker`, and return it with the connection to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [*_WORKER, mode, str(theirs.fileno())]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=rank_environment(), pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    return process, Connection(ours.detach())
+
+
 class PooledRank:
     """One process of the pool and the socket to it."""
 
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank = rank
         self.stack_path = directory / f"stack-{rank}-{time.monotonic_ns()}.txt"
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [*_WORKER, "pool", str(theirs.fileno())]
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=rank_environment(), pass_fds=[theirs.fileno()], start_new_session=True
-            )
-        self.connection = Connection(ours.detach())
+        self.process, self.connection = _start_worker("pool")
         self.connection.send_bytes(pickle.dumps((sys.path, str(self.stack_path))))
 
     def wait_ready(self) -> None:
@@ -237,6 +241,96 @@ def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[...
     return decorate
 
 
+class ForkedRank:
+    """A process that the forker made: what `subprocess.Popen` is to a process of one's own."""
+
+    def __init__(self, forker: Forker, pid: int) -> None:
+        self._forker = forker
+        self.pid = pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code once it is known (negative: signal)."""
+        return self._forker.exit_codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        self._forker.receive_exits()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forker:
+    """The process that ranks of their own are forked from, started at the first of them.
+
+    Attributes:
+        exit_codes: By process id, of those that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.exit_codes: dict[int, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def fork(self, job: ForkJob) -> ForkedRank:
+        """Start a process that runs `job`."""
+        connection = self._started()
+        connection.send_bytes(pickle.dumps(tuple(job)))
+        while True:
+            pid = self._receive(connection)
+            if pid is not None:
+                return ForkedRank(self, pid)
+
+    def receive_exits(self) -> None:
+        """Note the exit codes that have arrived."""
+        connection = self._started()
+        while connection.poll():
+            self._receive(connection)
+
+    def _started(self) -> Connection:
+        if self._connection is None:
+            self._process, self._connection = _start_worker("fork")
+            self._connection.send_bytes(pickle.dumps(sys.path))
+        return self._connection
+
+    def _receive(self, connection: Connection) -> int | None:
+        """Take one message: the id of a process that was started, or, which is noted, of one that has ended."""
+        try:
+            pid, exit_code = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            assert self._process is not None
+            raise RankError(f"the process that forks ranks died with exit code {self._process.wait()}") from None
+        if exit_code is None:
+            self.exit_codes.pop(pid, None)  # of an earlier process of that id
+            return pid
+        self.exit_codes[pid] = exit_code
+        return None
+
+    def close(self) -> None:
+        """End the process, and with it every rank that is left."""
+        if self._process is not None and self._connection is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+        self._process = self._connection = None
+
+
+FORKER = Forker()
+
+
 class RankExit(NamedTuple):
     """How a process of its own ended: exit code (negative: signal), what it wrote, and when (`time.monotonic()`)."""
 
@@ -252,16 +346,13 @@ class RankProcesses:
     def __init__(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], store_port: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._logs = [Path(self._directory.name) / f"rank-{rank}.log" for rank in range(world_size)]
-        job = pickle.dumps((sys.path, fn.__module__, fn.__qualname__, args))
-        command = [*_WORKER, "once", base64.b64encode(job).decode()]
-        self.processes = [self._start(command, rank, world_size, store_port) for rank in range(world_size)]
-
-    def _start(self, command: list[str], rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
-        env = rank_environment(RANK=str(rank), WORLD_SIZE=str(world_size), STORE_PORT=str(port))
-        with open(self._logs[rank], "wb") as log:
-            return subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        own = {"WORLD_SIZE": str(world_size), "STORE_PORT": str(store_port)}
+        self.processes: list[ForkedRank] = []
+        for rank, log in enumerate(self._logs):
+            log.touch()
+            environment = rank_environment(RANK=str(rank), **own)
+            job = ForkJob(fn.__module__, fn.__qualname__, args, environment, str(log))
+            self.processes.append(FORKER.fork(job))
 
     def output(self, rank: int) -> str:
         """Return what `rank` has written so far."""

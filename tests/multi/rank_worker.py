@@ -1,14 +1,14 @@
 """What runs inside a rank's process: either a pooled rank that serves jobs, or a rank of its own for one function.
 
     python -m tests.multi.rank_worker pool <fd>     serves jobs that arrive on the socket <fd> until it closes
-    python -m tests.multi.rank_worker once <job>    runs one function (base64 of a pickle) and exits as Python exits
+    python -m tests.multi.rank_worker fork <fd>     forks a process for each function that arrives there
 
-The second form leaves the interpreter's own exit untouched, so that tests of shutdown see what a user's script would.
+A forked process returns from here when its function has, and leaves the interpreter's own exit untouched, so that tests
+of shutdown see what a user's script would. Nothing that is imported before the fork has threads.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import datetime
@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+# How often the ends of forked processes are looked for, in seconds.
+_REAP_S = 0.01
 
 
 class Job(NamedTuple):
@@ -41,6 +43,16 @@ class Job(NamedTuple):
     world_size: int
     store_path: str
     timeout_s: float
+
+
+class ForkJob(NamedTuple):
+    """One function to run in a process of its own."""
+
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    log_path: str
 
 
 class Outcome(NamedTuple):
@@ -177,14 +189,48 @@ def serve(fd: int) -> None:
         connection.send_bytes(encode(run_job(job, background)))
 
 
-def run_once(encoded: str) -> None:
-    """Run one function in this process and let the interpreter exit in its own way."""
+def serve_forks(fd: int) -> None:
+    """Fork a process for every job on the socket `fd` until that closes; returns in each of them too.
+
+    Answers with pairs of process id and exit code, which is None when the process has just been started.
+    """
     die_with_parent()
-    path, module, qualname, args = pickle.loads(base64.b64decode(encoded))
-    sys.path[:] = path
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Connection(fd)
+    sys.path[:] = pickle.loads(connection.recv_bytes())
     import_torch()
-    resolve(module, qualname)(*args)
+    for name in ("torch._dynamo", "commlib"):  # the first optimizer imports the former
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    running: set[int] = set()
+    while True:
+        if connection.poll(_REAP_S if running else None):
+            try:
+                job = ForkJob(*pickle.loads(connection.recv_bytes()))
+            except EOFError:
+                return
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                return run_once(job)
+            running.add(pid)
+            connection.send_bytes(pickle.dumps((pid, None)))
+        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            running.remove(ended[0])
+            connection.send_bytes(pickle.dumps((ended[0], os.waitstatus_to_exitcode(ended[1]))))
+
+
+def run_once(job: ForkJob) -> None:
+    """Run one function in this fresh process, as a script of its own would, and let the interpreter exit in its way."""
+    die_with_parent()
+    os.setsid()
+    log = os.open(job.log_path, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    resolve(job.module, job.qualname)(*job.args)
 
 
 def default_group_from_env(timeout_s: float = 30.0) -> int:
@@ -201,4 +247,4 @@ def default_group_from_env(timeout_s: float = 30.0) -> int:
 if __name__ == "__main__":
     # The module object that tests import, not this `__main__` copy, so that its classes are the ones they see.
     worker = importlib.import_module("tests.multi.rank_worker")
-    {"pool": lambda: worker.serve(int(sys.argv[2])), "once": lambda: worker.run_once(sys.argv[2])}[sys.argv[1]]()
+    {"pool": worker.serve, "fork": worker.serve_forks}[sys.argv[1]](int(sys.argv[2]))

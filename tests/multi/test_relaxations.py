@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,14 @@ def gradients_of_all_ranks(model: nn.Module, step: int) -> list[ByName]:
     return found
 
 
+def on_rank_0(compute: Callable[[], ByName]) -> ByName:
+    """Return on all ranks what rank 0 computes: the references are slow, and the same everywhere."""
+    found = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
+
+
 def check(
     algorithm: Algorithm,
     reference: Any,
@@ -99,7 +108,7 @@ def check(
             prepare(model, reference)
         loss.backward()
         buckets = [bucket.parameters for bucket in commlib.stats(model).buckets]
-        expected = by_rank[0] if stays_local else reference.step(step, by_rank, buckets)
+        expected = by_rank[0] if stays_local else on_rank_0(partial(reference.step, step, by_rank, buckets))
         for name, gradient in flat_gradients(model).items():
             difference = f"step {step}: {name} differs by {np.abs(gradient - expected[name]).max()}"
             if tolerance:
@@ -231,6 +240,8 @@ def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
     state = commlib.state_dict(model)["state"]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, state)
+    if dist.get_rank() > 0:  # only the reference of rank 0 takes steps
+        return
     num = dist.get_world_size() // reference.world_size
     for name in reference.q if commlib.stats(model).steps else ():
         for worker in range(reference.world_size):
