@@ -99,3 +99,8 @@ def test_help_does_not_import_torch():
     code = "import sys; from commlib import cli; from typer.main import get_command; get_command(cli.app); "
     code += "sys.exit('torch.distributed.run' in sys.modules or 'commlib.doctor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_package_can_be_run_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "commlib", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout
