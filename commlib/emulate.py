@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
-from commlib.engine.plan import main_group
 from commlib.errors import ConfigError
 from commlib.network import compare, presets, workloads
 from commlib.network.emulation.cluster import EmulatedCluster, parse_rate
@@ -338,9 +337,9 @@ def _factor(workload: Workload, racer: _Racer, found: Probe) -> float:
     """Return how much longer a system's local work takes than it would cost, on all ranks at once. Collective."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return 1.0
-    group = main_group(parameters_of(workload, racer.algorithm))
+    parameters = parameters_of(workload, racer.algorithm)
     dist.barrier()
-    own = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), group)
+    own = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), parameters)
     total = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()

@@ -28,7 +28,7 @@ from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
-from commlib.engine.plan import Parameter, main_group
+from commlib.engine.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.compare import hierarchical
 from commlib.network.model import DTYPES, Layer, Workload
@@ -239,8 +239,8 @@ class Tuner:
 
     def _predict(self, candidate: Algorithm, workload: Workload, found: Probe) -> float:
         engine = self._engine
-        group = main_group([dataclasses.replace(p, group=candidate.group(p.name, p.param)) for p in engine.parameters])
-        factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, group)
+        parameters = [dataclasses.replace(p, group=candidate.group(p.name, p.param)) for p in engine.parameters]
+        factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, parameters)
         cap_bytes = engine.cap_bytes
         device = scaled(found.device, factor)
         if not self._watch.uses_processor:

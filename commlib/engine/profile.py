@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
@@ -28,21 +29,34 @@ _VISIT_S = 0.3
 _SLOW_S = 0.1
 
 
-class Scratch:
-    """A bucket of zeros, to measure with (a `BucketView`)."""
+def as_square(nbytes: int) -> list[tuple[int, ...]]:
+    """Return the shape of one fp32 parameter of two dimensions, as square as it may be."""
+    numel = nbytes // 4
+    rows = 1 << max(0, numel.bit_length() // 2 - 1)
+    return [(rows, numel // rows) if numel % rows == 0 else (1, numel)]
 
-    def __init__(self, index: int, nbytes: int, device: torch.device, group: Hashable = None) -> None:
+
+class Scratch:
+    """A bucket of zeros, to measure with (a `BucketView`), for fp32 parameters of these shapes."""
+
+    def __init__(
+        self, index: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
+    ) -> None:
         self.index = index
         self.group = group
-        self.flat = self.payload = torch.zeros(nbytes // 4, device=device)
+        self._shapes = shapes
+        self.flat = self.payload = torch.zeros(sum(map(math.prod, shapes)), device=device)
 
     @property
     def parts(self) -> list[Part]:
-        """One parameter of two dimensions, as square as it may be."""
-        numel = self.flat.numel()
-        rows = 1 << max(0, numel.bit_length() // 2 - 1)
-        shape = (rows, numel // rows) if numel % rows == 0 else (1, numel)
-        return [Part("a scratch parameter", shape, 0, numel, self.index * numel)]
+        """The parameters' places."""
+        numels = list(map(math.prod, self._shapes))
+        starts = itertools.accumulate(numels, initial=0)
+        before = self.index * self.flat.numel()
+        return [
+            Part(f"scratch.{place}", shape, start, numel, before + start)
+            for place, (shape, start, numel) in enumerate(zip(self._shapes, starts, numels, strict=False))
+        ]
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -134,7 +148,7 @@ def measure_cost(
     wall: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(PROBES):
         nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place))
-        buckets = [Scratch(idx, nbytes, device, group) for idx in range(count)]
+        buckets = [Scratch(idx, as_square(nbytes), device, group) for idx in range(count)]
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm, buckets, device))
         probe = _Probe(trial, buckets, transport, comm, driver, device)

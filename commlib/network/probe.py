@@ -4,24 +4,27 @@
 gives the latency of a message, the fastest of the large ones the bandwidth; what the others take beside that is the
 profile's, by verb. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
 rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own
-`communicate` runs on a scratch bucket with requests that only echo, and its time is compared with what the
-simulator's cost model says (`work_factor`).
+`communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and its time is
+compared with what the simulator's cost model says (`work_factor`).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from commlib.algorithms.base import Algorithm, Context
-from commlib.engine.profile import Scratch
+from commlib.engine.plan import Parameter, main_group
+from commlib.engine.profile import Scratch, as_square
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.network.simulation.links import GLOO, NCCL, TransportProfile
@@ -118,26 +121,29 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
 
 
 def work_factor(
-    algorithm: Algorithm, found: Device, world_size: int, device: torch.device, group: Hashable = None
+    algorithm: Algorithm, found: Device, world_size: int, device: torch.device, parameters: Sequence[Parameter]
 ) -> float:
     """Return how many times longer an algorithm's local work takes here than the simulator's cost model says.
 
-    Local: the algorithm's `communicate` runs on a scratch bucket of 4 MiB, with requests that only echo.
+    Local: the algorithm's `communicate` runs on a scratch bucket of up to 4 MiB, with requests that only echo.
 
     Args:
         algorithm: As it was before its first `setup`; copied.
         found: The device as probed.
         world_size: The number of ranks of the group that it will run in.
         device: Where the tensors are.
-        group: What `Algorithm.group` says of most of the model.
+        parameters: The model's, with their groups. The bucket has the shapes of some of them, drawn at random: many
+            small matrices are other work than a large one.
     """
+    group = main_group(parameters)
+    shapes = _drawn([tuple(p.param.shape) for p in parameters if p.group == group and not p.sparse])
     meter = Meter(found)
     with meter.active():
-        run = _local_work(algorithm, world_size, torch.device("meta"), group)
+        run = _local_work(algorithm, world_size, Scratch(0, shapes, torch.device("meta"), group))
         meter.take()
         run()
         said_s = meter.take()
-    run = _local_work(algorithm, world_size, device, group)
+    run = _local_work(algorithm, world_size, Scratch(0, shapes, device, group))
     run()
     seconds = median(run() for _ in range(_REPETITIONS))
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
@@ -161,9 +167,23 @@ def scaled(device: Device, factor: float) -> Device:
     )
 
 
-def _local_work(algorithm: Algorithm, world_size: int, device: torch.device, group: Hashable) -> Callable[[], float]:
-    """Return a function that communicates one scratch bucket with echoes of itself, and returns its own seconds."""
-    bucket, comm = Scratch(0, _WORK_BYTES, device, group), Communicator(0, world_size)
+def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return shapes in random order until they have `_WORK_BYTES` together; the last gets fewer rows, to fit."""
+    found, room = [], _WORK_BYTES // 4
+    for shape in random.Random(0).sample(shapes, len(shapes)):
+        if math.prod(shape) > room:
+            shape = (room * shape[0] // math.prod(shape), *shape[1:])
+        room -= math.prod(shape)
+        if math.prod(shape):
+            found.append(shape)
+        if not room:
+            break
+    return found or as_square(_WORK_BYTES)
+
+
+def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch) -> Callable[[], float]:
+    """Return a function that communicates the scratch bucket with echoes of itself, and returns its own seconds."""
+    device, comm = bucket.flat.device, Communicator(0, world_size)
     algorithm = copy.deepcopy(algorithm)
     with torch.no_grad():
         algorithm.setup(Context(comm, [bucket], device))

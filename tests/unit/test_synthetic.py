@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from statistics import median
 
 import pytest
 import torch
 
-from commlib.algorithms import AllReduce, ByteGrad, TopK
+from commlib.algorithms import Algorithm, AllReduce, ByteGrad, PowerSGD, TopK
+from commlib.engine.plan import Parameter
+from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
-from commlib.network.probe import scaled, work_factor
+from commlib.network.probe import _drawn, scaled, work_factor
 from commlib.network.synthetic import SyntheticModel, shrink
 
 SMALL = Workload(
@@ -77,12 +80,18 @@ def test_the_same_seed_gives_the_same_model() -> None:
 DEVICE = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_us=1.0)
 
 
+def some_parameters(shapes: list[tuple[int, ...]], algorithm: Algorithm) -> list[Parameter]:
+    made = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
+    return [Parameter(f"p{i}", p, False, algorithm.group(f"p{i}", p)) for i, p in enumerate(made)]
+
+
 @pytest.mark.parametrize("algorithm", [ByteGrad(), TopK(ratio=0.01)])
 def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad | TopK) -> None:
     """A device that is said to be ten times as fast makes the same work ten times as slow beside it."""
     cpu = torch.device("cpu")
     devices = DEVICE, scaled(DEVICE, 0.1)
-    pairs = [[work_factor(algorithm, device, 4, cpu, "compressed") for device in devices] for _ in range(7)]
+    parameters = some_parameters([(1024, 1024)], algorithm)
+    pairs = [[work_factor(algorithm, device, 4, cpu, parameters) for device in devices] for _ in range(7)]
     assert median(fast / slow for slow, fast in pairs) == pytest.approx(10, rel=0.8)  # the same work, timed twice
     assert scaled(DEVICE, 2.0).memory_gbytes_s == 5.0
 
@@ -90,5 +99,26 @@ def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad 
 def test_local_work_leaves_the_algorithm_as_it_was() -> None:
     algorithm = AllReduce()
     before = dict(vars(algorithm))
-    work_factor(algorithm, DEVICE, 2, torch.device("cpu"))
+    work_factor(algorithm, DEVICE, 2, torch.device("cpu"), some_parameters([(16, 16)], algorithm))
     assert vars(algorithm) == before
+
+
+def test_local_work_is_that_of_the_models_shapes() -> None:
+    """Launches cost nothing on this device, so that many small matrices take longer beside what it says."""
+    device = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_us=0.0)
+    algorithm = PowerSGD(rank=2)
+
+    def factor(shapes: list[tuple[int, ...]]) -> float:
+        return work_factor(algorithm, device, 4, torch.device("cpu"), some_parameters(shapes, algorithm))
+
+    pairs = [(factor([(40 + idx, 64) for idx in range(100)]), factor([(1024, 1024)])) for _ in range(3)]
+    assert median(small / large for small, large in pairs) > 2
+
+
+def test_shapes_are_drawn_up_to_four_mebibytes() -> None:
+    assert sorted(_drawn([(64, 64), (8,), (3, 5)])) == [(3, 5), (8,), (64, 64)]
+    assert _drawn([(4096, 4096)]) == [(256, 4096)]
+    drawn = _drawn([(rows, 1000) for rows in range(1, 100)])
+    assert (1 << 20) - 1000 < sum(map(math.prod, drawn)) <= 1 << 20
+    assert sum(rows < 50 for rows, _ in drawn) > 3 < sum(rows > 50 for rows, _ in drawn)
+    assert _drawn([]) == as_square(4 << 20)
