@@ -26,6 +26,7 @@ BELOW = {
     "optim": {"errors"},
     "doctor": {"errors", "kernels", "network"},
     "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap", "emulate"},
+    "__main__": {"cli"},
 }
 # Files of the top layer that `wrap` is made of.
 PARTS_OF_WRAP = {"join", "replica", "tuner", "verify"}
