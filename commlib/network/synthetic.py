@@ -81,7 +81,7 @@ class SyntheticLayer(nn.Module):
         """Return the signal for the next layer."""
         begin_s = time.perf_counter()
         for parameter in self.parameters():
-            signal = signal + parameter.mean()  # no factor: vanishing gradients become denormal, which is slow
+            signal = signal + parameter.mean()  # no factor: gradients would vanish through many of them
         _wait_until(begin_s + self._forward_s)
         # The last node of forward is the first of backward: gradients are ready at the end of the layer's time.
         return _WaitInBackward.apply(signal, self._backward_s)  # pyright: ignore[reportReturnType]
