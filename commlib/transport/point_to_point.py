@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 from collections import defaultdict
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from commlib.transport.base import AllToAll, Exchange
+
+_log = logging.getLogger("commlib")
 
 #: Tags of sends and receives are below it; it is never sent.
 _UNUSED_TAG = 2**31 - 1
@@ -119,6 +122,8 @@ class GlooExchanges:
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                _log.warning("exchanges had not ended after %g s; closing the connection anyway", timeout_s)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import pickle
 import socket
@@ -33,6 +34,8 @@ from commlib.transport.base import (
     Work,
 )
 from commlib.transport.point_to_point import GlooExchanges, is_better_exchanged
+
+_log = logging.getLogger("commlib")
 
 NODE_VARIABLE = "COMMLIB_NODE"
 """The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
@@ -171,6 +174,8 @@ class _Connection:
             deadline = time.monotonic() + _DRAIN_S
             while self.has_pending() and time.monotonic() < deadline:
                 time.sleep(0.005)
+            if self.has_pending():
+                _log.warning("aborted collectives had not ended after %g s; closing the connection anyway", _DRAIN_S)
         if self.exchanges is not None:
             self.exchanges.end(_DRAIN_S)
             self.exchanges = None

@@ -251,9 +251,9 @@ def shut_down(way: str) -> None:
     """Train a few steps, then end the process in one of many ways."""
     import commlib
 
-    default_group_from_env(timeout_s=20)
+    default_group_from_env(timeout_s=60)
     before = num_threads()
-    model = commlib.wrap(seeded(Mlp), timeout=10)
+    model = commlib.wrap(seeded(Mlp), timeout=30)
     train_some(model)
     report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
@@ -264,12 +264,12 @@ def shut_down_in_flight(way: str) -> None:
     """Train until a round over weights is under way in the background, then end the process."""
     import commlib
 
-    default_group_from_env(timeout_s=20)
+    default_group_from_env(timeout_s=60)
     before = num_threads()
     model = seeded(Mlp)
     optimizer = sgd(model)
     algorithm = commlib.algorithms.StreamingDiLoCo(period=8, fragments=2, delay=4)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=10)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=30)
     for step in range(8):
         optimizer.zero_grad()
         mlp_loss(model, step).backward()

@@ -200,6 +200,8 @@ def serve_forks(fd: int) -> None:
     import_torch()
     for name in ("torch._dynamo", "commlib"):  # the first optimizer imports the former
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # an exit that looks through all of torch's objects copies every page of them
     assert threading.active_count() == 1
     running: set[int] = set()
     while True:

@@ -312,11 +312,11 @@ def test_asynchronous_rounds_never_wait_and_synchronize_completes_them() -> None
     is_slow = dist.get_rank() == 0
     begin = time.monotonic()
     for step in range(3 if is_slow else 30):
-        time.sleep(0.5 if is_slow else 0.0)
+        time.sleep(1.0 if is_slow else 0.0)
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
         optimizer.step()
-    assert is_slow or time.monotonic() - begin < 1.0, "a step waited for the slow rank"
+    assert is_slow or time.monotonic() - begin < 1.9, "a step waited for the slow rank"
     own = [parameter.detach().clone() for parameter in model.parameters()]
     commlib.synchronize(model)
     assert_replicas_identical_parameters(model)

@@ -106,7 +106,7 @@ def test_a_slow_rank_within_the_timeout_is_no_error() -> None:
 
 def test_a_parameter_added_on_one_rank() -> None:
     exits = spawn_ranks(fault_scripts.add_parameter_on_one_rank, 2)
-    assert_told(exits[VICTIM], kinds=("ConfigError",), within_s=2, words=(r"late\.weight",))
+    assert_told(exits[VICTIM], kinds=("ConfigError",), within_s=TIMEOUT_S, words=(r"late\.weight",))
     other = exits[1 - VICTIM]
     kinds = ("ConfigError", "PeerFailure", "PeerTimeout")
     assert_told(other, kinds=kinds, within_s=TIMEOUT_S + SLACK_S, words=())

@@ -50,12 +50,15 @@ def test_steps_take_the_time_of_the_workload() -> None:
     timed = dataclasses.replace(SMALL, forward_s=0.04, backward_s=0.12)
     model = SyntheticModel(timed)
     model().backward()
-    starts = [time.perf_counter()]
-    loss = model()
-    starts.append(time.perf_counter())
-    loss.backward()
-    starts.append(time.perf_counter())
-    forward_s, backward_s = (b - a for a, b in itertools.pairwise(starts))
+    steps = []
+    for _ in range(3):
+        starts = [time.perf_counter()]
+        loss = model()
+        starts.append(time.perf_counter())
+        loss.backward()
+        starts.append(time.perf_counter())
+        steps.append([b - a for a, b in itertools.pairwise(starts)])
+    forward_s, backward_s = map(min, zip(*steps, strict=True))
     assert 0.04 <= forward_s < 0.10
     assert 0.12 <= backward_s < 0.24
 
