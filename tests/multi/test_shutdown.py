@@ -13,8 +13,8 @@ import pytest
 from tests.multi import fault_scripts
 from tests.multi.pool import RankExit, spawn_ranks, start_ranks
 
-# From the last step to the end of the process, far more than it takes, as the machine may be busy. A shutdown that waits
-# for one of the scripts' timeouts (30 s and more) is beyond it; one that waits for its own warns on stderr.
+# From the last step to the end of the process, far more than it takes, as the machine may be busy. A shutdown that
+# waits for one of the scripts' timeouts (30 s and more) is beyond it; one that waits for its own warns on stderr.
 PROMPT_S = 20.0
 
 QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap", "destroy-use", "forward-pending", "accumulated"]
