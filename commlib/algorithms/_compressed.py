@@ -44,7 +44,7 @@ class Compressed(Algorithm, Generic[E]):
             nodes; every local rank carries a part.
     """
 
-    traits = Traits(idle_alone=True, window=4)
+    traits = Traits(idle_alone=True)
     exactness = "compensated"
 
     #: The kinds of state that the exchanges keep.

@@ -73,7 +73,7 @@ class DGC(Sparse):
     momentum.
     """
 
-    traits = Traits(window=4)  # one rank alone has a momentum too
+    traits = Traits()  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 
     def __init__(

@@ -32,7 +32,7 @@ class HierarchicalLocalSGD(Algorithm):
         if global_every < 1:
             raise ConfigError(f"HierarchicalLocalSGD.global_every: expected at least 1, got {global_every}")
         self.global_every = global_every
-        self.traits = Traits(tensors="weights", period=period, hierarchical=True, portable=True, window=4)
+        self.traits = Traits(tensors="weights", period=period, hierarchical=True, portable=True)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:

@@ -39,7 +39,7 @@ class PowerSGD(Compressed[LowRankExchange]):
     ranks compute alike (the same kind of processor).
     """
 
-    traits = Traits(idle_alone=True, window=4)
+    traits = Traits(idle_alone=True)
     kinds = ("errors", "factors")
 
     def __init__(
