@@ -1,9 +1,10 @@
 """A model that trains like a workload: its parameters and the times of its layers, but no data.
 
-A layer computes something small with every parameter, and waits for the rest of its time, in forward and again in
-backward. An accelerator computes like that, seen from the processor: emulated hosts share the cores of one machine,
-and processes that computed there would take them from each other's communication. One number runs from layer to
-layer, so gradients become ready in the order in which the workload's do.
+A layer waits for the end of its time, in forward and again in backward, by a clock that runs on whatever else the
+process does. An accelerator computes like that, seen from the processor: emulated hosts share the cores of one machine,
+and processes that computed there would take them from each other's communication. The gradient of a parameter is the
+parameter itself, so that codecs see numbers as they are spread in training. One number runs from layer to layer, so
+gradients become ready in the order in which the workload's do.
 """
 
 from __future__ import annotations
@@ -49,59 +50,90 @@ class SyntheticModel(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         total = sum(layer.weight for layer in workload.layers)
+        self._clock = _Clock()
         self.layers = nn.ModuleList(
             SyntheticLayer(
                 layer,
                 workload.forward_s * layer.weight / total,
                 workload.backward_s * layer.weight / total,
                 generator,
+                self._clock,
             )
             for layer in workload.layers
         )
 
     def forward(self) -> Tensor:
         """Return the loss."""
+        self._clock.start()
         signal = torch.ones((), requires_grad=True)
         for layer in self.layers:
             signal = layer(signal)
-        return (signal - 1.0).square()
+        return _StartOfBackward.apply(signal, self._clock)  # pyright: ignore[reportReturnType]
 
 
 class SyntheticLayer(nn.Module):
-    """One layer: the mean of each of its parameters joins the signal."""
+    """One layer."""
 
-    def __init__(self, layer: Layer, forward_s: float, backward_s: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, layer: Layer, forward_s: float, backward_s: float, generator: torch.Generator, clock: _Clock
+    ) -> None:
         super().__init__()
-        self._forward_s, self._backward_s = forward_s, backward_s
+        self._forward_s, self._backward_s, self._clock = forward_s, backward_s, clock
         for name, shape in layer.shapes:
             values = shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
             self.register_parameter(name.replace(".", "_"), nn.Parameter(values))
 
     def forward(self, signal: Tensor) -> Tensor:
         """Return the signal for the next layer."""
-        begin_s = time.perf_counter()
-        for parameter in self.parameters():
-            signal = signal + parameter.mean()  # no factor: gradients would vanish through many of them
-        _wait_until(begin_s + self._forward_s)
-        # The last node of forward is the first of backward: gradients are ready at the end of the layer's time.
-        return _WaitInBackward.apply(signal, self._backward_s)  # pyright: ignore[reportReturnType]
+        times = (self._clock, self._forward_s, self._backward_s)
+        return _Layer.apply(signal, *times, *self.parameters())  # pyright: ignore[reportReturnType]
 
 
-class _WaitInBackward(torch.autograd.Function):
-    """The identity, whose gradient comes later."""
+class _Clock:
+    """When the accelerator would be done with what it was given; what the processor does meanwhile costs it nothing."""
+
+    def __init__(self) -> None:
+        self._free_at_s = 0.0
+
+    def start(self) -> None:
+        """Begin now, or when what was given before is done."""
+        self._free_at_s = max(self._free_at_s, time.perf_counter())
+
+    def wait(self, seconds: float) -> None:
+        """Give it `seconds` of work, and wait for its end."""
+        self._free_at_s += seconds
+        left_s = self._free_at_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class _StartOfBackward(torch.autograd.Function):
+    """The identity, whose backward starts the clock."""
 
     @staticmethod
-    def forward(ctx: Any, signal: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, loss: Tensor, clock: _Clock) -> Tensor:
+        ctx.clock = clock
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.clock.start()
+        return grads[0], None
+
+
+class _Layer(torch.autograd.Function):
+    """The identity of the signal; gradients of the layer's parameters are made at the end of its time in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, signal: Tensor, clock: _Clock, forward_s: float, backward_s: float, *parameters: Tensor
+    ) -> Tensor:
+        ctx.clock, ctx.seconds = clock, backward_s
+        ctx.save_for_backward(*parameters)
+        clock.wait(forward_s)
         return signal.view_as(signal)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grads[0], None
-
-
-def _wait_until(at_s: float) -> None:
-    left_s = at_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)
+        ctx.clock.wait(ctx.seconds)
+        return grads[0], None, None, None, *(parameter * grads[0] for parameter in ctx.saved_tensors)
