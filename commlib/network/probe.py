@@ -5,7 +5,8 @@ gives the latency of a message, the fastest of the large ones the bandwidth; wha
 profile's, by verb. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
 rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own
 `communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and its time is
-compared with what the simulator's cost model says (`work_factor`).
+compared with what the simulator's cost model says (`work_factor`). As in training, where other buckets come in between,
+the caches hold nothing of the bucket whenever it is worked on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _REPETITIONS = 3
 _BUSY_S = 0.08
 _COPY_BYTES = 32 << 20
 _WORK_BYTES = 4 << 20
+_EVICTED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,13 @@ def work_factor(
     shapes = _drawn([tuple(p.param.shape) for p in parameters if p.group == group and not p.sparse])
     meter = Meter(found)
     with meter.active():
-        run = _local_work(algorithm, world_size, Scratch(0, shapes, torch.device("meta"), group))
-        meter.take()
-        run()
-        said_s = meter.take()
-    run = _local_work(algorithm, world_size, Scratch(0, shapes, device, group))
+        said_s = _local_work(algorithm, world_size, Scratch(0, shapes, torch.device("meta"), group), meter.seconds)()
+
+    def now() -> float:
+        _wait_for(device)
+        return time.perf_counter()
+
+    run = _local_work(algorithm, world_size, Scratch(0, shapes, device, group), now)
     run()
     seconds = median(run() for _ in range(_REPETITIONS))
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
@@ -181,23 +185,28 @@ def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found or as_square(_WORK_BYTES)
 
 
-def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch) -> Callable[[], float]:
-    """Return a function that communicates the scratch bucket with echoes of itself, and returns its own seconds."""
+def _local_work(
+    algorithm: Algorithm, world_size: int, bucket: Scratch, now: Callable[[], float]
+) -> Callable[[], float]:
+    """Return a function that communicates the scratch bucket with echoes of itself, and returns its seconds by `now`.
+
+    The echoes, and what else is done between two pieces of work, are not among them.
+    """
     device, comm = bucket.flat.device, Communicator(0, world_size)
     algorithm = copy.deepcopy(algorithm)
     with torch.no_grad():
         algorithm.setup(Context(comm, [bucket], device))
+    other = torch.zeros(_EVICTED_BYTES // 4, device=device)
 
     @torch.no_grad()
     def run() -> float:
         bucket.flat.normal_()
         seconds, generator = 0.0, algorithm.communicate(bucket, comm)
         while True:
-            _wait_for(device)
-            start_s = time.perf_counter()
+            other.add_(1.0)
+            start_s = now()
             request = next(generator, None)
-            _wait_for(device)
-            seconds += time.perf_counter() - start_s
+            seconds += now() - start_s
             if request is None:
                 return seconds
             _echo(request)

@@ -11,13 +11,14 @@ from statistics import median
 import pytest
 import torch
 
-from commlib.algorithms import Algorithm, AllReduce, ByteGrad, PowerSGD, TopK
+from commlib.algorithms import Algorithm, AllReduce, BucketView, ByteGrad, PowerSGD, TopK
 from commlib.engine.plan import Parameter
 from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
 from commlib.network.probe import _drawn, scaled, work_factor
 from commlib.network.synthetic import SyntheticModel, shrink
+from commlib.transport.base import Communication, Communicator
 
 SMALL = Workload(
     name="small",
@@ -113,6 +114,19 @@ def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad 
     pairs = [[work_factor(algorithm, device, 4, cpu, parameters) for device in devices] for _ in range(7)]
     assert median(fast / slow for slow, fast in pairs) == pytest.approx(10, rel=0.8)  # the same work, timed twice
     assert scaled(DEVICE, 2.0).memory_gbytes_s == 5.0
+
+
+class OnlyGathers(Algorithm):
+    """Nothing is done with what is gathered."""
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield comm.all_gather(torch.empty(4 * len(bucket.flat), device=bucket.flat.device), bucket.flat)
+
+
+def test_echoes_are_no_local_work() -> None:
+    algorithm = OnlyGathers()
+    parameters = some_parameters([(1024, 1024)], algorithm)
+    assert work_factor(algorithm, DEVICE, 4, torch.device("cpu"), parameters) == 1.0
 
 
 def test_local_work_leaves_the_algorithm_as_it_was() -> None:

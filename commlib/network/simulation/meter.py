@@ -57,6 +57,10 @@ class Meter(TorchDispatchMode):
         with torch.no_grad(), torch.device("meta"), meta.reporting(self._on_kernel), self:
             yield
 
+    def seconds(self) -> float:
+        """Return the seconds since the last `take`."""
+        return self._seconds
+
     def take(self) -> float:
         """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
