@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,7 +58,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="convergence.py final", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--systems", help="comma-separated; the first is the reference (default: every algorithm)")
+    parser.add_argument("--systems", help="comma-separated; compared with commlib:allreduce (default: every algorithm)")
     parser.add_argument("--model", choices=("bytes-1m", "bytes-tiny", "digits"), default="bytes-1m")
     parser.add_argument("--optimizer", choices=DEFAULT_SYSTEMS, default="adamw")
     parser.add_argument("--ranks", type=int, default=4)
@@ -117,7 +118,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         own = [row for row in rows if _place(row) == place]
         systems = list(dict.fromkeys(row["system"] for row in own))
         losses = {s: {row["seed"]: row["loss"] for row in own if row["system"] == s} for s in systems}
-        reference = losses[next(s for s in systems if s.startswith("commlib:allreduce"))]
+        reference = losses.get(next((s for s in systems if s.startswith("commlib:allreduce")), ""), {})
         for system in systems:
             shared = sorted(losses[system].keys() & reference.keys())
             changes = [losses[system][seed] / reference[seed] - 1 for seed in shared]
@@ -125,16 +126,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             line = {
                 **dict(zip(_PLACE, place, strict=True)),
                 "system": system,
-                "seeds": len(shared),
+                "seeds": len(shared if reference else losses[system]),
                 "loss": float(np.mean(list(losses[system].values()))),
                 "accuracy": float(np.mean(accuracies)),
-                "change": float(np.mean(changes)),
+                "change": _mean(changes),
                 "change_sd": _deviation(changes),
-                "spread": _deviation(list(reference.values())) / float(np.mean(list(reference.values()))),
+                "spread": _deviation(list(reference.values())) / _mean(list(reference.values())),
                 "identical": all(row["identical"] for row in own if row["system"] == system),
             }
             lines.append(line)
     return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -145,12 +150,14 @@ def tables(lines: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """Return the summary as tables for the terminal, one per place."""
     for place in dict.fromkeys(map(_place, lines)):
         own = [line for line in lines if _place(line) == place]
-        title = f"{_title(place)}: loss on unseen data; all-reduce over seeds ± {own[0]['spread']:.2%}"
+        spread = own[0]["spread"]
+        title = f"{_title(place)}: loss on unseen data"
+        title += "" if math.isnan(spread) else f"; all-reduce over seeds ± {spread:.2%}"
         shown = Table(title=title, title_justify="left")
         for column in ("system", "seeds", "loss", "to all-reduce", "accuracy", "replicas identical"):
             shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
         for line in own:
-            change = f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
+            change = "-" if math.isnan(line["change"]) else f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
             cells = [str(line["seeds"]), f"{line['loss']:.4f}", change, f"{line['accuracy']:.2%}"]
             shown.add_row(line["system"], *cells, "yes" if line["identical"] else "no")
         yield shown

@@ -22,30 +22,35 @@ _PUSH, _PULL = 1, 2
 
 
 class AsyncSGD(Algorithm):
-    """Push every gradient to the ranks that own its shards, and go on with the newest weights that have come back.
+    """Push every gradient to the ranks that own its shards, and take over what has come of all ranks' pushes.
 
-    The parameters are cut into one shard per rank. At an optimizer step a rank does not change its weights; it sends
-    each shard's gradient to the shard's owner, where a thread applies it, in the order of arrival,
+    The parameters are cut into one shard per rank. Each rank trains with its own optimizer as if it were alone, and
+    sends each shard's gradient to the shard's owner, where a thread applies it to weights W, in the order of arrival,
 
-        w <- Optimizer(w, g, lr / N)            version <- version + 1
+        W <- Optimizer(W, g, lr / N)            version <- version + 1
 
-    and answers with the newest weights, which the rank installs at the first step end at which they are there. Nobody
-    waits: at most one push per shard is under way, and gradients that find it so are added up for the next one, as are
-    those of `period` steps. All gradients of a push were computed on the same weights of that shard. Staleness is the
-    number of updates of the shard since those weights; with N ranks of the same speed it is about 2N.
+    and answers with the newest W. At the first step end at which it is there the rank's weights w become
 
-    The update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at that time
-    on the shard's owner. Its own step has nothing to do, and its own state stays empty.
+        w <- W + (w - w_at_push)
+
+    so that what its own optimizer has done since the push is kept until it comes back from the owner. Nobody waits: at
+    most one push per shard is under way, and gradients that find it so are added up for the next one, as are those of
+    `period` steps. Staleness is the number of updates of the shard since the W that the rank had taken over when it
+    computed the first gradient of a push; with N ranks of the same speed it is about 2N.
+
+    The owner's update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at
+    that time on the shard's owner, and a state of its own.
 
     Paper: Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012 (Downpour SGD). Damping: Zhang et al.,
     "Staleness-aware Async-SGD", IJCAI 2016. Delay compensation: Zheng et al., "Asynchronous Stochastic Gradient
     Descent with Delay Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old).
 
-    Deviations: The learning rate is divided by the number of ranks N, so that a step of all ranks goes about as far as
-    one with their mean gradient; Downpour leaves that to the user. Only gradients older than `max_staleness` are
-    damped, by `max_staleness / staleness`; in the paper all are, by 1 / staleness. A parameter without a gradient
-    counts as one with zeros. Shards live in host memory, also where the model is on CUDA (which has not been run). A
-    rank that leaves takes its shard along: the others keep it as it was.
+    Deviations: Downpour overwrites w with W, and so forgets for a while what is on its way. The learning rate of W is
+    divided by the number of ranks N, so that a step of all ranks goes about as far as one with their mean gradient;
+    Downpour leaves that to the user. Only gradients older than `max_staleness` are damped, by
+    `max_staleness / staleness`; in the paper all are, by 1 / staleness. A parameter without a gradient counts as one
+    with zeros. Shards live in host memory, also where the model is on CUDA (which has not been run). A rank that leaves
+    takes its shard along: each of the others trains it alone from there on.
 
     Args:
         period: Optimizer steps from one push to the next, at least (the paper's n_push and n_fetch). 1 keeps a slow
@@ -108,6 +113,7 @@ class _Shard:
         self.pieces = pieces
         layout = Layout(cut(tensors, pieces))
         self._pending, self._sending, self._received = Copy(layout), Copy(layout), Copy(layout)
+        self._at_push = [torch.empty_like(piece) for piece in cut(tensors, pieces)]
         self.num_pending = 0  # gradients added up in `_pending`
         self.version = 0  # of the weights that are installed
         self.is_under_way = False
@@ -120,26 +126,41 @@ class _Shard:
             torch._foreach_add_(self._pending.tensors, [each.to("cpu") for each in own])
         else:
             torch._foreach_copy_(self._pending.tensors, own)
-            self._pending.number = self.version  # stays so: weights that are installed wait for the push after
+            self._pending.number = self.version  # stays so, also when newer weights are installed before the push
         self.num_pending += 1
 
-    def ask(self, kind: int, ask: Callable[..., None]) -> None:
-        """Push what is pending, or pull. Returns at once."""
-        version, payload = self.version, b""
-        if kind == _PUSH:
-            self._pending, self._sending, self.num_pending = self._sending, self._pending, 0
-            version, payload = self._sending.number, self._sending.payload
+    def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
+        """Send what is pending, and remember the weights. Returns at once."""
+        self._pending, self._sending, self.num_pending = self._sending, self._pending, 0
+        torch._foreach_copy_(self._at_push, cut(weights, self.pieces))
+        self._ask(Message(_PUSH, self._sending.number, self._sending.payload), ask)
+
+    def pull(self, ask: Callable[..., None]) -> None:
+        """Ask for the newest weights. Returns at once."""
+        self._ask(Message(_PULL, self.version, b""), ask)
+
+    def _ask(self, message: Message, ask: Callable[..., None]) -> None:
         self.is_under_way = True
         self.has_arrived.clear()
-        ask(self.owner, Message(kind, version, payload), self._on_reply, self._received.payload)
+        ask(self.owner, message, self._on_reply, self._received.payload)
 
     def _on_reply(self, message: Message) -> None:
         self._received.number = message.number
         self.has_arrived.set()
 
-    def install(self, weights: Sequence[torch.Tensor]) -> None:
-        """Copy the weights that have arrived into the parameters."""
+    def take_over(self, weights: Sequence[torch.Tensor]) -> None:
+        """Make the parameters the weights that have arrived, and what was done to them since the push."""
+        own = cut(weights, self.pieces)
+        torch._foreach_sub_(own, self._at_push)
+        torch._foreach_add_(own, [each.to(o.device) for each, o in zip(self._received.tensors, own, strict=True)])
+        self._end()
+
+    def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
+        """Make the parameters the weights that have arrived."""
         torch._foreach_copy_(cut(weights, self.pieces), self._received.tensors)
+        self._end()
+
+    def _end(self) -> None:
         self.version = self._received.number
         self.is_under_way = False
         self.has_arrived.clear()
@@ -158,7 +179,6 @@ class _Worker(Runner):
         self._parameters = [parameter for _, parameter in named]
         for name, parameter in named:
             _check_dense(name, parameter)
-        self._taken: list[torch.Tensor | None] = []  # gradients kept from the optimizer during its step
         self._lock = threading.Lock()
         rank, world_size = attachment.comm.rank, attachment.comm.world_size
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
@@ -195,20 +215,15 @@ class _Worker(Runner):
                 "async_sgd takes gradients before the optimizer's step, and a fused optimizer unscales them within it. "
                 "Call scaler.unscale_(optimizer) first, or make the optimizer with fused=False"
             )
-        self._taken = [parameter.grad for parameter in self._parameters]
-        if all(gradient is None for gradient in self._taken):
+        gradients = [parameter.grad for parameter in self._parameters]
+        if all(gradient is None for gradient in gradients):
             return
-        gradients = [_laid_out(g, p) for g, p in zip(self._taken, self._parameters, strict=True)]
+        laid_out = [_laid_out(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         for shard in self._shards:
-            shard.add(gradients)
-        for parameter in self._parameters:
-            parameter.grad = None  # the optimizer passes over it
+            shard.add(laid_out)
 
     @override
     def after_step(self) -> None:
-        for parameter, gradient in zip(self._parameters, self._taken, strict=True):
-            parameter.grad = gradient
-        self._taken = []
         self._mailbox.check()
         self._forget_shards_of_ranks_that_left()
         for shard in self._shards:
@@ -216,19 +231,19 @@ class _Worker(Runner):
                 self._go_on(shard)
 
     def _go_on(self, shard: _Shard) -> None:
-        """Install what has arrived, and push what is pending, if nothing is under way."""
+        """Take over what has arrived, and push what is pending, if nothing is under way."""
         if shard.has_arrived.is_set():
-            shard.install(self._weights)
+            shard.take_over(self._weights)
             self.num_rounds += 1
         if not shard.is_under_way and shard.num_pending:
-            shard.ask(_PUSH, self._mailbox.ask)
+            shard.push(self._weights, self._mailbox.ask)
 
     def _forget_shards_of_ranks_that_left(self) -> None:
         here = {self._attachment.comm.rank, *self._mailbox.present()}
         gone = [shard.owner for shard in self._shards if shard.owner not in here]
         if gone:
             self._shards = [shard for shard in self._shards if shard.owner in here]
-            _log.warning("ranks %s have left; their shards of the parameters stay as they are", gone)
+            _log.warning("ranks %s have left; each rank trains their shards of the parameters alone from here on", gone)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -241,10 +256,10 @@ class _Worker(Runner):
                 self._go_on(shard)
         self._attachment.gather(None)  # from here on every push has been applied, on all ranks
         for shard in self._shards:
-            shard.ask(_PULL, self._mailbox.ask)
+            shard.pull(self._mailbox.ask)
         for shard in self._shards:
             self._wait(shard, "the final weights")
-            shard.install(self._weights)
+            shard.overwrite(self._weights)
         self._attachment.gather(None)  # nobody pushes before all have pulled
 
     def _wait(self, shard: _Shard, what: str) -> None:

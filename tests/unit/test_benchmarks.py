@@ -243,6 +243,14 @@ def test_losses_are_compared_seed_by_seed():
     assert last["optimizer"] == "adamw"
 
 
+def test_losses_without_a_reference_are_shown_alone():
+    (line,) = lines = final_loss.summary([final_row("commlib:x", seed, 2.0) for seed in (0, 1)])
+    assert (line["loss"], line["seeds"]) == (2.0, 2)
+    (table,) = final_loss.tables(lines)
+    assert [list(column.cells) for column in table.columns][3] == ["-"]
+    assert "all-reduce" not in str(table.title)
+
+
 def test_the_learning_rate_rises_and_falls_to_a_tenth():
     factors = [worker.schedule(step, 200) for step in range(200)]
     assert factors[0] == pytest.approx(0.1)
