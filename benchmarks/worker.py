@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, its default arguments hold the group, and with it threads
 from intervals import rotation
 from models import WORKLOADS, Batch, Workload
 from systems import OPTIMIZER_OF, System, ddp_configurations, install, parse
@@ -372,6 +373,8 @@ def main() -> None:
     result = _MODES[spec["mode"]](bench)
     if bench.rank == 0:
         pathlib.Path(spec["result"]).write_text(json.dumps(result))
+    del bench  # DDP holds the group: its threads would be alive when the interpreter ends, which may abort the process
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 

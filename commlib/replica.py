@@ -33,7 +33,7 @@ class Replica:
         self, engine: Engine, model: nn.Module, ignored: set[str], broadcast_buffers: bool, group: Any
     ) -> None:
         self.engine = engine
-        self.group = group
+        self.group: Callable[[], Any] = weakref.ref(group)  # does not keep a destroyed group's threads
         self.original_class = model.__class__
         self.ignored = ignored
         self.options: dict[str, Any] = {}
@@ -204,8 +204,15 @@ class Parallel:
 
     @property
     def join_process_group(self) -> Any:
-        """The user's process group, on which `Join` counts ranks."""
-        return self._commlib_replica.group
+        """The user's process group, on which `Join` counts ranks.
+
+        Raises:
+            ConfigError: It has been destroyed.
+        """
+        group = self._commlib_replica.group()
+        if group is None:
+            raise ConfigError("join: the process group of the model has been destroyed")
+        return group
 
     @property
     def _join_config(self) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # see [Note: exit]
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
@@ -126,7 +127,10 @@ class _Connection:
 
     [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
     aborts the process ("terminate called without an active exception"), so every connection is ended before: works
-    are aborted and waited for, then the backend is destroyed, which joins its threads.
+    are aborted and waited for, then the backend is destroyed, which joins its threads. The same holds of the user's own
+    group: `destroy_process_group` ends its threads only where nobody else holds the group. So transports refer to it
+    weakly; and the functions of `torch.distributed.nn.functional`, whose default arguments hold the group that exists
+    when they are first imported (by torch._dynamo, in the first forward), are imported before there is one.
     """
 
     def __init__(self) -> None:
@@ -208,7 +212,7 @@ class TorchTransport(Transport):
         self._device = device
         self._connections = {"all": _Connection()}
         self._finalizer = weakref.finalize(self, _end_all, self._connections)
-        self._parent = group
+        self._parent = weakref.ref(group)
         self._store = _fresh_store(group)
         self._timeout = timeout
         self._connect("all", self._store, self.rank, self.world_size)
@@ -218,7 +222,10 @@ class TorchTransport(Transport):
         connection = self._connections.setdefault(name, _Connection())
         try:
             if size > 1:
-                connection.backend = _make_backend(self._parent, self._device, store, self._timeout, rank, size)
+                group = self._parent()
+                if group is None:
+                    raise TransportError(f"rank {self.rank}: the process group of the model has been destroyed")
+                connection.backend = _make_backend(group, self._device, store, self._timeout, rank, size)
         except RuntimeError as error:
             raise self.diagnose(error, "making the communicator in commlib.wrap") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -258,6 +259,26 @@ def shut_down(way: str) -> None:
     report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+
+
+def destroy_the_group(way: str) -> None:
+    """Train, and end the default group: threads of its backend that were alive at exit could abort the process."""
+    import commlib
+
+    default_group_from_env(timeout_s=60)
+    of_group = num_gloo_threads()
+    model = commlib.wrap(seeded(Mlp), timeout=30)
+    train_some(model)
+    trained = num_gloo_threads()
+    if way == "unwrapped":
+        commlib.unwrap(model)
+    dist.destroy_process_group()
+    report(event="destroyed", of_group=of_group, trained=trained, left=num_gloo_threads())
+
+
+def num_gloo_threads() -> int:
+    """Count the threads of Gloo process groups."""
+    return sum("gloo_runloop" in name.read_text() for name in pathlib.Path("/proc/self/task").glob("*/comm"))
 
 
 def shut_down_in_flight(way: str) -> None:
