@@ -266,19 +266,27 @@ def destroy_the_group(way: str) -> None:
     import commlib
 
     default_group_from_env(timeout_s=60)
-    of_group = num_gloo_threads()
     model = commlib.wrap(seeded(Mlp), timeout=30)
     train_some(model)
-    trained = num_gloo_threads()
+    trained = num_gloo_threads(4)  # two of the default group, and two of commlib's
     if way == "unwrapped":
         commlib.unwrap(model)
     dist.destroy_process_group()
-    report(event="destroyed", of_group=of_group, trained=trained, left=num_gloo_threads())
+    left = num_gloo_threads(2 if way == "wrapped" else 0)  # commlib's end with the model or at exit
+    report(event="destroyed", trained=trained, left=left)
 
 
-def num_gloo_threads() -> int:
-    """Count the threads of Gloo process groups."""
-    return sum("gloo_runloop" in name.read_text() for name in pathlib.Path("/proc/self/task").glob("*/comm"))
+def num_gloo_threads(expected: int, timeout_s: float = 20) -> int:
+    """Count the threads of Gloo process groups, until they are as many as expected: they come and go with a delay."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = 0
+        for name in pathlib.Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):
+                found += "gloo_runloop" in name.read_text()
+        if found == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def shut_down_in_flight(way: str) -> None:

@@ -53,9 +53,7 @@ def test_a_destroyed_group_leaves_no_threads(way: str) -> None:
     for exit_ in spawn_ranks(fault_scripts.destroy_the_group, 2, way):
         assert exit_.returncode == 0, exit_.output
         facts = report(exit_, "destroyed")
-        assert 0 < facts["of_group"] < facts["trained"], facts
-        own = facts["trained"] - facts["of_group"]  # commlib's, which end with the model or at exit
-        assert facts["left"] == (own if way == "wrapped" else 0), facts
+        assert (facts["trained"], facts["left"]) == (4, 2 if way == "wrapped" else 0), facts
 
 
 LOUD = {
