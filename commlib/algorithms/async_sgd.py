@@ -115,7 +115,7 @@ class _Shard:
         self._pending, self._sending, self._received = Copy(layout), Copy(layout), Copy(layout)
         self._at_push = [torch.empty_like(piece) for piece in cut(tensors, pieces)]
         self.num_pending = 0  # gradients added up in `_pending`
-        self.version = 0  # of the weights that are installed
+        self.version = 0  # of the weights that were taken over last
         self.is_under_way = False
         self.has_arrived = threading.Event()
 
@@ -126,7 +126,7 @@ class _Shard:
             torch._foreach_add_(self._pending.tensors, [each.to("cpu") for each in own])
         else:
             torch._foreach_copy_(self._pending.tensors, own)
-            self._pending.number = self.version  # stays so, also when newer weights are installed before the push
+            self._pending.number = self.version  # stays so, also when newer weights come before the push
         self.num_pending += 1
 
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:

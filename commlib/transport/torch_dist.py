@@ -130,7 +130,8 @@ class _Connection:
     are aborted and waited for, then the backend is destroyed, which joins its threads. The same holds of the user's own
     group: `destroy_process_group` ends its threads only where nobody else holds the group. So transports refer to it
     weakly; and the functions of `torch.distributed.nn.functional`, whose default arguments hold the group that exists
-    when they are first imported (by torch._dynamo, in the first forward), are imported before there is one.
+    when they are first imported (by torch._dynamo, in the first forward), are imported here. Where this module is
+    itself imported after the group was made, they hold it all the same.
     """
 
     def __init__(self) -> None:
