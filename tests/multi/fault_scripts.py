@@ -276,6 +276,26 @@ def destroy_the_group(way: str) -> None:
     report(event="destroyed", trained=trained, left=left)
 
 
+def ask_a_destroyed_group() -> None:
+    """Train, end the default group, and ask for what needs it."""
+    import commlib
+    from commlib.transport.torch_dist import NODE_VARIABLE
+
+    default_group_from_env(timeout_s=60)
+    rank = dist.get_rank()
+    model = commlib.wrap(seeded(Mlp), timeout=30)
+    train_some(model)
+    dist.destroy_process_group()
+    os.environ[NODE_VARIABLE] = str(rank // 2)
+    asked = {"join": lambda: model.join_process_group, "nodes": model._commlib_replica.engine.transport.split_by_node}
+    for what, ask in asked.items():
+        try:
+            ask()
+        except commlib.errors.CommlibError as error:
+            report(event=what, kind=type(error).__name__, message=str(error))
+    report(event="ending", at_s=time.monotonic())
+
+
 def num_gloo_threads(expected: int, timeout_s: float = 20) -> int:
     """Count the threads of Gloo process groups, until they are as many as expected: they come and go with a delay."""
     deadline = time.monotonic() + timeout_s

@@ -56,6 +56,16 @@ def test_a_destroyed_group_leaves_no_threads(way: str) -> None:
         assert (facts["trained"], facts["left"]) == (4, 2 if way == "wrapped" else 0), facts
 
 
+def test_what_needs_a_destroyed_group_says_so() -> None:
+    for exit_ in spawn_ranks(fault_scripts.ask_a_destroyed_group, 4):
+        assert exit_.returncode == 0, exit_.output
+        assert_prompt(exit_)
+        join, nodes = report(exit_, "join"), report(exit_, "nodes")
+        assert (join["kind"], nodes["kind"]) == ("ConfigError", "TransportError")
+        for error in (join, nodes):
+            assert "the process group of the model has been destroyed" in error["message"], error
+
+
 LOUD = {
     "sys-exit": (3, ""),
     "exception": (1, 'KeyError: "the user\'s own error"'),

@@ -378,6 +378,19 @@ def test_operations_cost_their_traffic_or_their_arithmetic():
         )
 
 
+def test_tensors_are_made_on_the_meta_device_unless_they_have_values_that_can_be_known():
+    meter, generator = Meter(FREE), torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    with meter.active():
+        for made in (torch.zeros(3), torch.empty(3, device="cpu"), torch.randn(3), torch.arange(3), torch.Tensor(3)):
+            assert made.is_meta
+        assert torch.equal(torch.randn(3, generator=generator), drawn)
+        assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+        known = torch.ones(3).add_(torch.zeros(3))  # whose costs are remembered
+    assert known.is_meta
+    assert torch.zeros(3).device.type == "cpu"
+
+
 def test_memory_is_what_is_alive():
     meter = Meter(FREE)
     with meter.active():

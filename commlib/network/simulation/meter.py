@@ -26,6 +26,7 @@ from commlib.codecs.registry import by_id
 from commlib.kernels import meta
 from commlib.network.model import Device
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 #: Their first operand is overwritten without being read.
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"}
@@ -51,10 +52,17 @@ class Meter(TorchDispatchMode):
         self._seconds = 0.0
         self._allocated: list[tuple[StorageWeakRef, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not import its compiler, and ask it before every operation."""
+        return False
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Count within the context; tensors are made on the meta device unless another one is named."""
-        with torch.no_grad(), torch.device("meta"), meta.reporting(self._on_kernel), self:
+        """Count within the context. Tensors that would be made on the CPU are made on the meta device, unless a generator
+        or a list gives their values.
+        """
+        with torch.no_grad(), meta.reporting(self._on_kernel), self:
             yield
 
     def seconds(self) -> float:
@@ -77,6 +85,9 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
+        if kwargs and _makes(func) and kwargs.get("device") in (None, _CPU):
+            # `torch.device("meta")` as a context does so too, and costs microseconds at every call into torch.
+            kwargs = {**kwargs, "device": _META}
         key = (func, *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
         known = _known.get(key)
         if known is None:
@@ -162,6 +173,13 @@ def _mutated(func: Any) -> tuple[bool, ...]:
 
 
 @functools.cache
+def _makes(func: Any) -> bool:
+    """Return whether an operation makes a tensor of nothing but numbers."""
+    arguments = {a.name: str(a.type) for a in func._schema.arguments}
+    return "device" in arguments and "generator" not in arguments and not any("Tensor" in t for t in arguments.values())
+
+
+@functools.cache
 def _changes(func: Any) -> bool:
     """Return whether an operation returns nothing, or only operands that it has changed."""
     return all(bool(r.alias_info and r.alias_info.is_write) for r in func._schema.returns)
@@ -200,6 +218,8 @@ def _signature(value: Any) -> Any:
 
 
 def _all_tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

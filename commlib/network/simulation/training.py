@@ -116,7 +116,7 @@ class Training:
         self._buckets: list[Bucket] = []
         self._weights: WeightRounds | None = None
         is_alone = network.world_size == 1 and prototype.traits.idle_alone
-        self._optimizer = self._make_optimizer()
+        self._optimizer = self._make_optimizer(device)
         if self.schedule.ever_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
             self._make_buckets(plan)
@@ -124,13 +124,14 @@ class Training:
             self._follow_optimizer(network, prototype, options.cap_bytes or INITIAL_CAP_BYTES)
         self.meter.take()
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizer(self, device: Device) -> torch.optim.Optimizer:
         """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
         kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
         if self._algorithm.traits.needs_optimizer or self._algorithm.traits.tensors.startswith("state:"):
             self._receive_gradients()
-            optimizer.step()
+            with Meter(device).active():  # of whose count nothing is used; it knows operations faster than torch
+                optimizer.step()
         return optimizer
 
     def _make_buckets(self, plan: Plan) -> None:
