@@ -59,8 +59,9 @@ class Meter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Count within the context. Tensors that would be made on the CPU are made on the meta device, unless a generator
-        or a list gives their values.
+        """Count within the context.
+
+        Tensors that would be made on the CPU are made on the meta device, unless a generator or a list gives values.
         """
         with torch.no_grad(), meta.reporting(self._on_kernel), self:
             yield
