@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.network.simulation.simulator import Options, Result, simulate
+from commlib.network.workers import Map
 
 #: The bucket size of `DistributedDataParallel`, whose step is the measure of all others.
 DDP_BUCKET_CAP_MB = 25.0
@@ -175,6 +177,7 @@ def compare(
     chosen: Mapping[str, Algorithm],
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
+    run: Map = map,
 ) -> Comparison:
     """Simulate algorithms on one network, and DDP-style all-reduce beside them.
 
@@ -185,23 +188,27 @@ def compare(
         chosen: Algorithms by what they are called (`candidates`).
         options: How simulations are made; the size of buckets is not that of DDP, which has its own.
         progress: Called after each simulation.
+        run: What runs them (`workers.on_all_cores`).
 
     Raises:
         ConfigError: Options that make no sense.
     """
-    ddp = _ddp(workload, network, device, options)
-    progress("ddp")
-    rows: list[Row] = []
-    refused: dict[str, str] = {}
-    for name, algorithm in chosen.items():
-        try:
-            result = simulate(workload, network, device, algorithm, options)
-        except ConfigError as error:
-            refused[name] = str(error)
-        else:
-            rows.append(Row(name, algorithm.exactness, result, ddp.step_s / result.step_s))
+    settings = [dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB), *[options] * len(chosen)]
+    simulated = run(functools.partial(_simulate, workload, network, device), [AllReduce(), *chosen.values()], settings)
+    outcomes: dict[str, Result | str] = {}
+    for name, outcome in zip(["ddp", *chosen], simulated, strict=True):
+        outcomes[name] = outcome
         progress(name)
+    ddp = outcomes.pop("ddp")
+    if isinstance(ddp, str):
+        raise ConfigError(ddp)
+    rows = [
+        Row(name, chosen[name].exactness, result, ddp.step_s / result.step_s)
+        for name, result in outcomes.items()
+        if isinstance(result, Result)
+    ]
     rows.sort(key=lambda row: row.result.step_s)
+    refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
     return Comparison(workload, network, device, ddp, tuple(rows), refused)
 
 
@@ -212,19 +219,26 @@ def sweep(
     chosen: Mapping[str, Algorithm],
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
+    run: Map = map,
 ) -> dict[str, list[float]]:
-    """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN where it cannot be simulated."""
+    """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN where it cannot be simulated.
+
+    The arguments are those of `compare`.
+    """
     speedups: dict[str, list[float]] = {name: [] for name in chosen}
     for network in networks:
-        found = {
-            row.algorithm: row.speedup for row in compare(workload, network, device, chosen, options, progress).rows
-        }
+        comparison = compare(workload, network, device, chosen, options, progress, run)
+        found = {row.algorithm: row.speedup for row in comparison.rows}
         for name in chosen:
             speedups[name].append(found.get(name, math.nan))
     return speedups
 
 
-def _ddp(workload: Workload, network: Network, device: Device, options: Options) -> Result:
-    return simulate(
-        workload, network, device, AllReduce(), dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB)
-    )
+def _simulate(
+    workload: Workload, network: Network, device: Device, algorithm: Algorithm, options: Options
+) -> Result | str:
+    """Return what is found, or why it cannot be."""
+    try:
+        return simulate(workload, network, device, algorithm, options)
+    except ConfigError as error:
+        return str(error)

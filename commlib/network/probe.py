@@ -1,8 +1,10 @@
 """What this machine and this network can do, measured by the ranks that will use them.
 
-[Note: what is fitted] Each verb is measured with hardly any bytes and with many. The quickest of the small ones
-gives the latency of a message, the fastest of the large ones the bandwidth; what the others take beside that is the
-profile's, by verb. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
+[Note: what is fitted] Each verb is measured with hardly any bytes, with many, and with a quarter of them, a few in
+a row as in training. The quickest of the small ones gives the latency of a message, the line through the other two the
+rate of each verb, and the fastest of them the bandwidth. That line begins below what a small one takes where bytes
+travel while messages wait (on few cores, for the processes' turns): that part of the latency is hidden. What verbs
+take beside it is the profile's. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
 rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own
 `communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and its time is
 compared with what the simulator's cost model says (`work_factor`). As in training, where other buckets come in between,
@@ -35,8 +37,10 @@ from commlib.transport.base import AllGather, AllToAll, Communicator, Request, T
 _SMALL_BYTES = 64
 _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
-#: Roughly how long one large collective may take, in seconds.
-_LARGE_S = 0.08
+#: Roughly how long one large collective may take, and all small ones in a row, in seconds.
+_LARGE_S, _SMALL_S = 0.05, 0.04
+#: How many are timed in a row: large ones, and small ones at most.
+_LARGE_COUNT, _MAX_SMALL_COUNT = 2, 16
 _REPETITIONS = 3
 _BUSY_S = 0.08
 _COPY_BYTES = 32 << 20
@@ -76,17 +80,20 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     timer, size = _Timer(transport, device), transport.world_size
     ranks_per_node = local.world_size if local else 1
     verbs = _Verbs(Communicator(transport.rank, size), timer)
-    small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES)) for verb in verbs.hops}
+    alone_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
+    count = max(1, min(_MAX_SMALL_COUNT, int(_SMALL_S / alone_s)))
+    small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES), count) for verb in verbs.hops}
     latency_s = min(small_s[verb] / hops for verb, hops in verbs.hops.items())
     first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
-    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
-    rates = {}
-    for verb in verbs.hops:
-        seconds = _of_bytes(timer.seconds(verbs.request(verb, nbytes)), small_s[verb])
-        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / seconds
+    nbytes = int(min(_MAX_BYTES, max(4 * _FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
+    rates, hidden_of = {}, {}
+    for verb, hops in verbs.hops.items():
+        fixed_s, s_per_byte = _line(verbs, timer, verb, nbytes, small_s[verb])
+        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / nbytes / s_per_byte
+        hidden_of[verb] = min(1.0, (small_s[verb] - fixed_s) / (hops * latency_s))
     cpu_s_per_byte = timer.cpu_s_per_byte
     best = max(rates.values())
-    intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes)
+    intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes, count)
     timer.barrier()
     share = _share_of_cores()
     memory, tflops, launch_us = _describe_device(device) if transport.rank == 0 else (0.0, 0.0, 0.0)
@@ -117,6 +124,7 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
         dataclasses.replace(
             GLOO if is_cpu else NCCL,
             efficiency_of={verb: found / best for verb, found in rates.items()},
+            hidden_of=hidden_of,
             op_us_of={verb: 1e6 * (small_s[verb] - hops * latency_s) for verb, hops in verbs.hops.items()},
         ),
     )
@@ -225,17 +233,19 @@ def _echo(request: Request) -> None:
             pass
 
 
-def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int) -> dict[str, float]:
+def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int) -> dict[str, float]:
     """Return bandwidth and latency inside a node, from its all-reduce."""
-    small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
-    request = verbs.request("all_reduce", nbytes)
-    rate = request.wire_bytes() / _of_bytes(timer.seconds(request), small_s)
+    small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES), count)
+    _, s_per_byte = _line(verbs, timer, "all_reduce", nbytes, small_s)
+    rate = verbs.request("all_reduce", nbytes).wire_bytes() / nbytes / s_per_byte
     return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / verbs.hops["all_reduce"]}
 
 
-def _of_bytes(seconds: float, small_s: float) -> float:
-    """Return what the bytes of a collective take; a small one that took most of that was disturbed."""
-    return max(seconds - small_s, seconds / 2)
+def _line(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, small_s: float) -> tuple[float, float]:
+    """Return the seconds of a verb that do not grow with its bytes, at most `small_s`, and those for each byte."""
+    part_s, whole_s = (timer.seconds(verbs.request(verb, n), _LARGE_COUNT) for n in (nbytes // 4, nbytes))
+    fixed_s = min(max(0.0, (4 * part_s - whole_s) / 3), small_s, whole_s / 2)
+    return fixed_s, (whole_s - fixed_s) / nbytes
 
 
 class _Verbs:
@@ -281,8 +291,7 @@ class _Timer:
     """Times collectives on all ranks at once.
 
     Attributes:
-        processor_s: Processor seconds of this process so far.
-        last_bytes: Bytes that a rank sent in the last measurement.
+        cpu_s_per_byte: Processor seconds of this process for each byte that it sent in the last measurement.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -301,17 +310,18 @@ class _Timer:
         """Wait for all ranks."""
         self._transport.gather_objects(None)
 
-    def seconds(self, request: Request) -> float:
-        """Return how long a collective takes: the median over repetitions, of the slowest rank."""
+    def seconds(self, request: Request, count: int = 1) -> float:
+        """Return how long one of `count` in a row takes: the median over repetitions, of the slowest rank."""
         self._transport.issue(request).wait()
         found, cpu_s = [], []
         for _ in range(_REPETITIONS):
             self.barrier()
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            self._transport.issue(request).wait()
+            for _ in range(count):
+                self._transport.issue(request).wait()
             _wait_for(self._device)
-            found.append(time.perf_counter() - start_s)
-            cpu_s.append(time.process_time() - start_cpu_s)
+            found.append((time.perf_counter() - start_s) / count)
+            cpu_s.append((time.process_time() - start_cpu_s) / count)
         self.cpu_s_per_byte = median(cpu_s) / max(1.0, request.wire_bytes())
         return max(self._transport.gather_objects(median(found)))
 

@@ -22,6 +22,7 @@ from commlib.network import compare, plots, presets, workloads
 from commlib.network.compare import Comparison
 from commlib.network.simulation import timeline
 from commlib.network.simulation.simulator import Options
+from commlib.network.workers import Map, on_all_cores
 
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
 BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
@@ -74,18 +75,22 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
     networks = [presets.network(name.strip(), **task.overrides) for name in task.networks]
     options = Options(steps=task.steps, bucket_cap_mb=task.bucket_cap_mb)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    chosen_on = [
+        compare.candidates(task.algorithms, task.exactness, several_per_node=min(net.gpus_per_node, net.nodes) > 1)
+        for net in networks
+    ]
+    points = 1 if plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
     comparisons = []
-    for network in networks:
-        several = network.gpus_per_node > 1 and network.nodes > 1
-        chosen = compare.candidates(task.algorithms, task.exactness, several_per_node=several)
-        with progress_bar(f"simulating {network.name}", len(chosen) + 1) as progress:
-            comparison = compare.compare(workload, network, device, chosen, options, progress)
-        comparisons.append(comparison)
-        if not as_json:
-            show(comparison, console)
-        if plot is not None:
-            for path in draw(comparison, chosen, options, plot):
-                print(f"drawn: {path}", file=sys.stderr)
+    with on_all_cores(points * sum(len(chosen) + 1 for chosen in chosen_on)) as run_all:
+        for network, chosen in zip(networks, chosen_on, strict=True):
+            with progress_bar(f"simulating {network.name}", len(chosen) + 1) as progress:
+                comparison = compare.compare(workload, network, device, chosen, options, progress, run_all)
+            comparisons.append(comparison)
+            if not as_json:
+                show(comparison, console)
+            if plot is not None:
+                for path in draw(comparison, chosen, options, plot, run_all):
+                    print(f"drawn: {path}", file=sys.stderr)
     if trace is not None:
         timeline.save_trace([result for one in comparisons for result in one.results()], trace)
     if as_json:
@@ -138,7 +143,9 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(f"not simulated: {name}: {reason}")
 
 
-def draw(comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path) -> list[Path]:
+def draw(
+    comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path, run_all: Map = map
+) -> list[Path]:
     """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     workload, network, device = comparison.workload, comparison.network, comparison.device
@@ -153,7 +160,7 @@ def draw(comparison: Comparison, chosen: Mapping[str, Algorithm], options: Optio
             networks = [
                 dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths
             ]
-            rows.append(compare.sweep(workload, networks, device, chosen, options, progress))
+            rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all))
 
     def title(what: str) -> str:
         return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}"

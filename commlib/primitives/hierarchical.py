@@ -19,12 +19,12 @@ class NodeStage:
         dtype: Their type.
         device: Where they are.
         local: The ranks of this node.
-        cuts: Where a stretch may begin, ascending from 0; None cuts the bucket into equal stretches. With cuts far
-            apart the stretches differ, and all travel inside the node at the size of the largest.
+        cuts: Where a stretch may begin, ascending from 0; None cuts the bucket into equal stretches.
 
     Attributes:
         begin: Where this rank's stretch begins in the bucket.
         count: Its elements; 0 where a small bucket does not reach that far.
+        sum: [count or more] fp32 or wider: the stretch, summed over the node.
         owed: [numel] fp32, or None: what is added to this rank's values once (what a change of the plan left).
     """
 
@@ -38,22 +38,46 @@ class NodeStage:
     ) -> None:
         self._ends = _stretch_ends(numel, local.world_size, cuts)
         starts = [0, *self._ends[:-1]]
-        self.chunk = max(end - start for start, end in zip(starts, self._ends, strict=True))
         self.begin, self.count = starts[local.rank], self._ends[local.rank] - starts[local.rank]
-        self.padded = torch.zeros(local.world_size * self.chunk, dtype=dtype, device=device)
-        self.received = torch.zeros_like(self.padded)
-        self.sum = torch.zeros(self.chunk, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self._is_even = cuts is None
+        # Equal stretches go by all-to-all and all-gather, the last ones padded; others by messages of their own sizes.
+        width = self._ends[0] if self._is_even else self.count
+        self._padded = torch.zeros(local.world_size * width if self._is_even else 0, dtype=dtype, device=device)
+        self._received = torch.zeros(local.world_size, width, dtype=dtype, device=device)
+        self.sum = torch.zeros(width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.owed: torch.Tensor | None = None
 
-    def spread(self, tensor: torch.Tensor) -> None:
-        """Copy `tensor` [numel] into `padded`, stretch r to the chunk of local rank r."""
-        for row, stretch in zip(self.padded.view(-1, self.chunk), tensor.tensor_split(self._ends[:-1]), strict=True):
-            row[: stretch.numel()] = stretch
+    def share_out(self, tensor: torch.Tensor, local: Communicator) -> Communication:
+        """Sum over the node, in rank order: leaves this rank's stretch of the sum of `tensor` [numel] in `sum`."""
+        stretches = tensor.tensor_split(self._ends[:-1])
+        if self._is_even:
+            for row, stretch in zip(self._padded.view(local.world_size, -1), stretches, strict=True):
+                row[: stretch.numel()] = stretch
+            yield local.all_to_all(self._received.view(-1), self._padded)
+        else:
+            self._received[local.rank] = stretches[local.rank]
+            yield local.exchange(_to_others(stretches, local), _to_others(self._received, local))
+        first, *others = self._received
+        self.sum.copy_(first)
+        for other in others:
+            self.sum.add_(other)
 
-    def collect(self, tensor: torch.Tensor) -> None:
-        """Copy the stretches in `padded` back into `tensor` [numel]."""
-        for row, stretch in zip(self.padded.view(-1, self.chunk), tensor.tensor_split(self._ends[:-1]), strict=True):
-            stretch.copy_(row[: stretch.numel()])
+    def gather(self, tensor: torch.Tensor, local: Communicator) -> Communication:
+        """Replace `tensor` [numel] by the `sum` of all local ranks."""
+        stretches = tensor.tensor_split(self._ends[:-1])
+        own = self._received[0].copy_(self.sum)
+        if self._is_even:
+            yield local.all_gather(self._padded, own)
+            for row, stretch in zip(self._padded.view(local.world_size, -1), stretches, strict=True):
+                stretch.copy_(row[: stretch.numel()])
+        else:
+            stretches[local.rank].copy_(own)
+            yield local.exchange(_to_others([own] * local.world_size, local), _to_others(stretches, local))
+
+
+def _to_others(tensors: Sequence[torch.Tensor] | torch.Tensor, local: Communicator) -> list[tuple[int, torch.Tensor]]:
+    """Return each other rank's tensor with its rank, but for those of no elements."""
+    return [(rank, each) for rank, each in enumerate(tensors) if rank != local.rank and each.numel()]
 
 
 def _stretch_ends(numel: int, num: int, cuts: Sequence[int] | None) -> list[int]:
@@ -75,7 +99,7 @@ def hierarchical(
 ) -> Communication:
     """Sum `tensor` inside the node, have each local rank communicate its stretch across nodes, gather the stretches.
 
-    The sum goes by all-to-all and runs in rank order, in fp32 or wider. All local ranks use the network at once.
+    The sum runs in rank order, in fp32 or wider. All local ranks use the network at once.
 
     Args:
         tensor: [numel] Changed in place.
@@ -87,13 +111,6 @@ def hierarchical(
     if stage.owed is not None:
         tensor.add_(stage.owed, alpha=scale)
         stage.owed = None
-    stage.spread(tensor)
-    yield local.all_to_all(stage.received, stage.padded)
-    first, *others = stage.received.view(local.world_size, -1)
-    stage.sum.copy_(first)
-    for other in others:
-        stage.sum.add_(other)
+    yield from stage.share_out(tensor, local)
     yield from across(stage.sum[: stage.count])
-    own = stage.received[: stage.chunk].copy_(stage.sum)
-    yield local.all_gather(stage.padded, own)
-    stage.collect(tensor)
+    yield from stage.gather(tensor, local)

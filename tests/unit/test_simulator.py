@@ -14,6 +14,7 @@ from commlib import algorithms
 from commlib.algorithms import Algorithm, Traits
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.powersgd import PowerSGD
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
 from commlib.network import presets, workloads
@@ -337,6 +338,27 @@ def test_hierarchy_sends_less_through_the_adapters():
     flat, nodes = (run(model, network, ByteGrad(hierarchical=h), transport=NCCL, steps=1) for h in (False, True))
     assert nodes.adapter_bytes < flat.adapter_bytes / 4
     assert nodes.step_s < flat.step_s
+
+
+@pytest.mark.parametrize(("numel", "shorter_s"), [(1_000_000, 600e-6), (1_000, 6e-6)])
+def test_latency_is_hidden_behind_bytes_or_the_other_way_round(numel, shorter_s):
+    seconds = []
+    for hidden in (0.0, 0.5, 1.0):
+        transport = TransportProfile("ring", hidden_of={"all_reduce": hidden})
+        seconds.append(run(model_of(numel), transport=transport, bucket_cap_mb=100).step_s)
+    apart, half, whole = seconds
+    assert apart == pytest.approx(0.031 + ring_s(numel, num_flags=1), rel=1e-9)
+    assert apart - whole == pytest.approx(shorter_s, rel=1e-2)
+    assert apart - half == pytest.approx(shorter_s / 2, rel=1e-2)
+
+
+def test_whole_matrices_travel_inside_a_node_without_padding():
+    network = Network("nodes", nodes=2, gpus_per_node=8, bandwidth_gbps=8.0)
+    model = model_of(4_000_000, 200_000, 100_000, 300_000, 100_000)  # most local ranks have little, some nothing
+    result = run(model, network, PowerSGD(hierarchical=True), transport=NCCL, steps=1, bucket_cap_mb=100)
+    elements = 4_700_000
+    assert result.wire_bytes < 4 * elements * 7 + 1e6  # at most, the others get all of it from this one
+    assert result.memory_bytes < 4 * elements * 10  # once from each local rank, the sum, the error; once before
 
 
 @pytest.mark.parametrize(

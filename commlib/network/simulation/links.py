@@ -20,6 +20,9 @@ other, so one of its edges leaves each adapter. Groups of ranks with the same pl
 adapters: w is divided by their number. An exchange between neighbours is taken to be the same shift at every rank: of
 the q messages of a node's ranks to those d places on, c = min(d, q) cross the adapter.
 
+A library that sends the next bytes while the last ones are on their way hides a part of the latency behind them
+(`hidden_of`): a collective takes its bytes and its latency, less that part of the shorter of the two.
+
 Collectives of one communicator start in the order in which they were issued, at most `in_flight` at once; a link
 carries one after the other.
 """
@@ -48,6 +51,7 @@ class TransportProfile:
         broadcast: The same: "chain", "binomial".
         efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
         efficiency_of: The part of that which a verb reaches ("all_to_all", ...); 1 for those that are not there.
+        hidden_of: The part of its latency that a verb hides behind its bytes, or of these behind the latency.
         op_us: Of each collective, before it starts.
         op_us_of: Instead of that, of a verb that is named.
         message_us: Of each message that a rank sends in a collective.
@@ -64,6 +68,7 @@ class TransportProfile:
     broadcast: tuple[str, ...] = ("chain",)
     efficiency: float = 1.0
     efficiency_of: Mapping[str, float] = field(default_factory=dict)
+    hidden_of: Mapping[str, float] = field(default_factory=dict)
     op_us: float = 0.0
     op_us_of: Mapping[str, float] = field(default_factory=dict)
     message_us: float = 0.0
@@ -83,12 +88,13 @@ class TransportProfile:
         efficiencies = (self.efficiency, *self.efficiency_of.values())
         if (
             any(not 0 < value <= 1 for value in efficiencies)
+            or any(not 0 <= value <= 1 for value in self.hidden_of.values())
             or self.in_flight < 1
             or min(self.op_us, self.message_us, *self.op_us_of.values()) < 0
         ):
             raise ConfigError(
-                "TransportProfile: expected efficiencies above 0 and at most 1, in_flight of 1 or more, op_us and "
-                f"message_us of 0 or more, got {self}"
+                "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight of 1 or more, "
+                f"op_us and message_us of 0 or more, got {self}"
             )
 
 
@@ -148,9 +154,12 @@ class _Move:
     is_serial: bool = False
 
     @property
+    def busy_s(self) -> float:
+        return self.adapter_s + self.local_s if self.is_serial else max(self.adapter_s, self.local_s)
+
+    @property
     def seconds(self) -> float:
-        busy = self.adapter_s + self.local_s if self.is_serial else max(self.adapter_s, self.local_s)
-        return busy + self.latency_s
+        return self.busy_s + self.latency_s
 
 
 def _ring(group: _Group, nbytes: float, passes: int) -> _Move:
@@ -293,8 +302,9 @@ class Links:
         cpu_s = device.cpu_s_per_byte * request.wire_bytes() + device.cpu_s_per_message * move.messages
         least_s = cpu_s / device.share  # where the processor is slower than the link
         sharers = self._sharers if request.group == "across" else 1
+        hidden_s = self._profile.hidden_of.get(request.verb, 0.0) * min(move.busy_s, move.latency_s)
         return Cost(
-            seconds=max(move.seconds, least_s) + self._profile.message_us * 1e-6 * move.messages,
+            seconds=max(move.seconds - hidden_s, least_s) + self._profile.message_us * 1e-6 * move.messages,
             adapter_s=max(move.adapter_s, least_s) if move.adapter_s else 0.0,
             local_s=move.local_s,
             cpu_s=cpu_s,

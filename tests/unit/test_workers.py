@@ -1,0 +1,86 @@
+"""Simulations in processes of their own: the same results, and nothing left however it ends."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from commlib.errors import CommlibError
+from commlib.network import compare, presets
+from commlib.network.workers import on_all_cores
+from tests.unit.test_compare import NETWORK, OPTIONS, SMALL
+
+MANY = 100
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+def test_few_simulations_stay_in_this_process():
+    with on_all_cores(3) as run:
+        assert run is map
+
+
+def test_the_results_are_those_of_one_process():
+    chosen = compare.candidates("all", several_per_node=True)
+    arguments = (SMALL, NETWORK, presets.device("v100"), chosen, OPTIONS)
+    seen: list[str] = []
+    with on_all_cores(MANY) as run:
+        assert run is not map
+        pids = set(run(_pid, range(MANY)))
+        found = compare.compare(*arguments, seen.append, run)
+    assert os.getpid() not in pids
+    assert seen == ["ddp", *chosen]
+    alone = compare.compare(*arguments)
+    assert found.as_dict() == alone.as_dict()
+    assert found.results() == alone.results()
+
+
+def test_a_process_that_is_killed_is_an_error():
+    with pytest.raises(CommlibError, match="ended before its time"), on_all_cores(MANY) as run:
+        list(run(os._exit, [1]))
+
+
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_command_is_ended(way):
+    command = [sys.executable, "-m", "commlib", "compare", "--workload", "bert-large", "--steps", "1000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        _until(lambda: len(_in_session(process.pid)) >= 3)  # itself and its workers
+        if way is signal.SIGINT:
+            os.killpg(process.pid, way)  # as a terminal does
+        else:
+            process.send_signal(way)
+        output, _ = process.communicate(timeout=20)
+    _until(lambda: not _in_session(process.pid))
+    assert process.returncode != 0
+    assert "Traceback" not in output
+
+
+def _pid(_: int) -> int:
+    time.sleep(0.01)
+    return os.getpid()
+
+
+def _in_session(session: int) -> list[str]:
+    """Return the processes of a session that are not mere entries in the table."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, _, fields = entry.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, _, own = fields.split()[:4]
+        if int(own) == session and state not in "ZX":
+            found.append(entry.parent.name)
+    return found
+
+
+def _until(is_so, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
