@@ -4,11 +4,11 @@
 a row as in training. The quickest of the small ones gives the latency of a message, the line through the other two the
 rate of each verb, and the fastest of them the bandwidth. That line begins below what a small one takes where bytes
 travel while messages wait (on few cores, for the processes' turns): that part of the latency is hidden. What verbs
-take beside it is the profile's. Processor seconds for each byte are those that the process spends meanwhile. How many cores a
-rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an algorithm's own
-`communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and its time is
-compared with what the simulator's cost model says (`work_factor`). As in training, where other buckets come in between,
-the caches hold nothing of the bucket whenever it is worked on.
+take beside it is the profile's. Processor seconds for each byte are those that the process spends meanwhile. How many
+cores a rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an
+algorithm's own `communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and
+its time is compared with what the simulator's cost model says (`work_factor`). As in training, where other buckets
+come in between, the caches hold nothing of the bucket whenever it is worked on.
 """
 
 from __future__ import annotations

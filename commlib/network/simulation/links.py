@@ -93,8 +93,8 @@ class TransportProfile:
             or min(self.op_us, self.message_us, *self.op_us_of.values()) < 0
         ):
             raise ConfigError(
-                "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight of 1 or more, "
-                f"op_us and message_us of 0 or more, got {self}"
+                "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight of 1 or "
+                f"more, op_us and message_us of 0 or more, got {self}"
             )
 
 
