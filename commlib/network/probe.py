@@ -19,7 +19,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -39,7 +39,7 @@ _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
 #: Roughly how long one large collective may take, and all small ones in a row, in seconds.
 _LARGE_S, _SMALL_S = 0.05, 0.04
-#: How many are timed in a row: large ones, and small ones at most.
+#: How many are timed in a row, where they are so short: large ones, and small ones at most.
 _LARGE_COUNT, _MAX_SMALL_COUNT = 2, 16
 _REPETITIONS = 3
 _BUSY_S = 0.08
@@ -83,17 +83,15 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     alone_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
     count = max(1, min(_MAX_SMALL_COUNT, int(_SMALL_S / alone_s)))
     small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES), count) for verb in verbs.hops}
-    latency_s = min(small_s[verb] / hops for verb, hops in verbs.hops.items())
     first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
-    nbytes = int(min(_MAX_BYTES, max(4 * _FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
-    rates, hidden_of = {}, {}
-    for verb, hops in verbs.hops.items():
-        fixed_s, s_per_byte = _line(verbs, timer, verb, nbytes, small_s[verb])
+    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
+    large_count = _LARGE_COUNT if nbytes > _FIRST_BYTES else 1
+    rates, fixed_s = {}, {}
+    for verb in verbs.hops:
+        fixed_s[verb], s_per_byte = _line(verbs, timer, verb, nbytes, large_count, small_s[verb])
         rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / nbytes / s_per_byte
-        hidden_of[verb] = min(1.0, (small_s[verb] - fixed_s) / (hops * latency_s))
     cpu_s_per_byte = timer.cpu_s_per_byte
-    best = max(rates.values())
-    intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes, count)
+    intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes, count, large_count)
     timer.barrier()
     share = _share_of_cores()
     memory, tflops, launch_us = _describe_device(device) if transport.rank == 0 else (0.0, 0.0, 0.0)
@@ -105,8 +103,8 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
             name="probed",
             nodes=size // ranks_per_node,
             gpus_per_node=ranks_per_node,
-            bandwidth_gbps=best * 8 / 1e9,
-            latency_us=latency_s * 1e6,
+            bandwidth_gbps=max(rates.values()) * 8 / 1e9,
+            latency_us=_latency_s(small_s, verbs.hops) * 1e6,
             source="measured",
             **intra,
         ),
@@ -121,13 +119,39 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
             ranks_per_machine=size,
             source="measured",
         ),
-        dataclasses.replace(
-            GLOO if is_cpu else NCCL,
-            efficiency_of={verb: found / best for verb, found in rates.items()},
-            hidden_of=hidden_of,
-            op_us_of={verb: 1e6 * (small_s[verb] - hops * latency_s) for verb, hops in verbs.hops.items()},
-        ),
+        fitted(GLOO if is_cpu else NCCL, verbs.hops, small_s, fixed_s, rates),
     )
+
+
+def fitted(
+    profile: TransportProfile,
+    hops: Mapping[str, int],
+    small_s: Mapping[str, float],
+    fixed_s: Mapping[str, float],
+    rates: Mapping[str, float],
+) -> TransportProfile:
+    """Return a profile with what was measured of each verb.
+
+    Args:
+        profile: Of which the rest is taken.
+        hops: How many messages follow one another.
+        small_s: Seconds of one with hardly any bytes.
+        fixed_s: Of those, how many a large one takes beside its bytes.
+        rates: Bytes a second.
+    """
+    latency_s, best = _latency_s(small_s, hops), max(rates.values())
+    return dataclasses.replace(
+        profile,
+        efficiency_of={verb: rate / best for verb, rate in rates.items()},
+        hidden_of={v: min(1.0, (small_s[v] - fixed_s[v]) / (count * latency_s)) for v, count in hops.items()},
+        # Rounding makes 3 * (x / 3) more than x at times.
+        op_us_of={verb: 1e6 * max(0.0, small_s[verb] - count * latency_s) for verb, count in hops.items()},
+    )
+
+
+def _latency_s(small_s: Mapping[str, float], hops: Mapping[str, int]) -> float:
+    """Return the seconds of a message: those of the verb that is quickest for its messages."""
+    return min(small_s[verb] / count for verb, count in hops.items())
 
 
 def work_factor(
@@ -233,17 +257,17 @@ def _echo(request: Request) -> None:
             pass
 
 
-def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int) -> dict[str, float]:
+def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_count: int) -> dict[str, float]:
     """Return bandwidth and latency inside a node, from its all-reduce."""
     small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES), count)
-    _, s_per_byte = _line(verbs, timer, "all_reduce", nbytes, small_s)
+    _, s_per_byte = _line(verbs, timer, "all_reduce", nbytes, large_count, small_s)
     rate = verbs.request("all_reduce", nbytes).wire_bytes() / nbytes / s_per_byte
     return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / verbs.hops["all_reduce"]}
 
 
-def _line(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, small_s: float) -> tuple[float, float]:
+def _line(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, count: int, small_s: float) -> tuple[float, float]:
     """Return the seconds of a verb that do not grow with its bytes, at most `small_s`, and those for each byte."""
-    part_s, whole_s = (timer.seconds(verbs.request(verb, n), _LARGE_COUNT) for n in (nbytes // 4, nbytes))
+    part_s, whole_s = (timer.seconds(verbs.request(verb, n), count) for n in (nbytes // 4, nbytes))
     fixed_s = min(max(0.0, (4 * part_s - whole_s) / 3), small_s, whole_s / 2)
     return fixed_s, (whole_s - fixed_s) / nbytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 import time
 from statistics import median
 
@@ -16,7 +17,8 @@ from commlib.engine.plan import Parameter
 from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
-from commlib.network.probe import _drawn, scaled, work_factor
+from commlib.network.probe import _drawn, fitted, scaled, work_factor
+from commlib.network.simulation.links import GLOO
 from commlib.network.synthetic import SyntheticModel, shrink
 from commlib.transport.base import Communication, Communicator
 
@@ -155,3 +157,23 @@ def test_shapes_are_drawn_up_to_four_mebibytes() -> None:
     assert (1 << 20) - 1000 < sum(map(math.prod, drawn)) <= 1 << 20
     assert sum(rows < 50 for rows, _ in drawn) > 3 < sum(rows > 50 for rows, _ in drawn)
     assert _drawn([]) == as_square(4 << 20)
+
+
+# --- the transport ----------------------------------------------------------------------------------------------------
+
+
+def test_a_transport_is_fitted_whatever_was_measured() -> None:
+    hops, draw = {"all_reduce": 6, "all_gather": 3, "all_to_all": 1, "exchange": 1}, random.Random(0)
+    for _ in range(1000):  # 3 * (x / 3) is more than x for some of them
+        small_s = {verb: draw.uniform(1, 5) * 1e-3 * count for verb, count in hops.items()}
+        fixed_s = {verb: draw.uniform(0, 1) * seconds for verb, seconds in small_s.items()}
+        rates = {verb: draw.uniform(1e7, 1e8) for verb in hops}
+        profile = fitted(GLOO, hops, small_s, fixed_s, rates)
+        assert max(profile.efficiency_of.values()) == 1.0
+        assert min(profile.op_us_of.values()) == 0.0
+        latency_s = min(small_s[verb] / count for verb, count in hops.items())
+        for verb, count in hops.items():
+            op_s, hidden = profile.op_us_of[verb] / 1e6, profile.hidden_of[verb]
+            assert op_s + count * latency_s == pytest.approx(small_s[verb])
+            if hidden < 1.0:  # what a large one takes beside its bytes, as far as latency can be hidden
+                assert op_s + count * latency_s * (1 - hidden) == pytest.approx(fixed_s[verb])
