@@ -333,22 +333,12 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
     return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
 
-def _factor(workload: Workload, racer: _Racer, found: Probe) -> float:
-    """Return how much longer a system's local work takes than it would cost, on all ranks at once. Collective."""
-    if racer.algorithm is None or isinstance(racer.algorithm, Auto):
-        return 1.0
-    parameters = parameters_of(workload, racer.algorithm)
-    dist.barrier()
-    own = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), parameters)
-    total = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
-
-
-def _predict(workload: Workload, racer: _Racer, found: Probe, factor: float, setting: Setting) -> float | None:
-    """Return the simulated step of a system."""
+def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) -> float | None:
+    """Return the simulated step of a system; this rank alone measures its local work."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
+    parameters = parameters_of(workload, racer.algorithm)
+    factor = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), parameters)
     device = beside_nothing(scaled(found.device, factor))
     options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
     return simulate(workload, found.network, device, racer.algorithm, options).step_s
@@ -379,17 +369,17 @@ def _work(spec: dict[str, Any]) -> None:
     measured = dataclasses.replace(
         workload, forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s, device="probed"
     )
-    factors = [_factor(workload, racer, found) for racer in racers]
+    dist.barrier()
     if dist.get_rank() == 0:
         rows = [
             {
                 "system": racer.name,
                 "step_s": median(racer.blocks_s),
-                "predicted_s": _predict(measured, racer, found, factor, setting),
+                "predicted_s": _predict(measured, racer, found, setting),
                 "blocks_s": racer.blocks_s,
                 "algorithm": racer.name if racer.algorithm is None else stats(racer.model).algorithm,
             }
-            for racer, factor in zip(racers, factors, strict=True)
+            for racer in racers
         ]
         (folder / "result.json").write_text(json.dumps({"rows": rows, "probe": dataclasses.asdict(found)}))
     dist.barrier()

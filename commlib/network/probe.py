@@ -159,7 +159,8 @@ def work_factor(
 ) -> float:
     """Return how many times longer an algorithm's local work takes here than the simulator's cost model says.
 
-    Local: the algorithm's `communicate` runs on a scratch bucket of up to 4 MiB, with requests that only echo.
+    Local: the algorithm's `communicate` runs on a scratch bucket of up to 4 MiB, with requests that only echo. The
+    other ranks of the machine should wait meanwhile: that they share its cores is the device's `share`.
 
     Args:
         algorithm: As it was before its first `setup`; copied.
@@ -188,9 +189,11 @@ def work_factor(
 def beside_nothing(device: Device) -> Device:
     """Return a device whose processor has its cores for communication: the computation is an accelerator's, or waits.
 
-    What the processor takes for a byte is in the rates that were measured then.
+    A rank whose share of the cores is below one does its local work so much slower. What the processor takes for a byte
+    is in the rates that were measured then.
     """
-    return dataclasses.replace(device, cores=2 * device.ranks_per_machine, cpu_s_per_byte=0.0)
+    own = scaled(device, 1.0 / min(1.0, device.share))
+    return dataclasses.replace(own, cores=2 * device.ranks_per_machine, cpu_s_per_byte=0.0)
 
 
 def scaled(device: Device, factor: float) -> Device:

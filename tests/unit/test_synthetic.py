@@ -17,7 +17,7 @@ from commlib.engine.plan import Parameter
 from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
-from commlib.network.probe import _drawn, fitted, scaled, work_factor
+from commlib.network.probe import _drawn, beside_nothing, fitted, scaled, work_factor
 from commlib.network.simulation.links import GLOO
 from commlib.network.synthetic import SyntheticModel, shrink
 from commlib.transport.base import Communication, Communicator
@@ -148,6 +148,15 @@ def test_local_work_is_that_of_the_models_shapes() -> None:
 
     pairs = [(factor([(40 + idx, 64) for idx in range(100)]), factor([(1024, 1024)])) for _ in range(3)]
     assert median(small / large for small, large in pairs) > 2
+
+
+def test_ranks_that_share_cores_work_so_much_slower_beside_a_computation_that_waits() -> None:
+    processor = dataclasses.replace(DEVICE, shares_compute=True, cpu_s_per_byte=1e-9, ranks_per_machine=4)
+    shared = beside_nothing(dataclasses.replace(processor, cores=2))
+    assert shared.memory_gbytes_s == DEVICE.memory_gbytes_s / 2
+    assert shared.share >= 2  # and slows down nothing else
+    assert shared.cpu_s_per_byte == 0.0
+    assert beside_nothing(dataclasses.replace(processor, cores=8)).memory_gbytes_s == DEVICE.memory_gbytes_s
 
 
 def test_shapes_are_drawn_up_to_four_mebibytes() -> None:
