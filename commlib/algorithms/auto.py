@@ -12,7 +12,7 @@ from commlib.errors import ConfigError
 class Auto(AllReduce):
     """Averages gradients in full precision, measures, and goes on as the algorithm that will be the fastest here.
 
-    After the first synchronised steps it measures the network (a second or two), simulates one training step of each
+    After the first synchronised steps it measures the network (about two seconds), simulates one training step of each
     candidate with what was measured, and takes the fastest; of those within 3 % of it the most exact. One line of the
     log says which and why. Where steps later take 20 % more or less than expected, it measures and chooses anew.
     Rank 0 decides for all.

@@ -64,7 +64,9 @@ class Probe:
 
 
 def probe(transport: Transport, device: torch.device, local: Communicator | None = None) -> Probe:
-    """Measure network and device, in a second or two. Collective: nothing else may use the transport meanwhile.
+    """Measure network and device, in about two seconds, or more on slow links (7 s at 10 Mbit/s).
+
+    Collective: nothing else may use the transport meanwhile.
 
     Args:
         transport: The ranks' communicator.

@@ -17,10 +17,10 @@ from commlib.engine.plan import Parameter
 from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
-from commlib.network.probe import _drawn, beside_nothing, fitted, scaled, work_factor
+from commlib.network.probe import _drawn, _line, _Timer, _Verbs, beside_nothing, fitted, scaled, work_factor
 from commlib.network.simulation.links import GLOO
 from commlib.network.synthetic import SyntheticModel, shrink
-from commlib.transport.base import Communication, Communicator
+from commlib.transport.base import Communication, Communicator, Request
 
 SMALL = Workload(
     name="small",
@@ -174,7 +174,7 @@ def test_shapes_are_drawn_up_to_four_mebibytes() -> None:
 def test_a_transport_is_fitted_whatever_was_measured() -> None:
     hops, draw = {"all_reduce": 6, "all_gather": 3, "all_to_all": 1, "exchange": 1}, random.Random(0)
     for _ in range(1000):  # 3 * (x / 3) is more than x for some of them
-        small_s = {verb: draw.uniform(1, 5) * 1e-3 * count for verb, count in hops.items()}
+        small_s = {verb: draw.uniform(1e-3 * count, 5e-3 * count) for verb, count in hops.items()}
         fixed_s = {verb: draw.uniform(0, 1) * seconds for verb, seconds in small_s.items()}
         rates = {verb: draw.uniform(1e7, 1e8) for verb in hops}
         profile = fitted(GLOO, hops, small_s, fixed_s, rates)
@@ -186,3 +186,21 @@ def test_a_transport_is_fitted_whatever_was_measured() -> None:
             assert op_s + count * latency_s == pytest.approx(small_s[verb])
             if hidden < 1.0:  # what a large one takes beside its bytes, as far as latency can be hidden
                 assert op_s + count * latency_s * (1 - hidden) == pytest.approx(fixed_s[verb])
+
+
+@pytest.mark.parametrize(("fixed_s", "found_s"), [(0.0, 0.0), (0.002, 0.002), (0.009, 0.007)])
+def test_the_rate_of_a_verb_does_not_depend_on_what_a_small_one_takes(fixed_s: float, found_s: float) -> None:
+    class Link(_Timer):
+        def __init__(self) -> None:
+            self._device, self._buffers = torch.device("cpu"), [torch.zeros(0, dtype=torch.uint8) for _ in range(2)]
+
+        def seconds(self, request: Request, count: int = 1) -> float:
+            return fixed_s + request.wire_bytes() / 25e6
+
+    link, nbytes = Link(), 1 << 20
+    verbs = _Verbs(Communicator(0, 4), link)
+    # A small one takes 7 ms, behind which all of the latency of a large one may be hidden.
+    seconds, s_per_byte = _line(verbs, link, "all_reduce", nbytes, 2, 0.007)
+    assert seconds == pytest.approx(found_s, abs=1e-9)
+    whole_s = fixed_s + 1.5 * nbytes / 25e6
+    assert s_per_byte * nbytes == pytest.approx(whole_s - found_s)

@@ -59,8 +59,9 @@ def test_nothing_is_left_when_the_command_is_ended(way, after_s):
         output, _ = process.communicate(timeout=20)
     _until(lambda: not _in_session(process.pid))
     assert process.returncode == (130 if way is signal.SIGINT else -signal.SIGKILL)
-    if way is signal.SIGINT:  # one that starts when its parent is killed may complain that it finds no task
-        assert "Traceback" not in output
+    # A process that starts while its parent is killed finds no task to read, which Python says before any code of ours.
+    unread = output.count("reduction.pickle.load(from_parent)") if way is signal.SIGKILL else 0
+    assert output.count("Traceback") <= unread, output
 
 
 def _pid(_: int) -> int:
