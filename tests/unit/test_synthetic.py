@@ -179,7 +179,7 @@ def test_a_transport_is_fitted_whatever_was_measured() -> None:
         rates = {verb: draw.uniform(1e7, 1e8) for verb in hops}
         profile = fitted(GLOO, hops, small_s, fixed_s, rates)
         assert max(profile.efficiency_of.values()) == 1.0
-        assert min(profile.op_us_of.values()) == 0.0
+        assert 0.0 <= min(profile.op_us_of.values()) < 1e-9  # rounding may leave a little, never less than nothing
         latency_s = min(small_s[verb] / count for verb, count in hops.items())
         for verb, count in hops.items():
             op_s, hidden = profile.op_us_of[verb] / 1e6, profile.hidden_of[verb]
