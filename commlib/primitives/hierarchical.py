@@ -40,7 +40,8 @@ class NodeStage:
         starts = [0, *self._ends[:-1]]
         self.begin, self.count = starts[local.rank], self._ends[local.rank] - starts[local.rank]
         self._is_even = cuts is None
-        # Equal stretches go by all-to-all and all-gather, the last ones padded; others by messages of their own sizes.
+        # Equal stretches go by all-to-all and all-gather, from the bucket with padding at its end; others by messages of
+        # their own sizes.
         width = self._ends[0] if self._is_even else self.count
         self._padded = torch.zeros(local.world_size * width if self._is_even else 0, dtype=dtype, device=device)
         self._received = torch.zeros(local.world_size, width, dtype=dtype, device=device)
@@ -49,12 +50,11 @@ class NodeStage:
 
     def share_out(self, tensor: torch.Tensor, local: Communicator) -> Communication:
         """Sum over the node, in rank order: leaves this rank's stretch of the sum of `tensor` [numel] in `sum`."""
-        stretches = tensor.tensor_split(self._ends[:-1])
         if self._is_even:
-            for row, stretch in zip(self._padded.view(local.world_size, -1), stretches, strict=True):
-                row[: stretch.numel()] = stretch
+            self._padded[: tensor.numel()] = tensor
             yield local.all_to_all(self._received.view(-1), self._padded)
         else:
+            stretches = self._stretches(tensor)
             self._received[local.rank] = stretches[local.rank]
             yield local.exchange(_to_others(stretches, local), _to_others(self._received, local))
         first, *others = self._received
@@ -64,15 +64,17 @@ class NodeStage:
 
     def gather(self, tensor: torch.Tensor, local: Communicator) -> Communication:
         """Replace `tensor` [numel] by the `sum` of all local ranks."""
-        stretches = tensor.tensor_split(self._ends[:-1])
         own = self._received[0].copy_(self.sum)
         if self._is_even:
             yield local.all_gather(self._padded, own)
-            for row, stretch in zip(self._padded.view(local.world_size, -1), stretches, strict=True):
-                stretch.copy_(row[: stretch.numel()])
+            tensor.copy_(self._padded[: tensor.numel()])
         else:
+            stretches = self._stretches(tensor)
             stretches[local.rank].copy_(own)
             yield local.exchange(_to_others([own] * local.world_size, local), _to_others(stretches, local))
+
+    def _stretches(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return tensor.tensor_split(self._ends[:-1])
 
 
 def _to_others(tensors: Sequence[torch.Tensor] | torch.Tensor, local: Communicator) -> list[tuple[int, torch.Tensor]]:

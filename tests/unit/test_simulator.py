@@ -243,6 +243,16 @@ def test_periods_are_simulated_whole():
     assert result.wire_bytes == pytest.approx(2 * 3 / 4 * 4_000_000 / 30)
 
 
+@pytest.mark.parametrize("name", sorted({*ALL} - {"gossip"}))  # whose partners are drawn
+def test_what_only_the_start_does_is_not_counted(name):
+    """As the first differences of `low_precision_decentralized` in full precision, in a round that lasts longer."""
+    traits = algorithms.create(name).traits
+    result = run(model_of(2_000_000, 2_000_000), algorithm=name, steps=4)
+    cycle = traits.period * traits.fragments
+    periods_s = [sum(result.steps_s[begin : begin + cycle]) for begin in range(0, len(result.steps_s), cycle)]
+    assert periods_s == pytest.approx([cycle * result.step_s] * len(periods_s), rel=1e-9)
+
+
 def test_jitter_is_drawn_from_the_seed():
     model = model_of(500_000, 500_000)
     first, again, other = (run(model, jitter=0.1, seed=seed) for seed in (1, 1, 2))

@@ -129,7 +129,10 @@ def _check(options: Options, network: Network) -> None:
 def _measure(
     training: Training, workload: Workload, network: Network, prototype: Algorithm, options: Options
 ) -> Result:
-    """Simulate a few steps of the warm-up, a period to get going, and the steps that count."""
+    """Simulate a few steps of the warm-up, two periods to get going, and the steps that count.
+
+    A round of the first period, which may be unlike the others, may last into the second.
+    """
     traits, driver = prototype.traits, training.driver
     num_warm_up = min(traits.warmup_steps, _WARM_UP_STEPS)
     training.schedule.step = traits.warmup_steps - num_warm_up
@@ -139,7 +142,7 @@ def _measure(
             training.step()
         phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
     cycle = traits.period * traits.fragments
-    for _ in range(cycle):
+    for _ in range(2 * cycle):
         training.step()
     begin = _Totals.of(training)
     ends_s = [begin.now_s.mean()]
