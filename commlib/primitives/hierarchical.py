@@ -40,8 +40,8 @@ class NodeStage:
         starts = [0, *self._ends[:-1]]
         self.begin, self.count = starts[local.rank], self._ends[local.rank] - starts[local.rank]
         self._is_even = cuts is None
-        # Equal stretches go by all-to-all and all-gather, from the bucket with padding at its end; others by messages of
-        # their own sizes.
+        # Equal stretches go by all-to-all and all-gather, from the bucket with padding at its end; others by messages
+        # of their own sizes.
         width = self._ends[0] if self._is_even else self.count
         self._padded = torch.zeros(local.world_size * width if self._is_even else 0, dtype=dtype, device=device)
         self._received = torch.zeros(local.world_size, width, dtype=dtype, device=device)
