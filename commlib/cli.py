@@ -62,7 +62,7 @@ def compare(
     efficiency: Annotated[float | None, typer.Option(help="The part of the bandwidth that messages reach.")] = None,
     ceiling_gbps: Annotated[float | None, typer.Option(help="The most that the transport carries.")] = None,
     bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of a bucket; by default they are planned.")] = None,
-    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 10,
+    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 4,
     plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None,
     trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -34,7 +34,12 @@ class NeighbourAveraging(Algorithm, Generic[E]):
         self.topology = topologies.create(topology)
         self.overlap = overlap
         self.traits = Traits(
-            tensors="weights", period=period, delay=int(overlap), idle_alone=True, hierarchical=hierarchical
+            tensors="weights",
+            period=period,
+            delay=int(overlap),
+            varies=not self.topology.is_static,
+            idle_alone=True,
+            hierarchical=hierarchical,
         )
         self._exchanges: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}

@@ -67,6 +67,8 @@ class Traits:
         mixing: For weights and state: how a result r enters tensors x. None: x becomes r, and in the background
             x + r - c, with c the copy that the round worked on; a number a: x becomes a x + (1 - a) r.
         fragments: For weights and state: round k carries the buckets whose index is k modulo this number.
+        varies: Whether rounds over the same buckets differ, as those over a graph that changes do; a simulation then
+            takes the mean of several.
         warmup_steps: Optimizer steps of plain full-precision gradient all-reduce before the algorithm starts.
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
@@ -89,6 +91,7 @@ class Traits:
     asynchronous: bool = False
     mixing: float | None = None
     fragments: int = 1
+    varies: bool = False
     warmup_steps: int = 0
     needs_optimizer: bool = False
     reduces_flags: bool = False

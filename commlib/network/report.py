@@ -44,7 +44,7 @@ class Task:
         exactness: See `compare.candidates`.
         device: A known name; None is the workload's.
         overrides: Fields of the networks; None leaves a field as it is.
-        steps: Simulated steps.
+        steps: Simulated steps; those of most algorithms are all alike.
         bucket_cap_mb: Size of a bucket, MiB; None plans.
     """
 
@@ -54,7 +54,7 @@ class Task:
     exactness: str = "any"
     device: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 10
+    steps: int = 4
     bucket_cap_mb: float | None = None
 
 

@@ -243,7 +243,7 @@ def test_periods_are_simulated_whole():
     assert result.wire_bytes == pytest.approx(2 * 3 / 4 * 4_000_000 / 30)
 
 
-@pytest.mark.parametrize("name", sorted({*ALL} - {"gossip"}))  # whose partners are drawn
+@pytest.mark.parametrize("name", [name for name in ALL if not algorithms.create(name).traits.varies])
 def test_what_only_the_start_does_is_not_counted(name):
     """As the first differences of `low_precision_decentralized` in full precision, in a round that lasts longer."""
     traits = algorithms.create(name).traits
@@ -251,6 +251,16 @@ def test_what_only_the_start_does_is_not_counted(name):
     cycle = traits.period * traits.fragments
     periods_s = [sum(result.steps_s[begin : begin + cycle]) for begin in range(0, len(result.steps_s), cycle)]
     assert periods_s == pytest.approx([cycle * result.step_s] * len(periods_s), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["gossip", algorithms.Decentralized(topology="one_peer_exponential")], ids=["gossip", "one-peer"]
+)
+def test_rounds_that_vary_are_simulated_more_than_once(algorithm):
+    """With two GPUs in a node, a partner is in the same node or in another one."""
+    result = run(model_of(8_000_000, 8_000_000), NODES, algorithm, steps=1)
+    assert len(result.steps_s) >= 16
+    assert max(result.steps_s) > 1.05 * min(result.steps_s)
 
 
 def test_jitter_is_drawn_from_the_seed():

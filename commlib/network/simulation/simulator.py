@@ -23,7 +23,7 @@ from commlib.network.simulation.training import META, Options, Training, paramet
 
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
-#: Periods that are simulated, where they are of several steps: not all of them need be alike.
+#: Periods that are simulated where not all of them need be alike: those of several steps, and rounds that vary.
 _LEAST_PERIODS = 16
 
 
@@ -146,7 +146,7 @@ def _measure(
         training.step()
     begin = _Totals.of(training)
     ends_s = [begin.now_s.mean()]
-    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if cycle > 1 else 1)
+    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if cycle > 1 or traits.varies else 1)
     for _ in range(count):
         training.step()
         ends_s.append(driver.now_s.mean())

@@ -37,7 +37,7 @@ class Options:
     """How a simulation is made.
 
     Attributes:
-        steps: Steps after the warm-up; 16 whole periods or more where those have several steps.
+        steps: Steps after the warm-up; 16 whole periods or more where those have several steps, or rounds vary.
         bucket_cap_mb: Size of a bucket in MiB. None takes the transport's, or else plans as the engine does.
         stragglers: How many times longer ranks compute than the others, by rank.
         jitter: Standard deviation of the logarithm of each rank's and step's compute time.
