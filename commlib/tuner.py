@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +50,9 @@ TOLERANCE = 0.03
 DEPARTURE = 0.2
 #: Synchronised backwards that the choice rests on; the first is cold.
 MIN_PROFILED = 3
-#: Steps that are compared with what was expected, at least.
-_WINDOW_STEPS = 40
+#: Parts of a window that is compared with what was expected, and the least steps in each. The median part counts, so that
+#: a pause between two steps (an evaluation, a checkpoint) is not taken for a slow step.
+_PARTS, _PART_STEPS = 5, 8
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Tuner:
         self._steps_left -= 1
         if self._steps_left:
             return
-        own_s = self._watch.window_s()
+        own_s = self._watch.window_s(self._part_steps())
         step_s = max(self._engine.transport.gather_objects(own_s))
         name = self._engine.algorithm.name
         expected_s, self._expected_s = self._expected_s, step_s
@@ -179,10 +181,14 @@ class Tuner:
         self._begin_window()
 
     def _begin_window(self) -> None:
+        self._steps_left = _PARTS * self._part_steps()
+        self._watch.begin_window()
+
+    def _part_steps(self) -> int:
+        """Return the steps in a part of a window: whole periods, of which not all steps are alike."""
         traits = self._engine.algorithm.traits
         cycle = traits.period * traits.fragments
-        self._steps_left = -(-_WINDOW_STEPS // cycle) * cycle
-        self._watch.begin_window()
+        return -(-_PART_STEPS // cycle) * cycle
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -362,6 +368,6 @@ class _Watch:
         self._begins_s, self._processor_s = self._begins_s[-1:], self._processor_s[-1:]
         self._exposed_s, self._forwards_s = [], []
 
-    def window_s(self) -> float:
-        """Return the mean seconds of a step in the window."""
-        return (self._begins_s[-1] - self._begins_s[0]) / (len(self._begins_s) - 1)
+    def window_s(self, part_steps: int) -> float:
+        """Return the mean seconds of a step in the median part of the window."""
+        return median(b - a for a, b in itertools.pairwise(self._begins_s[::part_steps])) / part_steps

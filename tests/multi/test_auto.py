@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,24 @@ def test_a_step_that_departs_from_the_expected_one_leads_to_a_new_choice() -> No
         assert any("instead of 10000" in line for line in lines), lines
     chosen = commlib.stats(model).algorithm
     assert everyone(chosen) == [chosen] * 2
+
+
+@on_ranks(2)
+def test_a_pause_between_two_steps_leads_to_no_new_choice() -> None:
+    """As for an evaluation or a checkpoint: here one that takes longer than all steps of its window."""
+
+    def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+        time.sleep(1.0 if step == 60 else 0.02)
+        return mlp_loss(model, step)
+
+    model = wrap(seeded(Mlp), algorithm=Auto(allow="8bit"), bucket_cap_mb=1.0)
+    train(model, mlp_loss, 8)
+    tuner = tuner_of(model)
+    tuner._expected_s = None  # the first window says it
+    with logged() as lines:
+        train(model, loss_of, 130)
+    assert tuner._expected_s == pytest.approx(0.02, rel=0.5)
+    assert not lines
 
 
 @on_ranks(2)
