@@ -50,8 +50,8 @@ TOLERANCE = 0.03
 DEPARTURE = 0.2
 #: Synchronised backwards that the choice rests on; the first is cold.
 MIN_PROFILED = 3
-#: Parts of a window that is compared with what was expected, and the least steps in each. The median part counts, so that
-#: a pause between two steps (an evaluation, a checkpoint) is not taken for a slow step.
+#: Parts of a window that is compared with what was expected, and the least steps in each. The median part counts:
+#: a pause between two steps (an evaluation, a checkpoint) is no slow step.
 _PARTS, _PART_STEPS = 5, 8
 
 
