@@ -21,7 +21,7 @@ from intervals import Ratio, paired_ratio, ratio_to_best
 from launch import WorkerError
 from models import WORKLOADS
 from rich.table import Table
-from systems import ddp_configurations, parse, parse_list
+from systems import block_of, ddp_configurations, parse, parse_list
 from worker import search_steps
 
 _SWEEP_MB = ("0.5", "1", "2", "4", "8", "16", "32", "64")
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--ddp-all", action="store_true", help="replace ddp by all its configurations, measured in full"
     )
     parser.add_argument("--reps", type=int, default=20, help="timed blocks of each system")
-    parser.add_argument("--block", type=int, default=3, help="timed steps in a block")
+    parser.add_argument("--block", type=int, default=3, help="timed steps in a block; whole periods where that is more")
     parser.add_argument("--warmup", type=int, default=6, help="first steps of each system, not timed")
     parser.add_argument("--memory-runs", type=int, default=3, help="memory measurements; their median counts")
     parser.add_argument("--memory-steps", type=int, default=6, help="steps of the memory measurement; 0 leaves it out")
@@ -97,8 +97,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     place = Place(args.hosts or args.ranks, emulated=bool(args.hosts), rate=args.rate)
     keys = ("model", "device", "threads", "seed", "timeout", "block", "warmup", "reps", "memory_steps")
     spec = {key: getattr(args, key) for key in keys}
-    num_steps = len(args.systems) * (args.warmup + args.reps * (args.block + 1))
-    num_steps += any(system.is_open for system in map(parse, args.systems)) * search_steps(args.warmup, args.block)
+    systems = list(map(parse, args.systems))
+    num_steps = sum(args.warmup + args.reps * (block_of(system, args.block) + 1) for system in systems)
+    num_steps += any(system.is_open for system in systems) * search_steps(args.warmup, args.block)
     timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, num_steps)
     memory = _memory(args, place, spec, timed)
     return {

@@ -120,6 +120,16 @@ def ddp_configurations() -> list[System]:
     ]  # fmt: skip
 
 
+def block_of(system: System, least: int) -> int:
+    """Return how many steps a timed block of a system has: at least so many, and whole periods of the system."""
+    cycle = 1
+    if system.kind == "torchft":
+        cycle = dict(system.options).get("sync_every", 1)
+    elif system.is_wrapped:
+        cycle = _algorithm(system).traits.cycle
+    return -(-least // cycle) * cycle
+
+
 def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return `model` made to communicate as `system` says, and the optimizer to step."""
     if system.kind == "none":
@@ -130,14 +140,20 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
         import torchft_system
 
         return torchft_system.install(model, optimizer, system.variant, dict(system.options), system.cap_mb)
-    import commlib  # lazily: the other systems are measured without it
+    import commlib
 
-    algorithm = commlib.algorithms.get(system.variant)(**dict(system.options))
+    algorithm = _algorithm(system)
     if system.kind == "bound":
         from bounds import Bound
 
         algorithm = Bound(algorithm)
     return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb), optimizer
+
+
+def _algorithm(system: System) -> Any:
+    import commlib  # lazily: the other systems are measured without it
+
+    return commlib.algorithms.get(system.variant)(**dict(system.options))
 
 
 def _install_ddp(system: System, model: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its default arguments hold the group, and with it threads
 from intervals import rotation
 from models import WORKLOADS, Batch, Workload
-from systems import OPTIMIZER_OF, System, ddp_configurations, install, parse
+from systems import OPTIMIZER_OF, System, block_of, ddp_configurations, install, parse
 from torch import Tensor
 
 _NUM_BATCHES = 16
@@ -129,11 +129,11 @@ class Bench:
         self.progress(f"warm-up {racer.system.name}", self.spec["warmup"])
 
     def time_block(self, racer: Racer) -> float:
-        """Time one block of steps; returns this rank's seconds per step.
+        """Time one block of steps, whole periods of the system; returns this rank's seconds per step.
 
         One step before it is not timed: the other systems have emptied the caches.
         """
-        steps = self.spec["block"]
+        steps = block_of(racer.system, self.spec["block"])
         racer.step(self.batches[racer.num_steps % _NUM_BATCHES])
         self.synchronize()
         dist.barrier()

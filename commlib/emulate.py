@@ -282,8 +282,7 @@ class _Racer:
         elif self.algorithm is not None:
             wrap(model, self.algorithm, optimizer=self.optimizer, bucket_cap_mb=setting.bucket_cap_mb)
         self.model = model
-        traits = None if self.algorithm is None else self.algorithm.traits
-        cycle = 1 if traits is None else traits.period * traits.fragments
+        cycle = 1 if self.algorithm is None else self.algorithm.traits.cycle
         self.block = -(-setting.block // cycle) * cycle
         self.parts_s = [0.0, 0.0, 0.0]  # forward, backward, optimizer
 

@@ -186,8 +186,7 @@ class Tuner:
 
     def _part_steps(self) -> int:
         """Return the steps in a part of a window: whole periods, of which not all steps are alike."""
-        traits = self._engine.algorithm.traits
-        cycle = traits.period * traits.fragments
+        cycle = self._engine.algorithm.traits.cycle
         return -(-_PART_STEPS // cycle) * cycle
 
     # --- choosing -----------------------------------------------------------------------------------------------------

@@ -139,6 +139,11 @@ class Traits:
         """Whether rounds go on while the next steps are made."""
         return self.asynchronous or self.delay > 0
 
+    @property
+    def cycle(self) -> int:
+        """Steps until all fragments have had their round; where rounds are alike, each cycle is like the one before."""
+        return self.period * self.fragments
+
 
 @dataclass(frozen=True)
 class Context:

@@ -97,6 +97,25 @@ def test_parse_list_splits_outside_parentheses():
         systems.parse_list("ddp,none,ddp")
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "expected"),
+    [
+        ("none", 3, 3),
+        ("ddp:powersgd", 8, 8),
+        ("torchft", 3, 3),
+        ("torchft:local_sgd(sync_every=8)", 8, 8),
+        ("torchft:local_sgd(sync_every=8)", 9, 16),
+        ("torchft:diloco(sync_every=50)", 8, 50),
+        ("commlib:allreduce@4", 3, 3),
+        ("commlib:local_sgd(period=6)", 8, 12),
+        ("bound:diloco(period=20)", 8, 20),
+        ("commlib:streaming_diloco(period=50, fragments=5)", 8, 50),
+    ],
+)
+def test_a_block_holds_whole_periods(name, least, expected):
+    assert systems.block_of(systems.parse(name), least) == expected
+
+
 def test_only_plain_ddp_is_left_open():
     assert systems.parse("ddp").is_open
     assert not any(systems.parse(name).is_open for name in ("ddp@25", "ddp@default", "ddp:fp16", "none", "commlib:x"))

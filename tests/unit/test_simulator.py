@@ -246,9 +246,8 @@ def test_periods_are_simulated_whole():
 @pytest.mark.parametrize("name", [name for name in ALL if not algorithms.create(name).traits.varies])
 def test_what_only_the_start_does_is_not_counted(name):
     """As the first differences of `low_precision_decentralized` in full precision, in a round that lasts longer."""
-    traits = algorithms.create(name).traits
+    cycle = algorithms.create(name).traits.cycle
     result = run(model_of(2_000_000, 2_000_000), algorithm=name, steps=4)
-    cycle = traits.period * traits.fragments
     periods_s = [sum(result.steps_s[begin : begin + cycle]) for begin in range(0, len(result.steps_s), cycle)]
     assert periods_s == pytest.approx([cycle * result.step_s] * len(periods_s), rel=1e-9)
 

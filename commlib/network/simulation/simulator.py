@@ -141,7 +141,7 @@ def _measure(
         for _ in range(num_warm_up):
             training.step()
         phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
-    cycle = traits.period * traits.fragments
+    cycle = traits.cycle
     for _ in range(2 * cycle):
         training.step()
     begin = _Totals.of(training)
