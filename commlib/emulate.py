@@ -50,6 +50,7 @@ BASELINES = ("none", "ddp")
 
 _WARM_UP_STEPS = 4
 _TIMEOUT_S = 120.0
+_SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,10 @@ class _Racer:
             self.parts_s = [part + b - a for part, a, b in zip(self.parts_s, times, times[1:], strict=False)]
 
     def time_block(self) -> None:
-        """Take one step that is not timed, then a block that is; note the ranks' mean seconds per step."""
+        """Take one step that is not timed, then a block that is; note the ranks' mean seconds per step.
+
+        What a round in the background still sends then is waited for: it is not the next system's.
+        """
         self.steps(1)
         dist.barrier()
         start_s = time.perf_counter()
@@ -308,6 +312,20 @@ class _Racer:
         own = torch.tensor((time.perf_counter() - start_s) / self.block, dtype=torch.float64)
         dist.all_reduce(own)
         self.blocks_s.append(float(own) / dist.get_world_size())
+        _await_silence()
+
+
+def _await_silence() -> None:
+    """Wait until this host sends nothing any more; 10 s at most."""
+    before, deadline = -1, time.monotonic() + 10
+    while (now := _sent_bytes()) > before + _SILENCE_BYTES and time.monotonic() < deadline:
+        before = now
+        time.sleep(0.1)
+
+
+def _sent_bytes() -> int:
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 def _create(label: str) -> Algorithm:
@@ -356,6 +374,7 @@ def _work(spec: dict[str, Any]) -> None:
     racers = [_Racer(name, workload, setting) for name in spec["systems"]]
     for racer in racers:
         racer.steps(_WARM_UP_STEPS * (3 if isinstance(racer.algorithm, Auto) else 1))
+        _await_silence()
         racer.parts_s = [0.0, 0.0, 0.0]
     for repetition in range(setting.reps):
         for racer in racers if repetition % 2 == 0 else reversed(racers):
