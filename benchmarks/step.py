@@ -61,6 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.rate = _equivalent_rate(parser, args)
     try:
         args.systems = _systems(args)
+        args.num_steps = _num_steps(args)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -92,15 +93,19 @@ def _systems(args: argparse.Namespace) -> list[str]:
     return [*(system.name for system in ddp_configurations()), *(name for name in names if name != "ddp")]
 
 
+def _num_steps(args: argparse.Namespace) -> int:
+    """Return how many steps the workers take."""
+    systems = list(map(parse, args.systems))
+    searched = search_steps(args.warmup, args.block) if any(system.is_open for system in systems) else 0
+    return searched + sum(args.warmup + args.reps * (block_of(system, args.block) + 1) for system in systems)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all systems; returns the content of the result file."""
     place = Place(args.hosts or args.ranks, emulated=bool(args.hosts), rate=args.rate)
     keys = ("model", "device", "threads", "seed", "timeout", "block", "warmup", "reps", "memory_steps")
     spec = {key: getattr(args, key) for key in keys}
-    systems = list(map(parse, args.systems))
-    num_steps = sum(args.warmup + args.reps * (block_of(system, args.block) + 1) for system in systems)
-    num_steps += any(system.is_open for system in systems) * search_steps(args.warmup, args.block)
-    timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, num_steps)
+    timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, args.num_steps)
     memory = _memory(args, place, spec, timed)
     return {
         "header": {**harness.header(), "links": timed["links"], **spec},

@@ -121,10 +121,16 @@ def ddp_configurations() -> list[System]:
 
 
 def block_of(system: System, least: int) -> int:
-    """Return how many steps a timed block of a system has: at least so many, and whole periods of the system."""
+    """Return how many steps a timed block of a system has: at least so many, and whole periods of the system.
+
+    Raises:
+        ValueError: There is no such algorithm, or its options are not possible.
+    """
     cycle = 1
     if system.kind == "torchft":
         cycle = dict(system.options).get("sync_every", 1)
+        if not isinstance(cycle, int) or cycle < 1:
+            raise ValueError(f"system {system.name!r}: sync_every is {cycle!r}, expected a number of steps")
     elif system.is_wrapped:
         cycle = _algorithm(system).traits.cycle
     return -(-least // cycle) * cycle
@@ -153,7 +159,10 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
 def _algorithm(system: System) -> Any:
     import commlib  # lazily: the other systems are measured without it
 
-    return commlib.algorithms.get(system.variant)(**dict(system.options))
+    try:
+        return commlib.algorithms.get(system.variant)(**dict(system.options))
+    except TypeError as error:  # an option that it does not have
+        raise ValueError(f"system {system.name!r}: {error}") from error
 
 
 def _install_ddp(system: System, model: nn.Module) -> nn.Module:

@@ -116,6 +116,21 @@ def test_a_block_holds_whole_periods(name, least, expected):
     assert systems.block_of(systems.parse(name), least) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("commlib:nosuch", "'nosuch' is not registered"),
+        ("commlib:topk(ratioo=3)", "ratioo"),
+        ("torchft:diloco(sync_every=often)", "sync_every is 'often'"),
+        ("torchft:diloco(sync_every=0)", "sync_every is 0"),
+    ],
+)
+def test_step_refuses_options_before_anything_starts(name, expected, capsys):
+    with pytest.raises(SystemExit):
+        step.parse_args(["--systems", f"none,{name}"])
+    assert expected in capsys.readouterr().err
+
+
 def test_only_plain_ddp_is_left_open():
     assert systems.parse("ddp").is_open
     assert not any(systems.parse(name).is_open for name in ("ddp@25", "ddp@default", "ddp:fp16", "none", "commlib:x"))
