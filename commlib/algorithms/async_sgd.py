@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -35,8 +37,10 @@ class AsyncSGD(Algorithm):
 
     so that what its own optimizer has done since the push is kept until it comes back from the owner. Nobody waits: at
     most one push per shard is under way, and gradients that find it so are added up for the next one, as are those of
-    `period` steps. Staleness is the number of updates of the shard since the W that the rank had taken over when it
-    computed the first gradient of a push; with N ranks of the same speed it is about 2N.
+    `period` steps, and those of the time that a shard rests after an answer: `rest` times as long as push and answer
+    took (the shorter of the last two), so that a slow network is not busy all the time. Staleness is the number of
+    updates of the shard since the W that the rank had taken over when it computed the first gradient of a push; with N
+    ranks of the same speed it is about 2N where nothing is added up.
 
     The owner's update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at
     that time on the shard's owner, and a state of its own.
@@ -53,8 +57,9 @@ class AsyncSGD(Algorithm):
     takes its shard along: each of the others trains it alone from there on.
 
     Args:
-        period: Optimizer steps from one push to the next, at least (the paper's n_push and n_fetch). 1 keeps a slow
-            network full all the time, which takes processor time from training.
+        period: Optimizer steps from one push to the next, at least (the paper's n_push and n_fetch).
+        rest: How many times as long as its push and the answer took a shard rests before its next push, at least. With
+            0 a slow network is full all the time, which takes processor time from training.
         max_staleness: Versions; None means four times the number of ranks.
         on_stale: What happens to older gradients: "damp" or "drop".
         delay_compensation: The factor lambda; 0 for none. It needs a second copy of the shard per rank.
@@ -71,13 +76,14 @@ class AsyncSGD(Algorithm):
         self,
         *,
         period: int = 1,
+        rest: float = 3.0,
         max_staleness: int | None = None,
         on_stale: Literal["damp", "drop"] = "damp",
         delay_compensation: float = 0.0,
         lr_scale: float | None = None,
     ) -> None:
-        if period < 1:
-            raise ConfigError(f"AsyncSGD: expected period >= 1, got {period!r}")
+        if period < 1 or not rest >= 0:
+            raise ConfigError(f"AsyncSGD: expected period >= 1 and rest >= 0, got {period!r} and {rest!r}")
         if max_staleness is not None and max_staleness < 1:
             raise ConfigError(f"AsyncSGD: expected max_staleness >= 1 or None, got {max_staleness!r}")
         if on_stale not in ("damp", "drop"):
@@ -88,6 +94,7 @@ class AsyncSGD(Algorithm):
                 f"{delay_compensation!r} and {lr_scale!r}"
             )
         self.period = period
+        self.rest = rest
         self.max_staleness = max_staleness
         self.on_stale = on_stale
         self.delay_compensation = delay_compensation
@@ -102,14 +109,17 @@ class AsyncSGD(Algorithm):
             drops=self.on_stale == "drop",
             compensation=self.delay_compensation,
         )
-        return _Worker(attachment, rule, self.period)
+        return _Worker(attachment, rule, self.period, self.rest)
 
 
 class _Shard:
     """What a worker has to do with one shard: the gradients for it, and its newest weights."""
 
-    def __init__(self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], rest: float) -> None:
         self.owner = owner
+        self._rest = rest
+        self._asked_s = self._rests_until_s = 0.0
+        self._took_s = math.inf  # from the last question to its answer
         self.pieces = pieces
         layout = Layout(cut(tensors, pieces))
         self._pending, self._sending, self._received = Copy(layout), Copy(layout), Copy(layout)
@@ -139,13 +149,21 @@ class _Shard:
         """Ask for the newest weights. Returns at once."""
         self._ask(Message(_PULL, self.version, b""), ask)
 
+    def has_rested(self) -> bool:
+        """Return whether the next push may begin."""
+        return time.monotonic() >= self._rests_until_s
+
     def _ask(self, message: Message, ask: Callable[..., None]) -> None:
         self.is_under_way = True
+        self._asked_s = time.monotonic()
         self.has_arrived.clear()
         ask(self.owner, message, self._on_reply, self._received.payload)
 
     def _on_reply(self, message: Message) -> None:
         self._received.number = message.number
+        now_s = time.monotonic()
+        before_s, self._took_s = self._took_s, now_s - self._asked_s
+        self._rests_until_s = now_s + self._rest * min(before_s, self._took_s)
         self.has_arrived.set()
 
     def take_over(self, weights: Sequence[torch.Tensor]) -> None:
@@ -169,7 +187,7 @@ class _Shard:
 class _Worker(Runner):
     """The rank's part: its own shard, and its questions to the owners of all."""
 
-    def __init__(self, attachment: Attachment, rule: Rule, period: int) -> None:
+    def __init__(self, attachment: Attachment, rule: Rule, period: int, rest: float) -> None:
         self._attachment = attachment
         self._period = period
         optimizer = attachment.optimizer
@@ -182,7 +200,7 @@ class _Worker(Runner):
         self._lock = threading.Lock()
         rank, world_size = attachment.comm.rank, attachment.comm.world_size
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
-        self._shards = [_Shard(r, pieces, self._weights) for r, pieces in enumerate(of_ranks) if pieces]
+        self._shards = [_Shard(r, pieces, self._weights, rest) for r, pieces in enumerate(of_ranks) if pieces]
         self._server = ShardServer(of_ranks[rank], self._parameters, optimizer, world_size, rule)
         self._mailbox = attachment.connect(self._answer, self._server.layout.nbytes)
 
@@ -227,15 +245,19 @@ class _Worker(Runner):
         self._mailbox.check()
         self._forget_shards_of_ranks_that_left()
         for shard in self._shards:
-            if not 0 < shard.num_pending < self._period:
-                self._go_on(shard)
+            self._take_over(shard)
+            if shard.num_pending >= self._period and shard.has_rested():
+                self._push(shard)
 
-    def _go_on(self, shard: _Shard) -> None:
-        """Take over what has arrived, and push what is pending, if nothing is under way."""
+    def _take_over(self, shard: _Shard) -> None:
+        """Take over the weights that have arrived, if they have."""
         if shard.has_arrived.is_set():
             shard.take_over(self._weights)
             self.num_rounds += 1
-        if not shard.is_under_way and shard.num_pending:
+
+    def _push(self, shard: _Shard) -> None:
+        """Push what is pending, if nothing is under way."""
+        if shard.num_pending and not shard.is_under_way:
             shard.push(self._weights, self._mailbox.ask)
 
     def _forget_shards_of_ranks_that_left(self) -> None:
@@ -253,7 +275,8 @@ class _Worker(Runner):
             while shard.is_under_way or shard.num_pending:
                 if shard.is_under_way:
                     self._wait(shard, "the end of its pushes")
-                self._go_on(shard)
+                self._take_over(shard)
+                self._push(shard)
         self._attachment.gather(None)  # from here on every push has been applied, on all ranks
         for shard in self._shards:
             shard.pull(self._mailbox.ask)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,7 @@ class ReferenceSgd:
         self.local = [self.server.copy() for _ in range(world_size)]
         self.own_velocity: list[np.ndarray | None] = [None] * world_size
         self.installed = [[(0, self.server[r].copy()) for r in self.ranges] for _ in range(world_size)]
+        self.computed_on: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
         self.pending: list[list[np.ndarray | None]] = [[None] * world_size for _ in range(world_size)]
         self.num_pending = [[0] * world_size for _ in range(world_size)]
         self.line: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
@@ -174,17 +177,17 @@ class ReferenceSgd:
         for shard, where in enumerate(self.ranges):
             part = gradient[where].astype(np.float64)
             before = self.pending[rank][shard]
+            if before is None:
+                self.computed_on[rank][shard] = self.installed[rank][shard]
             self.pending[rank][shard] = part if before is None else before + part
             self.num_pending[rank][shard] += 1
-            if self.num_pending[rank][shard] < self.options.get("period", 1):
-                continue
             line = self.line[rank][shard]
-            pushed_on = self.installed[rank][shard]
             if line is not None and line[0] == "reply":
                 self.installed[rank][shard] = line[1]
                 self.local[rank][where] = line[1][1] + (self.local[rank][where] - line[2])
                 line = None
-            if line is None:
+            if line is None and self.num_pending[rank][shard] >= self.options.get("period", 1):
+                pushed_on = self.computed_on[rank][shard]
                 line = ("push", pushed_on, self.pending[rank][shard], self.local[rank][where].copy())
                 self.pending[rank][shard] = None
                 self.num_pending[rank][shard] = 0
@@ -226,7 +229,7 @@ class ReferenceSgd:
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
-    ranks = Ranks(AsyncSGD(**options), world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
+    ranks = Ranks(AsyncSGD(rest=0, **options), world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
     reference = ReferenceSgd(ranks.weights(0), world_size, 0.5, **options)
     for number, (rank, shard) in enumerate(script(world_size, seed=world_size, length=300)):
         if shard is None:
@@ -242,9 +245,28 @@ def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any
     assert world_size < 3 or max(reference.stale) > 2, "the script never made a gradient stale"
 
 
+def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times as long as push and answer took; after one that took long, as long as after the one before."""
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr("commlib.algorithms.async_sgd.time", clock)
+    ranks = Ranks(AsyncSGD(rest=3.0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
+    ones = np.ones(NUMEL, np.float32)
+    pushed_at_s = []
+    took_s = {100.0: 2.0, 108.0: 10.0, 124.0: 1.0}
+    while clock.now_s < 130:
+        ranks.step(0, ones)
+        if ranks.network.under_way[0, 0]:
+            pushed_at_s.append(clock.now_s)
+            clock.now_s += took_s.get(clock.now_s, 1.0)
+            assert ranks.network.deliver(0, 0)
+        else:
+            clock.now_s += 0.25
+    assert pushed_at_s == [100.0, 108.0, 124.0, 128.0]
+
+
 def test_async_sgd_alone_is_adam() -> None:
     """One rank: what comes back at the end of the next step is what its own optimizer has done before."""
-    ranks = Ranks(AsyncSGD(), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
+    ranks = Ranks(AsyncSGD(rest=0), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
     weight = torch.nn.Parameter(torch.tensor(ranks.weights(0)))
     plain = torch.optim.Adam([weight], LR, weight_decay=0.01)
     for number in range(20):
@@ -258,7 +280,7 @@ def test_async_sgd_alone_is_adam() -> None:
 
 
 def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
-    ranks = Ranks(AsyncSGD(), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
+    ranks = Ranks(AsyncSGD(rest=0), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
     before, ones = ranks.weights(0), np.ones(NUMEL, np.float32)
     ranks.optimizers[1].param_groups[0]["lr"] = 0.5
     ranks.step(0, ones)
@@ -314,9 +336,9 @@ def test_async_sgd_resumes_from_its_state() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, LR)
 
-    kept = Ranks(AsyncSGD(), 2, make, alike=True)
+    kept = Ranks(AsyncSGD(rest=0), 2, make, alike=True)
     run(kept, range(6))
-    resumed = Ranks(AsyncSGD(), 2, make, alike=True)
+    resumed = Ranks(AsyncSGD(rest=0), 2, make, alike=True)
     for rank in (0, 1):
         resumed.runners[rank].load_state_dict(kept.runners[rank].state_dict())
         servers = [ranks.runners[rank]._server for ranks in (kept, resumed)]
@@ -344,7 +366,15 @@ def test_async_sgd_refuses_what_it_cannot_cut(make: Callable[..., Any], words: s
 
 @pytest.mark.parametrize(
     "options",
-    [{"period": 0}, {"max_staleness": 0}, {"on_stale": "keep"}, {"delay_compensation": -1.0}, {"lr_scale": 0.0}],
+    [
+        {"period": 0},
+        {"rest": -1.0},
+        {"rest": math.nan},
+        {"max_staleness": 0},
+        {"on_stale": "keep"},
+        {"delay_compensation": -1.0},
+        {"lr_scale": 0.0},
+    ],
 )
 def test_async_sgd_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="AsyncSGD: expected"):

@@ -119,7 +119,7 @@ def test_a_block_holds_whole_periods(name, least, expected):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("commlib:nosuch", "'nosuch' is not registered"),
+        ("commlib:allreduc", "'allreduc' is not registered. Did you mean 'allreduce'?"),
         ("commlib:topk(ratioo=3)", "ratioo"),
         ("torchft:diloco(sync_every=often)", "sync_every is 'often'"),
         ("torchft:diloco(sync_every=0)", "sync_every is 0"),
@@ -404,11 +404,11 @@ def test_final_losses_are_kept_and_completed(tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_wrong_algorithm_shows_the_workers_error():
-    done = run("step.py", "--systems", "commlib:allreduc", "--memory-steps", "0")
+def test_a_worker_that_fails_shows_its_error():
+    done = run("step.py", "--systems", "ddp(nosuch=1)@25", "--memory-steps", "0")
     assert done.returncode != 0
-    assert "ConfigError" in done.stderr
-    assert "allreduce" in done.stderr
+    assert "TypeError" in done.stderr
+    assert "nosuch" in done.stderr
 
 
 def test_shrunk_workloads_train_and_their_rate_follows_the_network() -> None:
