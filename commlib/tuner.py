@@ -39,12 +39,12 @@ from commlib.transport.base import Transport
 
 _log = logging.getLogger("commlib")
 
-#: commlib's own choice of candidates; the first of equals is preferred.
+#: commlib's own choice of candidates, in order of preference.
 CANDIDATES = (
     *("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd"),
     *("decentralized", "low_precision_decentralized", "local_sgd", "async_averaging"),
 )
-#: Of candidates within this fraction of the fastest, the most exact is taken.
+#: Candidates within this fraction of the fastest are equally fast: predictions are no better than that.
 TOLERANCE = 0.03
 #: A step may take this fraction more or less than expected.
 DEPARTURE = 0.2
@@ -226,14 +226,9 @@ class Tuner:
     def _simulate_all(self, found: Probe) -> tuple[str, dict[str, float], str]:
         assert self.times is not None
         workload = workload_of(self._engine.parameters, self.times)
-        predicted_s: dict[str, float] = {}
-        exactness: dict[str, int] = {}
-        for each in self._candidates():
-            predicted_s[each.name] = self._predict(each, workload, found) * self._bias.get(each.name, 1.0)
-            exactness[each.name] = EXACTNESS.index(each.exactness)
-        least_s = min(predicted_s.values())
-        close = [name for name, seconds in predicted_s.items() if seconds <= least_s * (1 + TOLERANCE)]
-        chosen = min(close, key=lambda name: (exactness[name], predicted_s[name]))
+        candidates = self._candidates()
+        predicted_s = {c.name: self._predict(c, workload, found) * self._bias.get(c.name, 1.0) for c in candidates}
+        chosen = preferred(candidates, predicted_s)
         shown = ", ".join(f"{n} {s * 1e3:.0f}" for n, s in sorted(predicted_s.items(), key=lambda entry: entry[1]))
         return (
             chosen,
@@ -290,6 +285,18 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
             f"got {list(auto.candidates or CANDIDATES)}"
         )
     return found
+
+
+def preferred(candidates: Sequence[Algorithm], predicted_s: Mapping[str, float]) -> str:
+    """Return the name of the most exact candidate within `TOLERANCE` of the fastest; of equally exact ones the first.
+
+    Args:
+        candidates: In order of preference.
+        predicted_s: Seconds of a step, by name.
+    """
+    bound_s = min(predicted_s.values()) * (1 + TOLERANCE)
+    close = [each for each in candidates if predicted_s[each.name] <= bound_s]
+    return min(close, key=lambda each: EXACTNESS.index(each.exactness)).name
 
 
 def _own_candidates(has_nodes: bool) -> list[Algorithm]:

@@ -13,15 +13,16 @@ class Auto(AllReduce):
     """Averages gradients in full precision, measures, and goes on as the algorithm that will be the fastest here.
 
     After the first synchronised steps it measures the network (about two seconds), simulates one training step of each
-    candidate with what was measured, and takes the fastest; of those within 3 % of it the most exact. One line of the
-    log says which and why. Where steps later take 20 % more or less than expected, it measures and chooses anew.
+    candidate with what was measured, and takes the fastest; of those within 3 % of it the most exact, and of equally
+    exact ones the first listed. One line of the log says which and why. Where steps later take 20 % more or less than
+    expected, it measures and chooses anew.
     Rank 0 decides for all.
 
     Args:
         allow: How far it may go: "exact", "8bit" (8 bits on the wire), "compensated" (what is not sent is remembered)
             or "any" (weights that differ between ranks, too).
-        candidates: Names or instances to choose from, instead of commlib's own choice of that class; those outside the
-            class, or which need an optimizer that `wrap` was not given, are left out.
+        candidates: Names or instances to choose from, in order of preference, instead of commlib's own choice of that
+            class; those outside the class, or which need an optimizer that `wrap` was not given, are left out.
 
     Paper: none; Gan et al., "BAGUA" (VLDB 2021), name an automatic choice as what they lack.
     """

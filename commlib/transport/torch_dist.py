@@ -217,6 +217,13 @@ class TorchTransport(Transport):
         self._store = _fresh_store(group)
         self._timeout = timeout
         self._connect("all", self._store, self.rank, self.world_size)
+        self._await_all()
+
+    def _await_all(self) -> None:
+        """Wait until every rank has connected: one that left before would break the connecting of the others."""
+        sent_before = self.bytes_sent
+        self.gather_objects(None)
+        self.bytes_sent = sent_before  # which counts what users send
 
     def _connect(self, name: str, store: dist.Store, rank: int, size: int) -> None:
         """Make the backend of a group of ranks; nothing for one rank alone."""
@@ -248,6 +255,7 @@ class TorchTransport(Transport):
         local, across = Communicator(place, max(sizes), "local"), Communicator(node, len(nodes), "across")
         self._connect("local", dist.PrefixStore(f"local/{node}", self._store), local.rank, local.world_size)
         self._connect("across", dist.PrefixStore(f"across/{place}", self._store), across.rank, across.world_size)
+        self._await_all()
         return local, across
 
     @override

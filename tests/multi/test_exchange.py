@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from commlib.errors import ConfigError, TransportError
 from commlib.primitives.butterfly import butterfly_all_reduce, halving_all_reduce, split
+from commlib.transport import torch_dist
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.torch_dist import TorchTransport, resolve_group
 from tests.multi.fault_scripts import TIMEOUT_S, VICTIM, report, train_weights_into_trap
@@ -71,6 +72,27 @@ def test_what_is_sent_arrives_in_order_and_in_any_direction() -> None:
         for turn, receives in enumerate(received):
             assert all((tensor == 100.0 * turn + by).all() for by, tensor in receives)
         assert transport.bytes_sent == 5 * sum(4 * (1 + comm.rank + 10 * to) for to in others)
+
+
+@on_ranks(3)
+def test_no_rank_has_the_communicator_before_all_are_connected() -> None:
+    """A rank that left at once would break the connecting of the others."""
+    connected_s: list[float] = []
+
+    def late_on_rank_0(*args: Any) -> Any:
+        backend = make_backend(*args)
+        time.sleep(0.5 if dist.get_rank() == 0 else 0.0)
+        connected_s.append(time.monotonic())
+        return backend
+
+    make_backend = torch_dist._make_backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist, "_make_backend", late_on_rank_0)
+        with connected() as (transport, _):
+            returned_s = time.monotonic()
+            times = transport.gather_objects((*connected_s, returned_s))
+    latest_s = max(made_s for made_s, _ in times)
+    assert all(had_s >= latest_s for _, had_s in times), times
 
 
 @on_ranks(3)

@@ -1,0 +1,30 @@
+"""Which of the candidates `auto` takes."""
+
+import pytest
+
+from commlib import algorithms
+from commlib.tuner import CANDIDATES, TOLERANCE, preferred
+
+OWN = [algorithms.create(name) for name in CANDIDATES]
+SLOW = dict.fromkeys(CANDIDATES, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "chosen"),
+    [
+        ({"powersgd": 0.320, "signsgd": 0.320 * (1 + TOLERANCE) + 1e-6}, "powersgd"),  # faster than the others
+        ({"powersgd": 0.320, "signsgd": 0.322}, "signsgd"),  # of equals the first listed
+        ({"topk": 0.320, "powersgd": 0.321, "bytegrad": 0.325}, "bytegrad"),  # the most exact
+        ({"decentralized": 0.320, "local_sgd": 0.318, "topk": 0.321}, "topk"),
+        ({"async_averaging": 0.320}, "async_averaging"),
+        ({}, "allreduce"),
+    ],
+)
+def test_of_candidates_that_are_equally_fast_the_most_exact_and_then_the_first_is_taken(predicted_s, chosen):
+    assert preferred(OWN, {**SLOW, **predicted_s}) == chosen
+
+
+def test_the_order_of_candidates_is_the_users():
+    first, second = algorithms.create("topk"), algorithms.create("signsgd")
+    assert preferred([first, second], {"topk": 0.321, "signsgd": 0.320}) == "topk"
+    assert preferred([second, first], {"topk": 0.320, "signsgd": 0.321}) == "signsgd"
