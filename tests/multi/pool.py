@@ -30,6 +30,8 @@ from tests.multi.rank_worker import ForkJob, Job, Outcome
 
 NUM_RANKS = 4
 ROOT = Path(__file__).resolve().parents[2]
+# When ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
+_HANG_S = 120.0
 # How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
 _GRACE_S = 15.0
 _WORKER = [sys.executable, "-m", "tests.multi.rank_worker"]
@@ -85,11 +87,13 @@ class PooledRank:
         except (EOFError, ConnectionError):
             return Outcome("error", f"the process of rank {self.rank} died with exit code {self.process.wait()}")
 
-    def stacks(self) -> str:
-        """Ask the (hung) process for the stacks of all its threads."""
+    def ask_for_stacks(self) -> None:
+        """Let the (hung) process write the stacks of all its threads."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
+
+    def stacks(self) -> str:
+        """Return what the process has written."""
         return self.stack_path.read_text() if self.stack_path.exists() else "(no stack)"
 
     def kill(self) -> None:
@@ -167,6 +171,9 @@ class RankPool:
             f"--- rank {rank} of {job.world_size} failed in {job.qualname}:\n{text}" for rank, text in failed.items()
         ]
         hung = [rank for rank in ranks if rank.rank not in outcomes]
+        for rank in hung:  # all at one moment: stacks half a second apart would tell nothing
+            rank.ask_for_stacks()
+        time.sleep(0.5 if hung else 0.0)
         words += [f"--- rank {rank.rank} hung in {job.qualname}:\n{rank.stacks()}" for rank in hung]
         if hung or any(rank.process.poll() is not None for rank in ranks):
             self.kill()
@@ -198,7 +205,11 @@ POOL = RankPool()
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 40.0, kwargs: dict[str, Any] | None = None
+    fn: Callable[..., Any],
+    world_size: int = 2,
+    *args: Any,
+    timeout: float = _HANG_S,
+    kwargs: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Run the module-level function `fn(*args, **kwargs)` on every rank of a fresh default group.
 
@@ -215,7 +226,7 @@ def run_ranks(
     return POOL.run(job)
 
 
-def on_ranks(*world_sizes: int, timeout: float = 40.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_ranks(*world_sizes: int, timeout: float = _HANG_S) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a test of a function that is to run on every rank, once per world size.
 
     The body finds its rank through `torch.distributed`; parametrised arguments reach it as keywords. It must be at
@@ -422,7 +433,7 @@ def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator
         del store
 
 
-def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[RankExit]:
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = _HANG_S) -> list[RankExit]:
     """Run `fn(*args)` in a process of its own per rank until all have exited; returns exit codes and output."""
     with start_ranks(fn, world_size, *args) as ranks:
         return ranks.wait(timeout)

@@ -216,7 +216,7 @@ class ReferenceAveraging:
             self.started_at[rank] = self.steps[rank]
 
 
-@on_ranks(1, 2, 3, 4, 8, timeout=55)
+@on_ranks(1, 2, 3, 4, 8)
 def test_async_averaging_follows_the_reference() -> None:
     import commlib
     from commlib.replica import replica_of
@@ -253,7 +253,7 @@ def digits_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "hogwild"])
-@on_ranks(2, 4, timeout=55.0)
+@on_ranks(2, 4)
 def test_digits_are_learnt(name: str) -> None:
     """Each rank has its own part of the data; the consensus model knows all of it."""
     import commlib

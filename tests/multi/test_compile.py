@@ -61,7 +61,7 @@ def check_compiled(way: str, backend: str) -> None:
     assert_replicas_identical(model)
 
 
-@on_ranks(2, timeout=55)
+@on_ranks(2)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_compiled_models_train_as_in_ddp(way: str) -> None:
     check_compiled(way, "aot_eager")

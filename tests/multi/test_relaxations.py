@@ -201,29 +201,29 @@ def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_powersgd_follows_its_equations() -> None:
-    algorithm = PowerSGD(rank=2, min_compression=1.5, seed=4)
+@pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
+def test_powersgd_follows_its_equations(cap: float) -> None:
+    check_powersgd(cap, num_workers=dist.get_world_size())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
+def test_powersgd_by_nodes_follows_its_equations(cap: float) -> None:
+    """A node is a worker, and its two ranks share out the matrices."""
+    with two_nodes():
+        check_powersgd(cap, num_workers=2, hierarchical=True, workers_of=node_means)
+
+
+def check_powersgd(cap: float, num_workers: int, hierarchical: bool = False, workers_of: Any = list) -> None:
+    algorithm = PowerSGD(rank=2, min_compression=1.5, seed=4, hierarchical=hierarchical)
     shapes = {name: (p.shape[0], p.numel() // p.shape[0]) for name, p in Mlp().named_parameters()}
     offsets = dict(zip(numels(), np.cumsum([0, *numels().values()])[:-1].tolist(), strict=True))
     matrices = [name for name, p in Mlp().named_parameters() if algorithm.group(name, p) == "compressed"]
     assert matrices == ["first.weight", "second.weight", "third.weight"][: len(matrices)]
     first_q = {name: powersgd_first_q(shapes[name], offsets[name], rank=2, seed=4) for name in matrices}
-    reference = PowerSGDReference(dist.get_world_size(), shapes, first_q)
-    options: dict[str, Any] = {"tolerance": 1e-5, "prepare": follow_state}
-    for cap in (SMALL_BUCKET_MB, 1.0):
-        check(copy.deepcopy(algorithm), copy.deepcopy(reference), bucket_cap_mb=cap, **options)
-    if dist.get_world_size() == 4:  # a node is a worker then, and its two ranks share out the matrices
-        algorithm = PowerSGD(rank=2, min_compression=1.5, seed=4, hierarchical=True)
-        by_node = PowerSGDReference(2, shapes, first_q)
-        for cap in (SMALL_BUCKET_MB, 1.0):
-            with two_nodes():
-                check(
-                    copy.deepcopy(algorithm),
-                    copy.deepcopy(by_node),
-                    bucket_cap_mb=cap,
-                    workers_of=node_means,
-                    **options,
-                )
+    reference = PowerSGDReference(num_workers, shapes, first_q)
+    options: dict[str, Any] = {"tolerance": 1e-5, "prepare": follow_state, "workers_of": workers_of}
+    check(algorithm, reference, bucket_cap_mb=cap, **options)
 
 
 def node_means(by_rank: list[ByName]) -> list[ByName]:
