@@ -30,7 +30,8 @@ from tests.multi.rank_worker import ForkJob, Job, Outcome
 
 NUM_RANKS = 4
 ROOT = Path(__file__).resolve().parents[2]
-# When ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
+# When pooled ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
+# Their group has the same timeout, so what would only end by waiting that out is found as before.
 _HANG_S = 120.0
 # How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
 _GRACE_S = 15.0
@@ -433,7 +434,7 @@ def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator
         del store
 
 
-def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = _HANG_S) -> list[RankExit]:
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[RankExit]:
     """Run `fn(*args)` in a process of its own per rank until all have exited; returns exit codes and output."""
     with start_ranks(fn, world_size, *args) as ranks:
         return ranks.wait(timeout)

@@ -353,7 +353,7 @@ def test_weights_without_an_optimizer_are_an_error() -> None:
         wrap(seeded(Mlp), algorithm=Average(tensors="weights"))
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=40)
 def test_an_error_in_an_algorithm_is_raised_as_it_is_and_ends_the_others() -> None:
     model = wrap(seeded(Mlp), algorithm=Failing(), timeout=10)
     kind = ZeroDivisionError if dist.get_rank() == 0 else commlib.TransportError
