@@ -4,7 +4,7 @@
 gradient is ready; the wire carries one bucket after the other, each for as long as buckets of its size took when
 several were in flight (the latency of one then hides behind the bytes of another, so it is no sum of both). The last
 gradient is taken to be ready when backward ends, and the step to end with its bucket; the boundaries that minimise that
-time are found exactly, by dynamic programming over their number.
+time are found exactly, by dynamic programming.
 
 The model leaves out that communication takes processor time from backward where no core is free. So it only proposes:
 its boundaries, for gradients as early as they were without communication and for later ones, are tried in real steps
@@ -13,12 +13,12 @@ beside plain sizes, and the fastest stays (`profile`, [Note: trials]).
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-#: More bucket boundaries than this are not considered.
+#: More buckets than this are not considered.
 _MAX_BUCKETS = 64
 #: Neighbouring gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
 _MAX_PIECES = 128
@@ -49,11 +49,17 @@ class Cost:
         (smaller, smaller_s), (largest, largest_s) = self.samples[-2:]
         return max(0.0, (largest_s - smaller_s) / (largest - smaller))
 
-    def seconds(self, nbytes: float | Sequence[float] | np.ndarray) -> np.ndarray:
-        """Return the predicted seconds of buckets of `nbytes`: linear between the samples and beyond the last one."""
-        sizes, seconds = np.array(self.samples).T
-        seconds = np.maximum.accumulate(seconds)  # a larger bucket that took less is noise
-        return np.interp(nbytes, sizes, seconds) + self.s_per_byte * np.maximum(0.0, np.subtract(nbytes, sizes[-1]))
+    def seconds(self, nbytes: float) -> float:
+        """Return the predicted seconds of a bucket of `nbytes`: linear between the samples and beyond the last one."""
+        (size, seconds), *larger = self.samples
+        if nbytes <= size:
+            return seconds
+        for larger_size, larger_s in larger:
+            larger_s = max(larger_s, seconds)  # a larger bucket that took less is noise
+            if nbytes <= larger_size:
+                return seconds + (larger_s - seconds) * (nbytes - size) / (larger_size - size)
+            size, seconds = larger_size, larger_s
+        return seconds + self.s_per_byte * (nbytes - size)
 
 
 def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
@@ -88,9 +94,9 @@ def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backwar
     if not len(nbytes):
         return []
     ends = _pieces(nbytes)
-    ready = _latest(ready_s, backward_s)[np.array(ends) - 1]
-    total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)[np.array(ends) - 1]])
-    return [ends[piece - 1] for piece in _best_cut(ready, total, cost)]
+    latest, total = _latest(ready_s, backward_s), list(itertools.accumulate(nbytes, initial=0))
+    cut = _best_cut([latest[end - 1] for end in ends], [total[end] for end in (0, *ends)], cost)
+    return [ends[piece - 1] for piece in cut]
 
 
 def predict(
@@ -98,17 +104,17 @@ def predict(
 ) -> float:
     """Return the predicted seconds from the start of backward to the end of the last bucket, for given boundaries."""
     latest = _latest(ready_s, backward_s)
-    total = np.concatenate([[0.0], np.cumsum(nbytes, dtype=float)])
+    total = list(itertools.accumulate(nbytes, initial=0))
     finish, start = 0.0, 0
     for end in ends:
-        finish = max(finish, latest[end - 1]) + float(cost.seconds(total[end] - total[start]))
+        finish = max(finish, latest[end - 1]) + cost.seconds(total[end] - total[start])
         start = end
-    return float(finish)
+    return finish
 
 
-def _latest(ready_s: Sequence[float], backward_s: float) -> np.ndarray:
+def _latest(ready_s: Sequence[float], backward_s: float) -> list[float]:
     """Return when each gradient and all before it are ready; the last one at the end of backward."""
-    latest = np.maximum.accumulate(np.asarray(ready_s, dtype=float))
+    latest = list(itertools.accumulate(ready_s, max))
     latest[-1] = max(latest[-1], backward_s)
     return latest
 
@@ -120,26 +126,30 @@ def _pieces(nbytes: Sequence[int]) -> list[int]:
     return by_size(nbytes, max(1, 2 * sum(nbytes) // _MAX_PIECES))
 
 
-def _best_cut(ready: np.ndarray, total: np.ndarray, cost: Cost) -> list[int]:
-    """Minimise over the number of buckets and their ends; `total[j]` is the bytes of the first j pieces."""
+def _best_cut(ready: Sequence[float], total: Sequence[int], cost: Cost) -> list[int]:
+    """Return the ends of the buckets, in pieces; `total[j]` is the bytes of the first j pieces."""
     num_pieces = len(ready)
-    finish = np.full(num_pieces + 1, np.inf)
-    finish[0] = 0.0
-    finish_s, choices = [], []
-    seconds = cost.seconds(total[1:, None] - total[None, :-1])
-    is_empty = np.arange(num_pieces)[None, :] > np.arange(num_pieces)[:, None]  # a bucket holds at least one piece
-    for _ in range(min(num_pieces, _MAX_BUCKETS)):
-        # finish[j]: the earliest end of one more bucket, when they hold the first j pieces; earlier is never worse.
-        starts = np.maximum(finish[None, :-1], ready[:, None])
-        ends = starts + seconds
-        ends[is_empty] = np.inf
-        choice = ends.argmin(axis=1)
-        choices.append(choice)
-        finish = np.concatenate([[np.inf], ends[np.arange(num_pieces), choice]])
-        finish_s.append(finish[-1])
-    fewest = next(count for count, end_s in enumerate(finish_s) if end_s <= min(finish_s) * (1 + TOLERANCE))
+    pieces = range(num_pieces)
+    seconds = [[cost.seconds(total[end + 1] - total[start]) for start in range(end + 1)] for end in pieces]
+
+    def after(finish: Sequence[float], end: int) -> tuple[float, int]:
+        """Return the earliest end of a further bucket, whose last piece is `end`, and its first piece."""
+        at = ready[end]
+        finish_s = [(before if before > at else at) + more for before, more in zip(finish, seconds[end], strict=False)]
+        return (best := min(finish_s)), finish_s.index(best)
+
+    # finish[j]: the earliest end of all buckets, when they hold the first j pieces; earlier is never worse.
+    finish = [0.0]
+    for end in pieces:
+        finish.append(after(finish, end)[0])
+    latest_s = finish[-1] * (1 + TOLERANCE)
+    finish, starts = [0.0] + [math.inf] * num_pieces, []
+    while finish[-1] > latest_s and len(starts) < _MAX_BUCKETS:  # with one more bucket
+        found = [after(finish, end) for end in pieces]
+        finish = [math.inf, *(finish_s for finish_s, _ in found)]
+        starts.append([start for _, start in found])
     cut, piece = [], num_pieces
-    for count in range(fewest, -1, -1):
+    for start in reversed(starts):
         cut.append(piece)
-        piece = int(choices[count][piece - 1])
+        piece = start[piece - 1]
     return cut[::-1]

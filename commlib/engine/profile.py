@@ -22,6 +22,8 @@ from commlib.transport.base import Communicator, Transport
 PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 #: A small model's scratch buckets are smaller, but not below this in the first of `PROBES`, and twice in each further.
 _LEAST_BYTES = 16 << 10
+#: Their sizes are multiples of this, so that each begins as a bucket of its own would.
+_ALIGNMENT = 64
 _REPETITIONS = 5
 #: Roughly how long one visit of a trial lasts.
 _VISIT_S = 0.3
@@ -37,15 +39,15 @@ def as_square(nbytes: int) -> list[tuple[int, ...]]:
 
 
 class Scratch:
-    """A bucket of zeros, to measure with (a `BucketView`), for fp32 parameters of these shapes."""
+    """A bucket to measure with (a `BucketView`): `flat` as the gradients of fp32 parameters of these shapes."""
 
     def __init__(
-        self, index: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
+        self, index: int, shapes: Sequence[tuple[int, ...]], flat: torch.Tensor, group: Hashable = None
     ) -> None:
         self.index = index
         self.group = group
         self._shapes = shapes
-        self.flat = self.payload = torch.zeros(sum(map(math.prod, shapes)), device=device)
+        self.flat = self.payload = flat
 
     @property
     def parts(self) -> list[Part]:
@@ -62,6 +64,14 @@ class Scratch:
     def parameters(self) -> list[torch.nn.Parameter]:
         """None."""
         return []
+
+
+def scratch_buckets(
+    count: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
+) -> list[Scratch]:
+    """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
+    parts = torch.zeros(count, sum(map(math.prod, shapes)), device=device)
+    return [Scratch(idx, shapes, part, group) for idx, part in enumerate(parts)]
 
 
 class Readiness:
@@ -147,8 +157,8 @@ def measure_cost(
     """
     wall: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(PROBES):
-        nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place))
-        buckets = [Scratch(idx, as_square(nbytes), device, group) for idx in range(count)]
+        nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place)) & -_ALIGNMENT
+        buckets = scratch_buckets(count, as_square(nbytes), device, group)
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm, buckets, device))
         probe = _Probe(trial, buckets, transport, comm, driver, device)

@@ -27,7 +27,7 @@ import torch
 
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine.plan import Parameter, main_group
-from commlib.engine.profile import Scratch, as_square
+from commlib.engine.profile import Scratch, as_square, scratch_buckets
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.network.simulation.links import GLOO, NCCL, TransportProfile
@@ -174,15 +174,17 @@ def work_factor(
     """
     group = main_group(parameters)
     shapes = _drawn([tuple(p.param.shape) for p in parameters if p.group == group and not p.sparse])
+    (said_of,) = scratch_buckets(1, shapes, torch.device("meta"), group)
+    (measured,) = scratch_buckets(1, shapes, device, group)
     meter = Meter(found)
     with meter.active():
-        said_s = _local_work(algorithm, world_size, Scratch(0, shapes, torch.device("meta"), group), meter.seconds)()
+        said_s = _local_work(algorithm, world_size, said_of, meter.seconds)()
 
     def now() -> float:
         _wait_for(device)
         return time.perf_counter()
 
-    run = _local_work(algorithm, world_size, Scratch(0, shapes, device, group), now)
+    run = _local_work(algorithm, world_size, measured, now)
     run()
     seconds = median(run() for _ in range(_REPETITIONS))
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0

@@ -14,7 +14,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.engine import plan as plans
 from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost
-from commlib.engine.profile import PROBES, Scratch, as_square
+from commlib.engine.profile import PROBES, as_square, scratch_buckets
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.network.simulation import asynchronous
@@ -245,7 +245,7 @@ def _cost(network: Network, device: Device, prototype: Algorithm, options: Optio
     """Return what a bucket costs, from scratch buckets as in `engine.profile.measure_cost`."""
     samples = []
     for nbytes, count in PROBES:
-        buckets = [Scratch(idx, as_square(nbytes), META, group) for idx in range(count)]
+        buckets = scratch_buckets(count, as_square(nbytes), META, group)
         seconds, _ = time_round(network, device, prototype, options, buckets)
         samples.append((nbytes, seconds / count))
     return Cost(tuple(samples))
