@@ -138,13 +138,14 @@ def _best_cut(ready: Sequence[float], total: Sequence[int], cost: Cost) -> list[
         finish_s = [(before if before > at else at) + more for before, more in zip(finish, seconds[end], strict=False)]
         return (best := min(finish_s)), finish_s.index(best)
 
-    # finish[j]: the earliest end of all buckets, when they hold the first j pieces; earlier is never worse.
+    # finish[j]: the earliest end of all buckets, when they hold the first j pieces; earlier is never worse. First for
+    # any number of buckets, which says how fast is fast enough, then for one more each time, until that is reached.
     finish = [0.0]
     for end in pieces:
         finish.append(after(finish, end)[0])
     latest_s = finish[-1] * (1 + TOLERANCE)
     finish, starts = [0.0] + [math.inf] * num_pieces, []
-    while finish[-1] > latest_s and len(starts) < _MAX_BUCKETS:  # with one more bucket
+    while finish[-1] > latest_s and len(starts) < _MAX_BUCKETS:
         found = [after(finish, end) for end in pieces]
         finish = [math.inf, *(finish_s for finish_s, _ in found)]
         starts.append([start for _, start in found])
