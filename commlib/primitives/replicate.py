@@ -9,35 +9,60 @@ import torch
 from commlib.transport.base import Communication, Communicator
 
 _CHUNK_BYTES = 64 << 20
+#: Tensors that are copied together.
+_PORTION = 16
 
 
 def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: int = 0) -> Communication:
     """Copy rank `source`'s tensors, of any shapes and dtypes, to all ranks, in place."""
     for chunk in _chunks(tensors):
-        data = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
+        data = _gathered(chunk)
         yield comm.broadcast(data, source)
-        start = 0
-        for tensor in chunk:
-            tensor.copy_(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start += tensor.nbytes
+        _scatter(data, chunk)
 
 
 def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communication:
     """Replace tensors of any shapes and floating or complex dtypes by their mean over the ranks, in place."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         for chunk in _chunks([tensor for tensor in tensors if tensor.dtype == dtype]):
-            flat = torch.cat([tensor.contiguous().reshape(-1) for tensor in chunk])
-            flat = torch.view_as_real(flat) if flat.is_complex() else flat
+            data = _gathered(chunk)
+            flat = data.view(dtype.to_real() if dtype.is_complex else dtype)
             yield comm.all_reduce(flat)
             flat.div_(comm.world_size)
-            flat = torch.view_as_complex(flat) if dtype.is_complex else flat
-            for tensor, mean in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+            _scatter(data, chunk)
+
+
+def _gathered(chunk: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of the tensors, one after the other."""
+    data = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=chunk[0].device)
+    for own, places in _portions(data, chunk):
+        torch._foreach_copy_(places, own)
+    return data
+
+
+def _scatter(data: torch.Tensor, chunk: Sequence[torch.Tensor]) -> None:
+    """Copy what `_gathered` made back into the tensors."""
+    for own, places in _portions(data, chunk):
+        torch._foreach_copy_(own, places)
+
+
+def _portions(
+    data: torch.Tensor, chunk: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield the tensors and their places in `data`, few at a time: thousands of views are a megabyte of objects."""
+    start = 0
+    for first in range(0, len(chunk), _PORTION):
+        own = [tensor.detach() for tensor in chunk[first : first + _PORTION]]
+        places = []
+        for tensor in own:
+            places.append(data[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            start += tensor.nbytes
+        yield own, places
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     # Large elements first: every tensor's bytes then start at a multiple of its element size.
-    ordered = sorted((t.detach() for t in tensors if t.numel()), key=lambda t: -t.element_size())
+    ordered = sorted((t for t in tensors if t.numel()), key=lambda t: -t.element_size())
     while ordered:
         held = size = 0
         while size < len(ordered) and (size == 0 or held + ordered[size].nbytes <= _CHUNK_BYTES):
