@@ -87,11 +87,12 @@ def test_missing_requirements_are_all_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "/nowhere")
     missing = check_requirements()
-    assert len(missing) == 4
+    assert len(missing) == 5
     assert "root" in missing[0]
     assert "`ip`" in missing[1]
     assert "`tc`" in missing[2]
     assert "`unshare`" in missing[3]
+    assert "`taskset`" in missing[4]
     with pytest.raises(ConfigError, match=r"root privileges.*`ip`.*`tc`.*install iproute2"):
         EmulatedCluster(hosts=2, rate="100mbit")
 
@@ -114,6 +115,24 @@ def test_a_kernel_feature_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_wrong_arguments(arguments: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         EmulatedCluster(**arguments)
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [
+        ({0, 1}, [[0], [1], [0]]),
+        ({5}, [[5], [5], [5]]),
+        ({1, 2, 4, 6, 7}, [[1], [2], [4]]),
+        (set(range(8)), [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_processors_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch, available: set[int], expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: available)
+    cluster = EmulatedCluster(hosts=3)
+    assert [cluster.processors(rank) for rank in range(3)] == expected
 
 
 def test_counters_subtract() -> None:
@@ -196,6 +215,11 @@ class TestCluster:
         assert [result.output.strip() for result in results] == expected
         assert [(result.rank, result.returncode) for result in results] == [(0, 0), (1, 0), (2, 0)]
         assert sorted(lines) == list(enumerate(expected))
+
+    def test_each_host_runs_on_its_share_of_the_processors(self, cluster: EmulatedCluster) -> None:
+        code = "import os; print(sorted(os.sched_getaffinity(0)))"
+        results = cluster.run(_python(code), timeout=30)
+        assert [result.output.strip() for result in results] == [str(cluster.processors(rank)) for rank in range(3)]
 
     def test_each_run_has_its_own_port(self, cluster: EmulatedCluster) -> None:
         code = _python("import os; print(os.environ['MASTER_PORT'])")

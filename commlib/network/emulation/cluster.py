@@ -276,7 +276,8 @@ class EmulatedCluster:
     ) -> HostProcess:
         """Start a command on one host and return at once. It is ended, if it still runs, when the cluster is closed."""
         variables = {**os.environ, **self.environment(rank), **(env or {})}
-        process = HostProcess(rank, self._hosts[rank], self.address(rank), cmd, variables, on_line)
+        pinned = ["taskset", "--cpu-list", ",".join(map(str, self.processors(rank))), *cmd]
+        process = HostProcess(rank, self._hosts[rank], self.address(rank), pinned, variables, on_line)
         self._processes.append(process)
         return process
 
@@ -290,8 +291,19 @@ class EmulatedCluster:
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.hosts)),
+            "OMP_NUM_THREADS": str(len(self.processors(rank))),
         }
+
+    def processors(self, rank: int) -> list[int]:
+        """Return the processors that a host's processes run on: an equal share of those of this process.
+
+        Where hosts are more than processors each has one, which it shares. Left to float, one host may have a processor
+        for itself while three share the other, and hosts that are equal take turns in being late.
+        """
+        own = sorted(os.sched_getaffinity(0))
+        share = max(1, len(own) // self.hosts)
+        first = self._check_rank(rank) * share % len(own)
+        return own[first : first + share]
 
     def kill(self, rank: int) -> int:
         """Kill every process of a host (SIGKILL) and return how many there were."""

@@ -23,6 +23,7 @@ from commlib.errors import ConfigError
 _PREFIX = "commlib"
 _NAME = re.compile(rf"^{_PREFIX}-(\d+)-(\d+)-")
 _COMMAND_TIMEOUT_S = 20.0
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
 _SET_HOSTNAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
 # Waits until its standard input closes, which the kernel does when the owner ends in any way, SIGKILL included.
@@ -183,9 +184,7 @@ def check_requirements() -> list[str]:
     if os.geteuid() != 0:
         missing.append(f"root privileges (the effective user id is {os.geteuid()}; run it with sudo)")
     missing += [
-        f"the `{tool}` command (install {package})"
-        for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux"))
-        if shutil.which(tool) is None
+        f"the `{tool}` command (install {package})" for tool, package in _TOOLS.items() if shutil.which(tool) is None
     ]
     return missing or _check_kernel()
 
