@@ -4,6 +4,7 @@ none                                no communication
 ddp                                 DistributedDataParallel, at the best of its configurations (found by a race)
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
+ddp:own_group                       DDP beside what every planner of buckets needs, for its memory (see _install_parts)
 torchft                             torchft's DistributedDataParallel, where it is installed (torchft_system.py)
 torchft:local_sgd(sync_every=8), torchft:diloco(sync_every=50)     its LocalSGD and DiLoCo
 commlib:allreduce                   commlib.wrap with planned buckets
@@ -17,8 +18,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import threading
 from typing import Any
 
+import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,6 +30,9 @@ from torch.optim import Optimizer
 _SINGLE_BUCKET_MB = 100_000
 _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\))?(@(?P<cap>[\d.]+|default))?")
 _HOOKS = ("fp16", "bf16", "powersgd")
+_OWN_GROUP = "own_group"
+#: Bytes and number of the scratch buckets whose all-reduces show what communication costs, as commlib has them.
+_SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
@@ -80,8 +87,8 @@ def parse(name: str) -> System:
         forms = "none, ddp[:hook], torchft[:variant], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
-    if kind == "ddp" and variant and variant not in _HOOKS:
-        raise ValueError(f"system {name!r}: DDP hook {variant!r}, expected one of {', '.join(_HOOKS)}")
+    if kind == "ddp" and variant and variant not in (*_HOOKS, _OWN_GROUP):
+        raise ValueError(f"system {name!r}: DDP's {variant!r}, expected one of {', '.join((*_HOOKS, _OWN_GROUP))}")
     if kind == "torchft" and variant and variant not in _TORCHFT:
         raise ValueError(f"system {name!r}: torchft's {variant!r}, expected one of {', '.join(_TORCHFT)}")
     if kind not in ("ddp", "torchft") and (kind in ("commlib", "bound")) != bool(variant):
@@ -167,6 +174,8 @@ def _algorithm(system: System) -> Any:
 
 def _install_ddp(system: System, model: nn.Module) -> nn.Module:
     cap = _SINGLE_BUCKET_MB if system.variant == "powersgd" else system.cap_mb
+    if system.variant == _OWN_GROUP:
+        _install_parts(model)
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap, **dict(system.options))
     if system.variant in ("fp16", "bf16"):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -178,3 +187,20 @@ def _install_ddp(system: System, model: nn.Module) -> nn.Module:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp
+
+
+def _install_parts(model: nn.Module) -> None:
+    """Start, with torch alone, what a library needs that has collectives of its own and plans by what they cost.
+
+    A process group, which no other collective can disturb; a thread, idle here; and all-reduces of scratch buckets of
+    zeros, together an eighth of the model or less where that is not below 64 KiB each.
+    """
+    group = dist.new_group()
+    threading.Thread(target=threading.Event().wait, name="idle", daemon=True).start()
+    max_bytes = sum(param.nbytes for param in model.parameters()) // 8
+    for nbytes, count in _SCRATCH:
+        numel = min(nbytes, max(max_bytes // count, 64 << 10)) // 4
+        scratch = torch.zeros(count * numel)
+        for _ in range(6):
+            for work in [dist.all_reduce(part, group=group, async_op=True) for part in scratch.split(numel)]:
+                work.wait()

@@ -70,8 +70,10 @@ def scratch_buckets(
     count: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
 ) -> list[Scratch]:
     """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
-    parts = torch.zeros(count, sum(map(math.prod, shapes)), device=device)
-    return [Scratch(idx, shapes, part, group) for idx, part in enumerate(parts)]
+    numel = sum(map(math.prod, shapes))
+    flat = torch.zeros(count * numel, device=device)
+    # Slices, as buckets have them: other operations bring code of their own into memory.
+    return [Scratch(idx, shapes, flat[idx * numel : (idx + 1) * numel], group) for idx in range(count)]
 
 
 class Readiness:

@@ -40,6 +40,10 @@ import commlib  # noqa: E402
         ("none", ("none", "", (), None)),
         ("ddp@25", ("ddp", "", (), 25.0)),
         ("ddp:powersgd", ("ddp", "powersgd", (), None)),
+        (
+            "ddp:own_group(gradient_as_bucket_view=True)@100",
+            ("ddp", "own_group", (("gradient_as_bucket_view", True),), 100.0),
+        ),
         ("ddp(gradient_as_bucket_view=True)@default", ("ddp", "", (("gradient_as_bucket_view", True),), None)),
         ("commlib:allreduce@0.5", ("commlib", "allreduce", (), 0.5)),
         (
@@ -352,7 +356,7 @@ def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(180)
 def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
-    names = ["ddp@25", "commlib:allreduce@4", "none"]
+    names = ["ddp@25", "ddp:own_group@25", "commlib:allreduce@4", "none"]
     short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2", "--memory-runs", "1")
     done = run("step.py", "--systems", ",".join(names), *short, "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -360,14 +364,14 @@ def test_step_measures_real_training(tmp_path):
     result = json.loads(out.read_text())
     assert result["header"]["torch"]
     assert "step.py" in result["header"]["command"]
-    ddp, commlib, bare = result["rows"]
+    ddp, own_group, commlib, bare = result["rows"]
     assert [row["system"] for row in result["rows"]] == names
     gradient_bytes = 4 * sum(p.numel() for p in models.WORKLOADS["bytes-tiny"]().build().parameters())
-    for row in (ddp, commlib):
+    for row in (ddp, own_group, commlib):
         assert row["wire_bytes"] > 0.95 * gradient_bytes
         assert row["peak_bytes"] > 3 * gradient_bytes
     assert bare["peak_bytes"] < ddp["peak_bytes"]
-    assert commlib["loss"] == ddp["loss"] != bare["loss"]
+    assert commlib["loss"] == own_group["loss"] == ddp["loss"] != bare["loss"]
     assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
 
 
