@@ -360,9 +360,13 @@ class Engine:
             self._continue_trials()
 
     def run(self, what: str, communication: Communication) -> None:
-        """Run one communication on its own, now, and wait for it. For set-up, buffers and the like."""
+        """Run one communication on its own, now, and wait for it. For set-up, buffers and the like.
+
+        The calling thread does it all, as it has nothing else to do: waking another one can take milliseconds.
+        """
         self.check()
-        round_ = Round(self.transport, [Task(lambda: what, lambda: communication)], window=1)
+        task = Task(lambda: what, lambda: communication, is_prompt=True, is_single=True)
+        round_ = Round(self.transport, [task], window=1)
         try:
             self.driver.open(round_)
             self.driver.ready(round_, 0)

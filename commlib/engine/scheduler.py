@@ -12,6 +12,7 @@ waits for it on the slowest rank. So a task that asks for its first collective w
 the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
 collectives is the policy's, whichever thread issues them. A task of a single collective is finished by the thread that
 waits for the round, once it waits: until then nothing of Python runs for it, which backward would share its lock with.
+What is run on its own (buffers before a forward) is done by its caller altogether.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Task:
         describe: Names the bucket in errors.
         begin: Makes the generator; called once the task's input is ready.
         is_prompt: Whether the generator asks for its first collective without working on the data.
-        is_single: Whether it asks for that one only, and has next to nothing to do after it.
+        is_single: Whether the thread that waits for the round goes on with it: because it asks for that one only and
+            has next to nothing to do after it, or because that thread waits from the start.
     """
 
     __slots__ = (

@@ -19,6 +19,8 @@ from torch import nn
 
 import commlib
 from commlib.errors import ConfigError
+from commlib.replica import replica_of
+from commlib.transport.base import Communication
 
 
 def net() -> nn.Sequential:
@@ -289,3 +291,20 @@ def test_a_model_can_be_used_and_unwrapped_after_the_group_is_destroyed() -> Non
     dist.destroy_process_group()
     step(model)
     step(commlib.unwrap(model))
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_run_on_its_own_is_done_by_the_calling_thread() -> None:
+    model = commlib.wrap(net())
+    engine = replica_of(model).engine
+    threads = []
+
+    def communicate() -> Communication:
+        for _ in range(3):
+            threads.append(threading.current_thread())
+            yield engine.comm.broadcast(torch.ones(4), 0)
+        threads.append(threading.current_thread())
+
+    engine.run("three broadcasts", communicate())
+    assert threads == [threading.current_thread()] * 4
+    commlib.unwrap(model)
