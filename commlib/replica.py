@@ -122,16 +122,16 @@ class Replica:
     def copy_buffers(self, source: int = 0) -> None:
         """Copy the buffers of rank `source` to all ranks."""
         if buffers := self._buffers():
-            self._broadcast("the broadcast of buffers (every rank must call forward)", buffers, source)
+            self._broadcast("the broadcast of buffers (every rank must call forward)", buffers, source, here=True)
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
         parameters = [p.data for name, p in self.bare.named_parameters() if name not in self.ignored]
         self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._buffers()], source)
 
-    def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
+    def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int, here: bool = False) -> None:
         if self.engine.comm.world_size > 1:
-            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source))
+            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source), here)
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""

@@ -359,13 +359,17 @@ class Engine:
         else:
             self._continue_trials()
 
-    def run(self, what: str, communication: Communication) -> None:
+    def run(self, what: str, communication: Communication, here: bool = False) -> None:
         """Run one communication on its own, now, and wait for it. For set-up, buffers and the like.
 
-        The calling thread does it all, as it has nothing else to do: waking another one can take milliseconds.
+        Args:
+            what: Names it in errors.
+            communication: The communication.
+            here: Whether the calling thread does it all. For what every step waits for, as waking another thread can
+                take milliseconds. Not for a whole model: measured, that left a megabyte more in the heap.
         """
         self.check()
-        task = Task(lambda: what, lambda: communication, is_prompt=True, is_single=True)
+        task = Task(lambda: what, lambda: communication, is_prompt=here, is_single=here)
         round_ = Round(self.transport, [task], window=1)
         try:
             self.driver.open(round_)

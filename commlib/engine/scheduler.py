@@ -12,7 +12,7 @@ waits for it on the slowest rank. So a task that asks for its first collective w
 the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
 collectives is the policy's, whichever thread issues them. A task of a single collective is finished by the thread that
 waits for the round, once it waits: until then nothing of Python runs for it, which backward would share its lock with.
-What is run on its own (buffers before a forward) is done by its caller altogether.
+The broadcast of buffers before a forward is done by its caller altogether.
 """
 
 from __future__ import annotations

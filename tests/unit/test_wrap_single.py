@@ -294,7 +294,7 @@ def test_a_model_can_be_used_and_unwrapped_after_the_group_is_destroyed() -> Non
 
 
 @pytest.mark.usefixtures("group")
-def test_what_is_run_on_its_own_is_done_by_the_calling_thread() -> None:
+def test_what_is_run_here_is_done_by_the_calling_thread() -> None:
     model = commlib.wrap(net())
     engine = replica_of(model).engine
     threads = []
@@ -305,6 +305,6 @@ def test_what_is_run_on_its_own_is_done_by_the_calling_thread() -> None:
             yield engine.comm.broadcast(torch.ones(4), 0)
         threads.append(threading.current_thread())
 
-    engine.run("three broadcasts", communicate())
+    engine.run("three broadcasts", communicate(), here=True)
     assert threads == [threading.current_thread()] * 4
     commlib.unwrap(model)
