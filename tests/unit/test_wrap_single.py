@@ -308,3 +308,14 @@ def test_what_is_run_here_is_done_by_the_calling_thread() -> None:
     engine.run("three broadcasts", communicate(), here=True)
     assert threads == [threading.current_thread()] * 4
     commlib.unwrap(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_buffers_are_broadcast_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = commlib.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    replica, runs = replica_of(model), []
+    monkeypatch.setattr(replica.engine.comm, "world_size", 2)  # alone it does not broadcast
+    monkeypatch.setattr(replica.engine, "run", lambda what, _, here=False: runs.append((what.split(" (")[0], here)))
+    replica.copy_buffers()
+    assert runs == [("the broadcast of buffers", True)]
+    commlib.unwrap(model)
