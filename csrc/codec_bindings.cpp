@@ -185,10 +185,10 @@ void encode_top_k_at(Address x, int type, std::size_t numel, std::size_t places,
 }
 
 void encode_above_at(Address x, int type, std::size_t numel, std::size_t places, std::uint32_t threshold_bits,
-                     const Feedback& feedback, Address out) {
+                     const Feedback& feedback, Address out, int num_threads) {
   const SparseSource source = sparse_source(x, type, numel, feedback);
   const py::gil_scoped_release released;
-  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out));
+  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
 }
 
 void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t places, const RandomSource& random,
@@ -202,17 +202,17 @@ void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t plac
 
 // Returns -1, or the index of the first payload that is not valid: nothing was written then.
 std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t places, float divisor, bool adds,
-                              float weight, Address out, std::size_t numel) {
+                              float weight, Address out, std::size_t numel, int num_threads) {
   const auto& inputs = rows(payloads, count, sparse_payload_bytes(places));
   const py::gil_scoped_release released;
   for (std::size_t i = 0; i < count; ++i) {
-    if (!sparse_is_valid(inputs[i], places, numel)) return static_cast<std::int64_t>(i);
+    if (!sparse_is_valid(inputs[i], places, numel, num_threads)) return static_cast<std::int64_t>(i);
   }
   auto* to = reinterpret_cast<float*>(out);
   if (adds) {
-    for (const std::uint8_t* input : inputs) add_sparse(input, places, weight, to, numel);
+    for (const std::uint8_t* input : inputs) add_sparse(input, places, weight, to, numel, num_threads);
   } else {
-    sum_sparse(inputs.data(), count, places, divisor, to, numel);
+    sum_sparse(inputs.data(), count, places, divisor, to, numel, num_threads);
   }
   return -1;
 }
@@ -240,11 +240,12 @@ void bind_codecs(py::module_& module) {
   module.def("encode_top_k", &encode_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("encode_above", &encode_above_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
-             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"));
+             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),
-             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"));
+             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"),
+             py::arg("num_threads"));
   module.def("accumulate", &accumulate_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("decay"),
              py::arg("factor"), py::arg("sums"), py::arg("num_threads"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));

@@ -111,9 +111,9 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
 }
 
 // [Note: many streams] Payloads that are read side by side are asked for early, all of them in one burst before the
-// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts,
-// greater distances and requests to keep the lines were all slower when tried; it looks as if requests were dropped
-// where too many are under way, but no counter was read.
+// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts
+// and greater distances were slower when tried (AMD Zen 5). Requests that spare the caches (prefetchnta) make sums take
+// two to four times as long on an Intel Xeon; where they had seemed faster, on that AMD, the benchmark did not show it.
 constexpr std::size_t kTogether = 8;
 
 // Asks for what comes behind the `nbytes` of codes from `at` of the block, and for the parameters to go with it.
@@ -124,13 +124,13 @@ COMMLIB_INLINE void ask_ahead(const Byte* const* inputs, std::size_t num_inputs,
   constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
   const std::size_t count = num_inputs < kTogether ? num_inputs : kTogether;
   for (std::size_t input = 0; input < count; ++input) {
-    prefetch_behind<0>(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
+    prefetch_behind(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
   }
   if (at != 0 || block % kScalesInLine != 0) return;
   for (std::size_t input = 0; input < count; ++input) {
     const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
-    prefetch_behind<0>(from.scale, 1, kParametersAhead);
-    prefetch_behind<0>(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
+    prefetch_behind(from.scale, 1, kParametersAhead);
+    prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
   }
 }
 
@@ -213,44 +213,6 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
   }
 }
 
-template <class In>
-static inline void load_as(const void* src, std::size_t at, std::size_t m, float* v) {
-  const auto* x = static_cast<const typename In::Storage*>(src) + at;
-  for (std::size_t i = 0; i < m; ++i) v[i] = static_cast<float>(In::load(x[i]));
-}
-
-static inline void load_values(const void* src, DType type, std::size_t at, std::size_t m, float* v) {
-  switch (type) {
-    case DType::kFloat32:
-      return load_as<Float32>(src, at, m, v);
-    case DType::kBFloat16:
-      return load_as<BFloat16>(src, at, m, v);
-    case DType::kFloat16:
-      return load_as<Float16>(src, at, m, v);
-    case DType::kFloat64:
-      return load_as<Float64>(src, at, m, v);
-  }
-}
-
-template <class Out>
-static inline void store_as(void* dst, std::size_t at, std::size_t m, const float* v) {
-  auto* x = static_cast<typename Out::Storage*>(dst) + at;
-  for (std::size_t i = 0; i < m; ++i) x[i] = Out::store(canonical(v[i]));
-}
-
-static inline void store_values(void* dst, DType type, std::size_t at, std::size_t m, const float* v) {
-  switch (type) {
-    case DType::kFloat32:
-      return store_as<Float32>(dst, at, m, v);
-    case DType::kBFloat16:
-      return store_as<BFloat16>(dst, at, m, v);
-    case DType::kFloat16:
-      return store_as<Float16>(dst, at, m, v);
-    case DType::kFloat64:
-      return store_as<Float64>(dst, at, m, v);
-  }
-}
-
 // v = x + beta * residual (x alone where there is none): where it is, if it can be read in place, else in `buffer`.
 COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* residual, float beta, std::size_t at,
                                        std::size_t m, float* buffer) {
@@ -264,8 +226,9 @@ COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* r
   return buffer;
 }
 
-// The values to encode, of the tile from `block` on.
-template <class Codec>
+// The values to encode, of the tile from `block` on. Where nothing else is read, x is also asked for from further away,
+// for the second cache: with a residual beside it that was slower.
+template <class Codec, bool kIsAlone>
 COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
   if (job.x != nullptr) {
@@ -273,6 +236,7 @@ COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, s
       const std::size_t size = element_bytes(job.type);
       prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size);
       if (job.residual != nullptr) prefetch_behind(job.residual + at, m * sizeof(float));
+      if constexpr (kIsAlone) prefetch_behind<2>(static_cast<const Byte*>(job.x) + at * size, m * size, 7168);
     }
     return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
   }
@@ -309,7 +273,7 @@ COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::si
   constexpr std::size_t kCodeBytes = kMost * Codec::kBits / 8;
   alignas(64) float buffer[kMost], decoded[kFeeds ? kMost : 1], uniforms[kMost];
   alignas(64) Byte staged[kCodeBytes];
-  const float* v = values_of<Codec>(job, block, m, buffer);
+  const float* v = values_of<Codec, !kFeeds>(job, block, m, buffer);
   const float* u = nullptr;
   if (job.random != nullptr) {
     fill_uniforms(*job.random, job.first + block * Codec::kBlock, m, uniforms);
@@ -351,7 +315,7 @@ static void range_of_blocks(const EncodeJob& job, std::size_t begin, std::size_t
   alignas(64) float buffer[Codec::kBlock];
   for (std::size_t block = begin; block < end; ++block) {
     const std::size_t m = elements_of(block, Codec::kBlock, job.numel);
-    find_range(values_of<Codec>(job, block, m, buffer), m, range);
+    find_range(values_of<Codec, false>(job, block, m, buffer), m, range);
   }
 }
 

@@ -1,7 +1,7 @@
-// The types that kernels read and write, and the gathering kernel, written once. Each kernels_<isa>.cpp includes this
-// file inside its own namespace, after it has named its instruction set, so the compiler makes one version of it per
-// instruction set. Hence no include guard, and no #include here: nothing of the standard library may be compiled for an
-// instruction set that is not checked for.
+// The types that kernels read and write, the ways between them and float32, and the gathering kernel, written once.
+// Each kernels_<isa>.cpp includes this file inside its own namespace, after it has named its instruction set, so the
+// compiler makes one version of it per instruction set. Hence no include guard, and no #include here: nothing of the
+// standard library may be compiled for an instruction set that is not checked for.
 //
 // [Note: casts]
 // The arithmetic is in float32 (float64 for float64), then one rounding to nearest, ties to even. Denormals are kept. A
@@ -59,6 +59,44 @@ struct Float16 {
     return static_cast<std::uint16_t>(magnitude > 0x7F800000u ? 0x7E00u : rounded | ((bits >> 16) & 0x8000u));
   }
 };
+
+template <class In>
+static inline void load_as(const void* src, std::size_t at, std::size_t m, float* v) {
+  const auto* x = static_cast<const typename In::Storage*>(src) + at;
+  for (std::size_t i = 0; i < m; ++i) v[i] = static_cast<float>(In::load(x[i]));
+}
+
+static inline void load_values(const void* src, DType type, std::size_t at, std::size_t m, float* v) {
+  switch (type) {
+    case DType::kFloat32:
+      return load_as<Float32>(src, at, m, v);
+    case DType::kBFloat16:
+      return load_as<BFloat16>(src, at, m, v);
+    case DType::kFloat16:
+      return load_as<Float16>(src, at, m, v);
+    case DType::kFloat64:
+      return load_as<Float64>(src, at, m, v);
+  }
+}
+
+template <class Out>
+static inline void store_as(void* dst, std::size_t at, std::size_t m, const float* v) {
+  auto* x = static_cast<typename Out::Storage*>(dst) + at;
+  for (std::size_t i = 0; i < m; ++i) x[i] = Out::store(canonical(v[i]));
+}
+
+static inline void store_values(void* dst, DType type, std::size_t at, std::size_t m, const float* v) {
+  switch (type) {
+    case DType::kFloat32:
+      return store_as<Float32>(dst, at, m, v);
+    case DType::kBFloat16:
+      return store_as<BFloat16>(dst, at, m, v);
+    case DType::kFloat16:
+      return store_as<Float16>(dst, at, m, v);
+    case DType::kFloat64:
+      return store_as<Float64>(dst, at, m, v);
+  }
+}
 
 template <class Type>
 static void scale(void* dst, const void* src, std::size_t count, double by) {

@@ -32,19 +32,6 @@ constexpr std::size_t kElementsPerSample = 128;
 constexpr std::size_t kLeastGuessed = 1 << 16;  // elements
 constexpr std::size_t kRun = 16;                // neighbouring elements that are sampled together
 constexpr std::size_t kLeastRoom = 4096;
-constexpr std::size_t kGrain = 1 << 16;  // elements
-
-std::uint32_t magnitude_of(Key key) {
-  return static_cast<std::uint32_t>(key >> 33);
-}
-
-std::uint32_t index_of(Key key) {
-  return ~static_cast<std::uint32_t>(key >> 1);
-}
-
-std::uint32_t bits_of(Key key) {
-  return magnitude_of(key) | static_cast<std::uint32_t>(key & 1) << 31;
-}
 
 const SparseKernels& kernels() {
   return *active_kernels().sparse;
@@ -122,10 +109,26 @@ Key nth_largest(const Keys& keys, std::size_t count) {
   return low;
 }
 
-// Keeps the `count` largest keys, in the order in which they stand.
-void keep_largest(Keys& keys, std::size_t count) {
+// Gives back the residuals that a scan has cleared of the keys below `end`, which are not sent after all.
+void restore_residuals(const SparseSource& source, const Keys& keys, Key end, int num_threads) {
+  parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
+    float unused;
+    for (std::size_t i = first; i < last; ++i) {
+      const Key key = keys.data[i];
+      const bool was_cleared = key < end && magnitude_of(key) < kInfinityBits;
+      float* const residual =
+          was_cleared ? source.residual + index_of(key) : &unused;  // a branch is often mispredicted
+      *residual = scalar_math::from_bits(bits_of(key)) * source.gamma;
+    }
+  });
+}
+
+// Keeps the `count` largest keys, in the order in which they stand. With a source, a scan has cleared their residuals,
+// and those of the others are restored.
+void keep_largest(Keys& keys, std::size_t count, const SparseSource* source = nullptr, int num_threads = 1) {
   if (keys.size <= count) return;
-  const Key least = count == 0 ? 0 : nth_largest(keys, count);
+  const Key least = count == 0 ? ~Key{0} : nth_largest(keys, count);
+  if (source != nullptr) restore_residuals(*source, keys, least, num_threads);
   std::size_t kept = 0;
   for (std::size_t i = 0; count > 0 && i < keys.size; ++i) {
     const Key key = keys.data[i];
@@ -148,7 +151,7 @@ Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std
     at = kernels().scan(source, at, end, scan);
     if (at < end) {
       Keys keys = {memory, scan.count};
-      keep_largest(keys, count);
+      keep_largest(keys, count, writes ? &source : nullptr);
       scan.count = keys.size;
       // Later elements with the magnitude of the worst one lose against it by their index.
       if (scan.count == count) {
@@ -161,19 +164,20 @@ Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std
   return {memory, scan.count};
 }
 
-// The same over the whole chunk, in parts; in the order of the indices.
-Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32_t high, std::size_t count, bool writes,
-                      int num_threads, Scratch& scratch) {
+// What `find(first, last, memory)` finds in parts of the chunk, one for each thread, in the order of the indices. It
+// has room for `room(elements)` keys.
+template <class Room, class Find>
+Keys find_in_parts(std::size_t numel, int num_threads, Scratch& scratch, const Room& room, const Find& find) {
   constexpr std::size_t kMostParts = 256;
   const std::size_t most = std::min<std::size_t>(kMostParts, static_cast<std::size_t>(std::max(num_threads, 1)));
-  const std::size_t num_parts = std::clamp<std::size_t>(source.numel / kGrain, 1, most);
-  const std::size_t size = (source.numel + num_parts - 1) / num_parts, room = room_for(count, size);
-  Key* const memory = scratch.reserve(num_parts * room);
+  const std::size_t num_parts = std::clamp<std::size_t>(numel / kElementsGrain, 1, most);
+  const std::size_t size = (numel + num_parts - 1) / num_parts, distance = room(size);
+  Key* const memory = scratch.reserve(num_parts * distance);
   Keys parts[kMostParts];
   parallel_for(num_parts, 1, num_threads, [&](std::size_t begin, std::size_t end) {
     for (std::size_t part = begin; part < end; ++part) {
-      const std::size_t first = std::min(part * size, source.numel), last = std::min(first + size, source.numel);
-      parts[part] = collect(source, first, last, low, high, count, writes, memory + part * room);
+      const std::size_t first = std::min(part * size, numel), last = std::min(first + size, numel);
+      parts[part] = find(first, last, memory + part * distance);
     }
   });
   Keys keys = parts[0];
@@ -182,6 +186,15 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
     keys.size += parts[part].size;
   }
   return keys;
+}
+
+// `collect` over the whole chunk.
+Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32_t high, std::size_t count, bool writes,
+                      int num_threads, Scratch& scratch) {
+  const auto room = [&](std::size_t elements) { return room_for(count, elements); };
+  return find_in_parts(source.numel, num_threads, scratch, room, [&](std::size_t first, std::size_t last, Key* memory) {
+    return collect(source, first, last, low, high, count, writes, memory);
+  });
 }
 
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
@@ -213,39 +226,33 @@ void store_word(std::uint8_t* at, std::uint32_t word) {
   std::memcpy(at, &word, sizeof word);
 }
 
-std::uint32_t load_word(const std::uint8_t* at) {
-  std::uint32_t word;
-  std::memcpy(&word, at, sizeof word);
-  return word;
-}
-
-std::size_t values_at(std::size_t places) {
-  return aligned(4 * places);
-}
-
-void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload) {
+void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload, int num_threads) {
   if (places == 0) return;
-  std::uint8_t* values = payload + values_at(places);
+  std::uint8_t* values = payload + sparse_values_at(places);
   const std::size_t unused = places - keys.size;
-  for (std::size_t i = 0; i < keys.size; ++i) store_word(payload + 4 * i, index_of(keys.data[i]));
+  parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
+    for (std::size_t i = first; i < last; ++i) store_word(payload + 4 * i, index_of(keys.data[i]));
+    for (std::size_t i = first; i < last; ++i) store_word(values + 4 * i, bits_of(keys.data[i]));
+  });
   std::memset(payload + 4 * keys.size, 0xFF, 4 * unused);
-  std::memset(payload + 4 * places, 0, values_at(places) - 4 * places);
-  for (std::size_t i = 0; i < keys.size; ++i) store_word(values + 4 * i, bits_of(keys.data[i]));
-  std::memset(values + 4 * keys.size, 0, values_at(places) - 4 * keys.size);
+  std::memset(payload + 4 * places, 0, sparse_values_at(places) - 4 * places);
+  std::memset(values + 4 * keys.size, 0, sparse_values_at(places) - 4 * keys.size);
 }
 
 // What was sent leaves nothing behind; what is not finite leaves the residual as it was.
-void clear_sent(const SparseSource& source, const Keys& keys) {
+void clear_sent(const SparseSource& source, const Keys& keys, int num_threads) {
   if (source.residual == nullptr) return;
   const float rest = 0.0f * source.gamma;
-  for (std::size_t i = 0; i < keys.size; ++i) {
-    if (magnitude_of(keys.data[i]) < kInfinityBits) source.residual[index_of(keys.data[i])] = rest;
-  }
+  parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
+    for (std::size_t i = first; i < last; ++i) {
+      if (magnitude_of(keys.data[i]) < kInfinityBits) source.residual[index_of(keys.data[i])] = rest;
+    }
+  });
 }
 
 // Replaces all residuals by v * gamma, what is sent or not.
 void replace_residuals(const SparseSource& source, int num_threads) {
-  parallel_for(source.numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+  parallel_for(source.numel, kElementsGrain, num_threads, [&](std::size_t begin, std::size_t end) {
     Scan none = {0, 0, true, nullptr, 0, 0};
     kernels().scan(source, begin, end, none);
   });
@@ -291,24 +298,7 @@ void complete(const SparseSource& source, std::uint32_t low, std::size_t places,
   merge(keys, more);  // there is room for 2 * places
 }
 
-// Calls `put(index, value)` for what a payload names below `end`, from `place` on; returns the next place.
-template <class Put>
-std::size_t for_each_below(const std::uint8_t* payload, std::size_t places, std::size_t place, std::size_t end,
-                           const Put& put) {
-  const std::uint8_t* values = payload + values_at(places);
-  for (; place < places; ++place) {
-    const std::uint32_t index = load_word(payload + 4 * place);
-    if (index >= end) break;  // unused places are the last ones
-    put(index, scalar_math::from_bits(load_word(values + 4 * place)) + 0.0f);
-  }
-  return place;
-}
-
 }  // namespace
-
-std::size_t sparse_payload_bytes(std::size_t places) {
-  return 2 * aligned(4 * places);
-}
 
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads) {
   const ExactFloatScope exact;
@@ -316,112 +306,75 @@ void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* 
   const bool has_residual = source.residual != nullptr;
   // Writing at once saves a pass, but is final: should another pass be needed, it must find v.
   const bool writes = has_residual && source.gamma == 1.0f;
+  bool are_cleared = writes;  // the residuals of all keys
   const std::uint32_t low = guess_threshold(source, places);
   Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch);
-  if (keys.size < places && low > 0) complete(source, low, places, writes, num_threads, keys);
+  if (keys.size < places && low > 0) {
+    if (writes) restore_residuals(source, keys, ~Key{0}, num_threads);
+    are_cleared = false;
+    complete(source, low, places, writes, num_threads, keys);
+  }
   if (has_residual && !writes) replace_residuals(source, num_threads);
-  keep_largest(keys, places);
-  write_payload(keys, places, payload);
-  clear_sent(source, keys);
+  keep_largest(keys, places, are_cleared ? &source : nullptr, num_threads);
+  write_payload(keys, places, payload, num_threads);
+  if (!are_cleared) clear_sent(source, keys, num_threads);
 }
 
-// In order and in one thread, as the first `places` of them are wanted.
-void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload) {
+// Each part finds as many as are wanted in all, of which the first ones count.
+void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
+                  int num_threads) {
   const ExactFloatScope exact;
   const ScratchScope scope;
-  const std::size_t room = std::min(places + kTile, source.numel + kTile);
-  Scan scan = {threshold_bits, 0x80000000u, source.residual != nullptr, first_scratch.reserve(room), room, 0};
-  std::size_t at = kernels().scan(source, 0, source.numel, scan);
-  if (at < source.numel) {  // full: the rest only has its residuals replaced
-    Scan rest = {0, 0, scan.writes, nullptr, 0, 0};
-    if (rest.writes) kernels().scan(source, at, source.numel, rest);
-  }
-  const Keys keys = {scan.keys, std::min(scan.count, places)};
-  write_payload(keys, places, payload);
-  clear_sent(source, keys);
+  const bool writes = source.residual != nullptr;
+  const auto room = [&](std::size_t elements) { return std::min(places, elements) + kTile; };
+  const auto find = [&](std::size_t first, std::size_t last, Key* memory) {
+    Scan scan = {threshold_bits, 0x80000000u, writes, memory, room(last - first), 0};
+    const std::size_t at = kernels().scan(source, first, last, scan);
+    Scan rest = {0, 0, true, nullptr, 0, 0};  // full: what follows only has its residuals replaced
+    if (at < last && writes) kernels().scan(source, at, last, rest);
+    return Keys{memory, scan.count};
+  };
+  const Keys found = find_in_parts(source.numel, num_threads, first_scratch, room, find);
+  const Keys keys = {found.data, std::min(found.size, places)};
+  if (writes) restore_residuals(source, {keys.data + keys.size, found.size - keys.size}, ~Key{0}, num_threads);
+  write_payload(keys, places, payload, num_threads);
 }
 
 void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
                      std::uint32_t stage_and_rank, std::size_t places, std::uint8_t* payload, int num_threads) {
+  static_assert(kPlacesGrain % 4 == 0, "parts begin with a counter's first word");
   const ExactFloatScope exact;
   const ScratchScope scope;
   const Keys keys = {first_scratch.reserve(places), places};
-  std::uint32_t indices[kGathered];
-  float values[kGathered];
-  scalar_math::Words words = {};
-  std::uint64_t low = 0;
-  for (std::uint64_t first = 0; first < places; first += kGathered) {
-    const std::size_t count = std::min<std::uint64_t>(kGathered, places - first);
-    for (std::uint64_t j = first; j < first + count; ++j) {
-      if (j % 4 == 0) {
-        words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
+  parallel_for(places, kPlacesGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+    std::uint32_t indices[kGathered];
+    float values[kGathered];
+    scalar_math::Words words = {};
+    std::uint64_t low = static_cast<std::uint64_t>(begin) * source.numel / places;
+    for (std::uint64_t first = begin; first < end; first += kGathered) {
+      const std::size_t count = std::min<std::uint64_t>(kGathered, end - first);
+      for (std::uint64_t j = first; j < first + count; ++j) {
+        if (j % 4 == 0) {
+          words = scalar_math::philox(static_cast<std::uint32_t>(j / 4), 0, step, stage_and_rank, key[0], key[1]);
+        }
+        const std::uint64_t high = (j + 1) * source.numel / places;
+        indices[j - first] = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
+        low = high;
       }
-      const std::uint64_t high = (j + 1) * source.numel / places;
-      indices[j - first] = static_cast<std::uint32_t>(low + (words.word[j % 4] * (high - low) >> 32));
-      low = high;
+      kernels().gather(source, indices, count, values);
+      for (std::size_t i = 0; i < count; ++i) {
+        keys.data[first + i] = make_key(scalar_math::to_bits(values[i]), indices[i]);
+      }
     }
-    kernels().gather(source, indices, count, values);
-    for (std::size_t i = 0; i < count; ++i) {
-      keys.data[first + i] = make_key(scalar_math::to_bits(values[i]), indices[i]);
-    }
-  }
-  if (source.residual != nullptr) replace_residuals(source, num_threads);
-  write_payload(keys, places, payload);
-  clear_sent(source, keys);
-}
-
-bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_t numel) {
-  constexpr std::uint32_t kUnused = 0xFFFFFFFFu;
-  std::int64_t before = -1;
-  for (std::size_t i = 0; i < places; ++i) {
-    const std::uint32_t index = load_word(payload + 4 * i);
-    if (index == kUnused) {
-      before = INT64_MAX;
-    } else if (index >= numel || static_cast<std::int64_t>(index) <= before) {
-      return false;
-    } else {
-      before = index;
-    }
-  }
-  return true;
-}
-
-void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel) {
-  const ExactFloatScope exact;
-  for_each_below(payload, places, 0, numel, [&](std::uint32_t index, float value) {
-    out[index] = scalar_math::canonical(out[index] + weight * value);
   });
-}
-
-void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
-                std::size_t numel) {
-  constexpr std::size_t kRange = 4096;  // elements that are summed and divided while they are in the nearest cache
-  const ExactFloatScope exact;
-  const float nothing = 0.0f / divisor;               // may be -0; as no value is, sums are the same as from 0 on
-  static thread_local std::vector<std::size_t> next;  // place of each payload; keeps its memory from call to call
-  next.assign(count, 0);
-  for (std::size_t begin = 0; begin < numel; begin += kRange) {
-    const std::size_t end = std::min(begin + kRange, numel);
-    std::uint64_t named[kRange / 64] = {};  // one bit for each element
-    std::fill(out + begin, out + end, nothing);
-    for (std::size_t input = 0; input < count; ++input) {
-      next[input] = for_each_below(payloads[input], places, next[input], end, [&](std::uint32_t index, float value) {
-        out[index] = scalar_math::canonical(out[index] + value);
-        named[(index - begin) / 64] |= std::uint64_t{1} << (index % 64);
-      });
-    }
-    for (std::size_t word = 0; divisor != 1.0f && word < kRange / 64; ++word) {
-      for (std::uint64_t bits = named[word]; bits != 0; bits &= bits - 1) {
-        float& sum = out[begin + 64 * word + static_cast<std::size_t>(__builtin_ctzll(bits))];
-        sum = scalar_math::canonical(sum / divisor);
-      }
-    }
-  }
+  if (source.residual != nullptr) replace_residuals(source, num_threads);
+  write_payload(keys, places, payload, num_threads);
+  clear_sent(source, keys, num_threads);
 }
 
 bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads) {
   std::atomic<bool> all_finite{true};
-  parallel_for(numel, kGrain, num_threads, [&](std::size_t begin, std::size_t end) {
+  parallel_for(numel, kElementsGrain, num_threads, [&](std::size_t begin, std::size_t end) {
     if (!kernels().accumulate(x, type, decay, factor, sums, begin, end)) all_finite = false;
   });
   return all_finite;

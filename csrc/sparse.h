@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "codec.h"
 #include "kernels.h"
 
 namespace commlib {
@@ -26,9 +27,21 @@ inline Key make_key(std::uint32_t bits, std::size_t index) {
          bits >> 31;
 }
 
+inline std::uint32_t magnitude_of(Key key) {
+  return static_cast<std::uint32_t>(key >> 33);
+}
+
+inline std::uint32_t index_of(Key key) {
+  return ~static_cast<std::uint32_t>(key >> 1);
+}
+
+inline std::uint32_t bits_of(Key key) {
+  return magnitude_of(key) | static_cast<std::uint32_t>(key & 1) << 31;
+}
+
 // Makes v of the elements from `begin` to `end`, appends to `keys` those with low <= bits of |v| < high, in order, and,
-// if `writes`, replaces finite residuals by v * gamma. Works in tiles of kTile elements; stops before one for which the
-// `capacity` might not suffice. Returns where it stopped.
+// if `writes`, replaces finite residuals as if just these were sent: by 0 * gamma, and all others by v * gamma. Works
+// in tiles of kTile elements; stops before one for which the `capacity` might not suffice. Returns where it stopped.
 inline constexpr std::size_t kTile = 256;
 struct Scan {
   std::uint32_t low, high;
@@ -53,22 +66,33 @@ struct SparseKernels {
   AccumulateFn accumulate;
 };
 
-std::size_t sparse_payload_bytes(std::size_t places);
+// Where the values of a payload begin, behind the indices, and where they end.
+inline std::size_t sparse_values_at(std::size_t places) {
+  return aligned(4 * places);
+}
+inline std::size_t sparse_payload_bytes(std::size_t places) {
+  return 2 * sparse_values_at(places);
+}
+
+// What a thread takes begins at multiples of these: of a chunk, and of a payload.
+inline constexpr std::size_t kElementsGrain = 1 << 16, kPlacesGrain = 1 << 13;
 
 // All write a whole payload of `places` places. `places` is at most `numel`, which is below 2^32 - 1.
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads);
-void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload);
+void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
+                  int num_threads);
 void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
                      std::uint32_t stage_and_rank, std::size_t places, std::uint8_t* payload, int num_threads);
 
 // Whether the indices ascend and lie below `numel`, unused places last.
-bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_t numel);
+bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_t numel, int num_threads);
 
 // out = sum of the payloads / divisor
 void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
-                std::size_t numel);
+                std::size_t numel, int num_threads);
 // out += weight * payload, for the elements that it names
-void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel);
+void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel,
+                int num_threads);
 
 // See AccumulateFn.
 bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads);

@@ -39,22 +39,32 @@ static inline void append_hits(const float* v, std::size_t first, std::size_t m,
   }
 }
 
+// Replaces the tile's finite residuals by v * gamma, and by 0 * gamma those of the hits.
+static inline void replace_tile_residuals(const SparseSource& source, const float* v, std::size_t at, std::size_t m,
+                                          const Key* hits, std::size_t num_hits) {
+  float* const residual = source.residual + at;
+  const float gamma = source.gamma, sent = 0.0f * gamma;
+  for (std::size_t i = 0; i < m; ++i) {
+    const bool is_finite = (to_bits(v[i]) & kMagnitude) < kInfinityBits;
+    const float rest = v[i] * gamma;
+    residual[i] = is_finite ? rest : residual[i];
+  }
+  for (std::size_t i = 0; i < num_hits; ++i) {
+    if (magnitude_of(hits[i]) < kInfinityBits) source.residual[index_of(hits[i])] = sent;
+  }
+}
+
 static std::size_t scan_elements(const SparseSource& source, std::size_t begin, std::size_t end, Scan& scan) {
   alignas(64) float buffer[kTile];
+  const std::size_t size = element_bytes(source.type);
   for (std::size_t at = begin; at < end; at += kTile) {
     if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
-    const std::size_t m = end - at < kTile ? end - at : kTile;
+    const std::size_t m = end - at < kTile ? end - at : kTile, before = scan.count;
+    prefetch_behind(static_cast<const Byte*>(source.x) + at * size, m * size);
+    if (source.residual != nullptr) prefetch_behind(source.residual + at, m * sizeof(float));
     const float* v = compensate(source.x, source.type, source.residual, source.beta, at, m, buffer);
     if (scan.high > scan.low) append_hits(v, at, m, scan);
-    if (scan.writes) {
-      float* residual = source.residual + at;
-      const float gamma = source.gamma;
-      for (std::size_t i = 0; i < m; ++i) {
-        const bool is_finite = (to_bits(v[i]) & kMagnitude) < kInfinityBits;
-        const float rest = v[i] * gamma;
-        residual[i] = is_finite ? rest : residual[i];
-      }
-    }
+    if (scan.writes) replace_tile_residuals(source, v, at, m, scan.keys + before, scan.count - before);
   }
   return end;
 }

@@ -42,7 +42,8 @@ static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
 
 // Asks for the cache lines that lie a little behind `nbytes` from `at`. A hint: addresses beyond the end do no harm,
 // and are therefore computed as integers. Always inlined: GCC takes a function that does nothing else for one without
-// effect, and drops its calls. kLocality is that of __builtin_prefetch: 0 for what is read once.
+// effect, and drops its calls.
+// kLocality is that of __builtin_prefetch: 3 for the nearest cache, 2 for the next.
 template <int kLocality = 3>
 COMMLIB_INLINE void prefetch_behind(const void* at, std::size_t nbytes, std::size_t distance = 3072) {
   constexpr std::size_t kLine = 64;

@@ -55,8 +55,8 @@ def encode_above(
     _check(x, places, out, feedback)
     bits = checks.threshold_bits(threshold)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native = native_feedback(feedback)
-    load().encode_above(address, code, numel, places, bits, native, out.data_ptr())
+    native, threads = native_feedback(feedback), torch.get_num_threads()
+    load().encode_above(address, code, numel, places, bits, native, out.data_ptr(), threads)
 
 
 def encode_random_k(
@@ -106,7 +106,8 @@ def _decode(
     checks.check_tensor("out", out, (torch.float32,))
     count, numel = checks.check_payloads(payloads, payload_bytes(places)), out.numel()
     checks.check_apart(("out", out), ("payloads", payloads))
-    wrong = load().decode_sparse(payloads.data_ptr(), count, places, divisor, adds, weight, out.data_ptr(), numel)
+    address, threads = payloads.data_ptr(), torch.get_num_threads()
+    wrong = load().decode_sparse(address, count, places, divisor, adds, weight, out.data_ptr(), numel, threads)
     if wrong >= 0:
         _refuse(wrong, numel)
 

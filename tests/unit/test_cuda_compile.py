@@ -21,15 +21,19 @@ ARCHITECTURES = [75, 80, 90, 100]
 ALL = os.environ.get("COMMLIB_SLOW_TESTS") == "1"
 
 
+def full_encoder(group: str) -> Kernel:
+    """The one for fp32 that does everything that it can."""
+    return cuda_codecs.encode_kernel(group, "Float32", True, group in emulator.STOCHASTIC, True)
+
+
 def kernels(group: str) -> list[Kernel]:
     """Those of a group for fp32, with everything that they can do; all of them in the long run."""
     everything = emulator.groups()[group]
     if ALL or group.startswith("sparse") or group == "rotation":
         return everything
-    is_random = group in emulator.STOCHASTIC
     chosen = [
         cuda_codecs.encode_kernel(group, "Float32", False, False, False),
-        cuda_codecs.encode_kernel(group, "Float32", True, is_random, True),
+        full_encoder(group),
         cuda_codecs.decode_kernel(group, "Float32", True),
         cuda_codecs.decode_kernel(group, "Float16", False),
     ]
@@ -79,9 +83,8 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("nvcc is not here")
-    chosen = [kernels(group)[1] for group in ("Int8", "MinMax", "OneBit", "MxFp4", "CastFloat16")] + [
-        cuda_codecs.ROTATE_KERNEL
-    ]
+    chosen = [full_encoder(group) for group in ("Int8", "MinMax", "OneBit", "MxFp4", "CastFloat16")]
+    chosen += [cuda_codecs.ROTATE_KERNEL]
     chosen += [cuda_sparse.compact_kernel("BFloat16", True, goal) for goal in ("kCandidates", "kTopK", "kThreshold")]
     source, target = tmp_path / "all.cu", tmp_path / "all.ptx"
     source.write_text("".join(kernel.source(f"kernel_{idx}") for idx, kernel in enumerate(chosen)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
     bait = normal * F32(1e-3)  # large values only where it does look: too few reach the bound that it suggests
     for start in range(0, numel, max(1, numel // max(1, numel // 128 // 16))):
         bait[start : start + 16] += 5
+    among_zeros = np.where(bait > 4, F32(5), F32(0))
     spoilt = bait.copy()
     spoilt[:: numel // 20 + 1] = np.inf
     wild = rng.integers(0, 2**32, numel, dtype=np.uint64).astype(np.uint32).view(F32)
@@ -41,6 +43,7 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
         ("rare", rare),
         ("hidden", hidden),
         ("bait", bait),
+        ("bait among zeros", among_zeros),
         ("bait and infinities", spoilt),
         ("bits", wild),
     ]
@@ -71,7 +74,8 @@ def test_top_k_with_error_feedback(isa: str, numel: int, beta: float, gamma: flo
     rng = np.random.default_rng(numel)
     for label, x in distributions(rng, numel):
         for places in sizes(numel):
-            residual = (rng.standard_normal(numel) * 0.1).astype(F32)
+            size = 0.0 if label == "bait among zeros" else 0.1  # elements that are 0 and may be sent
+            residual = (rng.standard_normal(numel) * size).astype(F32)
             v = reference_ops.compensated(x, residual, beta)
             named = reference_ops.top_k(v, places)
             payload, expected = reference_ops.sparse_with_feedback(v, residual, named, places, gamma)
@@ -81,12 +85,66 @@ def test_top_k_with_error_feedback(isa: str, numel: int, beta: float, gamma: flo
             np.testing.assert_array_equal(own.numpy().view(np.uint32), expected.view(np.uint32), err_msg=label)
 
 
-def test_threads_change_nothing() -> None:
-    for label, x in distributions(np.random.default_rng(1), LARGE):
-        torch.set_num_threads(3)
-        parallel = top_k(x, LARGE // 100)
-        torch.set_num_threads(1)
-        np.testing.assert_array_equal(parallel, top_k(x, LARGE // 100), err_msg=label)
+def with_threads(num_threads: int, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_threads_change_nothing(run: Callable[[], list[torch.Tensor]], label: str) -> None:
+    for parallel, alone in zip(with_threads(3, run), with_threads(1, run), strict=True):
+        np.testing.assert_array_equal(parallel.numpy().view(np.uint8), alone.numpy().view(np.uint8), err_msg=label)
+
+
+@pytest.mark.parametrize("kind", ["top_k", "above", "random_k"])
+def test_threads_do_not_change_an_encoding(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    for label, x in distributions(rng, LARGE):
+        tensor, residual = torch.from_numpy(x), torch.from_numpy((rng.standard_normal(LARGE) * 0.1).astype(F32))
+        for places in (LARGE // 100, LARGE // 3):
+
+            def encode(feedback: Feedback | None, tensor: torch.Tensor = tensor, places: int = places) -> torch.Tensor:
+                out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+                if kind == "top_k":
+                    native_sparse.encode_top_k(tensor, places, out, feedback)
+                elif kind == "above":
+                    native_sparse.encode_above(tensor, 1.5, places, out, feedback)
+                else:
+                    native_sparse.encode_random_k(tensor, places, out, Random(11, 3, 1, 2), feedback)
+                return out
+
+            def run(
+                encode: Callable[[Feedback | None], torch.Tensor] = encode, residual: torch.Tensor = residual
+            ) -> list[torch.Tensor]:
+                own = residual.clone()
+                return [encode(None), encode(Feedback(own)), own]
+
+            assert_threads_change_nothing(run, f"{label}, {places}")
+
+
+@pytest.mark.parametrize("places", [LARGE // 100, LARGE // 3, LARGE])
+def test_threads_do_not_change_a_decoding(places: int) -> None:
+    rng = np.random.default_rng(2)
+    payloads = torch.from_numpy(np.stack([top_k(rng.standard_normal(LARGE).astype(F32), places) for _ in range(3)]))
+    rare = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)  # most places are not used
+    native_sparse.encode_above(torch.from_numpy(rng.standard_normal(LARGE).astype(F32)), 4.0, places, rare)
+    payloads[1] = rare
+    base = torch.from_numpy(rng.standard_normal(LARGE).astype(F32))
+
+    def run() -> list[torch.Tensor]:
+        summed, added, also_added = torch.full((LARGE,), 3.0), base.clone(), base.clone()
+        native_sparse.decode_sum(payloads, places, summed, 3.0)
+        native_sparse.decode_add(payloads[0], places, added, 0.3)
+        native_sparse.decode_add(rare, places, also_added, 0.3)
+        return [summed, added, also_added]
+
+    assert_threads_change_nothing(run, "")
+    decoded = [reference_ops.sparse_values(payload.numpy(), places, LARGE) for payload in payloads]
+    expected = reference_ops.decode_sum(decoded, 3.0)
+    np.testing.assert_array_equal(with_threads(3, run)[0].numpy().view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.timeout(1800)
@@ -200,6 +258,24 @@ def test_damaged_indices_are_refused_and_nothing_is_written() -> None:
         with pytest.raises(CodecError, match="payload 0: expected ascending indices below 100"):
             native_sparse.decode_sum(torch.from_numpy(bad).view(1, -1), places, out)
         assert torch.equal(out, torch.full((100,), 5.0))
+
+
+def test_damaged_indices_are_found_by_any_thread() -> None:
+    places = LARGE // 3
+    good = torch.from_numpy(top_k(np.random.default_rng(4).standard_normal(LARGE).astype(F32), places))
+    out = torch.full((LARGE,), 5.0)
+    for place in range(8192, places, 8192):  # where threads begin
+        for index in (LARGE, int(good.view(torch.int32)[place - 1])):  # outside, and the one before again
+            bad = good.clone()
+            bad.view(torch.int32)[place] = index
+
+            def run(bad: torch.Tensor = bad) -> list[torch.Tensor]:
+                with pytest.raises(CodecError, match="payload 0: expected ascending indices"):
+                    native_sparse.decode_add(bad, places, out)
+                return []
+
+            with_threads(3, run)
+    assert torch.equal(out, torch.full((LARGE,), 5.0))
 
 
 def test_bad_arguments_are_named() -> None:
