@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 SLOW_TESTS = "COMMLIB_SLOW_TESTS"
+
+
+def pytest_configure() -> None:
+    # A background job of a shell starts with SIGINT ignored, and all that it starts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -41,12 +42,8 @@ def on_all_cores(num_simulations: int) -> Iterator[Map]:
     resource_tracker.ensure_running()  # which every process needs, and whose start lets interrupts through
 
     def run(function: Callable[..., Any], *arguments: Iterable[Any]) -> Iterable[Any]:
-        # Processes are started in here. An interrupt is this one's to handle: they inherit that it is blocked.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with _interrupts_held():  # processes are started in here
             return executor.map(function, *arguments)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     try:
         yield run
@@ -60,6 +57,29 @@ def on_all_cores(num_simulations: int) -> Iterator[Map]:
         raise
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Start processes that leave interrupts to this one, undisturbed by an interrupt, which comes afterwards.
+
+    Processes inherit that interrupts are blocked. Here that is not enough: the kernel gives them to any thread that
+    does not block them, such as one of torch's, and Python raises them in the main thread all the same.
+    """
+    held: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
+    handler = signal.getsignal(signal.SIGINT) if is_main else None  # None also for one that is not of Python
+    if handler is not None:
+        signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _begin() -> None:

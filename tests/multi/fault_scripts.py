@@ -391,7 +391,6 @@ def exit_with_accumulated(model: nn.Module) -> None:
 
 def exit_by_interrupt(model: nn.Module) -> None:
     """Train until the test sends SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell starts with it ignored
     print("training", flush=True)
     while True:
         train_some(model, 1)

@@ -69,7 +69,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def train_until_interrupted(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("training", flush=True)
     while True:
         train(model, optimizer, 1)

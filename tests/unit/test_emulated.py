@@ -295,13 +295,11 @@ class TestCluster:
 # -- nothing is left --------------------------------------------------------------------------------------------------
 
 # The package is entered without its __init__, which imports torch: that takes seconds, and these tests do not need it.
-# SIGINT is set because a shell may have started the tests with it ignored.
 _HOLD = """
-import os, signal, sys, time, types, warnings
+import os, sys, time, types, warnings
 package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from commlib.network import EmulatedCluster
 with EmulatedCluster(hosts=2, rate="1gbit") as cluster:
     cluster.popen(0, ["sleep", "300"])

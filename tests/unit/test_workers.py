@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -43,6 +44,22 @@ def test_a_process_that_is_killed_is_an_error():
         list(run(os._exit, [1]))
 
 
+def test_an_interrupt_waits_until_all_processes_have_been_started():
+    started = []
+
+    def numbers():  # is read while they are started
+        other = threading.Thread(target=_be_interrupted)
+        other.start()
+        other.join()
+        started.append(True)
+        yield from range(MANY)
+
+    with pytest.raises(KeyboardInterrupt), on_all_cores(MANY) as run:
+        run(_pid, numbers())
+    assert started
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 3.0])  # while processes start, and when they simulate
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_command_is_ended(way, after_s):
@@ -56,12 +73,22 @@ def test_nothing_is_left_when_the_command_is_ended(way, after_s):
             os.killpg(process.pid, way)  # as a terminal does
         else:
             process.send_signal(way)
-        output, _ = process.communicate(timeout=20)
+        try:
+            output, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # or leaving the block would wait for its end
+            raise
     _until(lambda: not _in_session(process.pid))
     assert process.returncode == (130 if way is signal.SIGINT else -signal.SIGKILL)
     # A process that starts while its parent is killed finds no task to read, which Python says before any code of ours.
     unread = output.count("reduction.pickle.load(from_parent)") if way is signal.SIGKILL else 0
     assert output.count("Traceback") <= unread, output
+
+
+def _be_interrupted() -> None:
+    """Be the thread that the kernel chose: any that does not block the signal."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 
 def _pid(_: int) -> int:
