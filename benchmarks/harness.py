@@ -118,10 +118,11 @@ def header() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    """Return what the processor is called, and its family and model: virtual machines name several kinds alike."""
+    with contextlib.suppress(OSError, KeyError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
     return platform.machine()
 
 

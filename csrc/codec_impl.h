@@ -110,19 +110,19 @@ struct MinMax {
     store_scale(scale, bits);
     if (inverse == 0.0f) return fill_block<kDecodes>(minimum, m, m, codes, decoded);
     const float s = bf16_value(bits);
+    if (u == nullptr) {  // (v - minimum) * inverse exceeds 255 by rounding errors at most: nothing to clamp
+      for (std::size_t i = 0; i < m; ++i) {
+        const float sum = (v[i] - minimum) * inverse + kRounder;
+        codes[i] = static_cast<Byte>(to_bits(sum));  // the lowest byte of kRounderBits is 0
+        if constexpr (kDecodes) decoded[i] = minimum + (sum - kRounder) * s;
+      }
+      return true;
+    }
     alignas(64) Bits32 wide[kBlock];
-    if (u == nullptr) {
-      for (std::size_t i = 0; i < m; ++i) {
-        const int q = clamp(round_to_int((v[i] - minimum) * inverse), 0, 255);
-        wide[i] = static_cast<Bits32>(q);
-        if constexpr (kDecodes) decoded[i] = minimum + static_cast<float>(q) * s;
-      }
-    } else {
-      for (std::size_t i = 0; i < m; ++i) {
-        const int q = clamp(floor_to_int((v[i] - minimum) * inverse + u[i]), 0, 255);
-        wide[i] = static_cast<Bits32>(q);
-        if constexpr (kDecodes) decoded[i] = minimum + static_cast<float>(q) * s;
-      }
+    for (std::size_t i = 0; i < m; ++i) {
+      const int q = clamp(floor_to_int((v[i] - minimum) * inverse + u[i]), 0, 255);
+      wide[i] = static_cast<Bits32>(q);
+      if constexpr (kDecodes) decoded[i] = minimum + static_cast<float>(q) * s;
     }
     store_codes<8>(wide, m, codes);
     return true;

@@ -39,6 +39,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DDP": DistributedDataParallel,
     "commlib allreduce": lambda model: commlib.wrap(model, algorithm="allreduce"),
     "commlib bf16 wire": lambda model: commlib.wrap(model, algorithm=AllReduce(wire_dtype="bf16")),
+    "commlib bytegrad": lambda model: commlib.wrap(model, algorithm="bytegrad"),
 }
 
 
@@ -181,7 +182,8 @@ def notes(contestants: list[Contestant]) -> str:
         f"step: median on rank 0; sent: per rank, median, measured on the loopback interface, headers included\n"
         f"(by formula a full-precision ring all-reduce sends 2(N-1)/N of the gradients' {gradient_mb:.2f} MB, "
         f"{2 * (world_size - 1) / world_size * gradient_mb:.2f} MB);\n"
-        f"equal losses: whether the loss of every step on every rank is DDP's, bit for bit"
+        f"equal losses: whether the loss of every step on every rank is DDP's, bit for bit;\n"
+        f"loopback carries all of it at once: `commlib compare` says what fewer bytes are worth on a network"
     )
 
 
@@ -193,7 +195,7 @@ def plot(contestants: list[Contestant], path: pathlib.Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", width_ratios=[3, 2])
-    styles = [("0.7", 5, "-"), ("tab:blue", 1.8, "-"), ("tab:orange", 1.8, "--")]
+    styles = [("0.7", 5, "-"), ("tab:blue", 1.8, "-"), ("tab:orange", 1.8, "--"), ("tab:green", 1.8, ":")]
     for c, (color, width, line) in zip(contestants, styles, strict=False):
         smooth = torch.tensor(c.losses).unfold(0, min(_LOSS_WINDOW, len(c.losses)), 1).mean(1)
         steps = range(len(c.losses) - len(smooth) + 1, len(c.losses) + 1)

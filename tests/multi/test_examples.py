@@ -105,13 +105,13 @@ def test_demo_compares_with_ddp_and_draws(tmp_path):
     printed = train("demo.py", "--epochs", 1, "--plot", tmp_path / "folder" / "demo.png")
     rows = {
         name: re.search(rf"^ *{name} .*$", printed, re.MULTILINE)
-        for name in ("DDP", "commlib allreduce", "commlib bf16")
+        for name in ("DDP", "commlib allreduce", "commlib bf16", "commlib bytegrad")
     }
     assert all(rows.values()), printed
     assert rows["commlib allreduce"][0].rstrip().endswith("yes")
     assert "no (step" in rows["commlib bf16"][0]
     sent = {name: float(re.search(r"([\d.]+) MB", row[0])[1]) for name, row in rows.items()}
-    assert sent["commlib bf16"] < 0.75 * sent["DDP"]
+    assert sent["commlib bytegrad"] < 0.75 * sent["commlib bf16"] < 0.75 * 0.75 * sent["DDP"]
     assert (tmp_path / "folder" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
