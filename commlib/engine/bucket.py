@@ -180,7 +180,13 @@ class FlatRun(Run):
 
 
 class Bucket:
-    """The tensors of some parameters, one after the other in a flat buffer that is allocated once.
+    """The tensors of some parameters, one after the other in a flat buffer.
+
+    Args:
+        index: Its place in the plan.
+        slots: The parameters, in plan order.
+        payload: [flat_numel(slots) + number of flags] Zeros, for the values and the flags.
+        group: What the algorithm calls the group of its parameters.
 
     Attributes:
         index: Its place in the plan.
@@ -194,14 +200,12 @@ class Bucket:
         pending: How many runs are not complete in this backward.
     """
 
-    def __init__(self, index: int, slots: Sequence[Slot], num_flags: int = 0, group: Hashable = None) -> None:
+    def __init__(self, index: int, slots: Sequence[Slot], payload: torch.Tensor, group: Hashable = None) -> None:
         self.index = index
         self.group = group
         self.slots = list(slots)
-        first = self.slots[0].param
-        dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
         offsets, numel = _offsets([slot.param for slot in self.slots])
-        self.payload = torch.zeros(numel + num_flags, dtype=dtype, device=first.device)
+        self.payload = payload
         self.flat = self.payload[:numel]
         self.flags = self.payload[numel:]
         for slot, offset in zip(self.slots, offsets, strict=True):
@@ -358,6 +362,11 @@ def name_some(names: Sequence[str], limit: int = 3) -> str:
     """Return the first names, quoted, and how many more there are."""
     shown = ", ".join(map(repr, names[:limit]))
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def flat_numel(slots: Sequence[Slot]) -> int:
+    """Return how many elements the parameters take in a flat buffer."""
+    return _offsets([slot.param for slot in slots])[1]
 
 
 def layout_key(param: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -25,6 +25,7 @@ from commlib.engine import plan as plans
 from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
+from commlib.engine.memory import Memory
 from commlib.engine.plan import Parameter, Plan
 from commlib.engine.planner import INITIAL_CAP_BYTES, Cost
 from commlib.engine.policy import Schedule
@@ -129,6 +130,7 @@ class Engine:
         """Communicate these parameters from now on, with a plan that starts anew."""
         for slot in self._slots:
             slot.unhook()
+        self._memory = Memory()  # gradients of parameters that are frozen now may stay where they are
         group = self.algorithm.group
         self.parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
         self._slots = plans.make_slots(self.parameters)
@@ -151,13 +153,15 @@ class Engine:
     def _install(self, plan: Plan) -> None:
         """Make the buckets of `plan`, and move gradients that exist into them."""
         self.plan = plan
-        for bucket in self.dense:  # the old buffers are freed before the new ones are allocated
+        for bucket in self.dense:
             bucket.release()
         self.dense: list[Bucket] = []
         self.buckets: list[Bucket | SparseBucket] = []
         if self.is_idle:
             return
-        self.buckets = plans.build(plan, self.parameters, self._slots)
+        if any(slot.param.grad is not None for slot in self._slots):  # they may lie where the old buckets were
+            self._memory = Memory()
+        self.buckets = plans.build(plan, self.parameters, self._slots, self._memory)
         self.dense = [bucket for bucket in self.buckets if isinstance(bucket, Bucket)]
         for bucket in self.dense:
             bucket.adopt_existing()

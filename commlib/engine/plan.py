@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from commlib.engine import planner
-from commlib.engine.bucket import Bucket, Slot, SparseBucket, layout_key
+from commlib.engine.bucket import Bucket, Slot, SparseBucket, flat_numel, layout_key
+from commlib.engine.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +106,29 @@ def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
     return found
 
 
-def build(plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
-    """Allocate the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket."""
+def build(
+    plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot], memory: Memory | None = None
+) -> list[Bucket | SparseBucket]:
+    """Make the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket.
+
+    Args:
+        plan: What is in them.
+        parameters: All parameters.
+        slots: Theirs.
+        memory: Where the buckets are to lie; memory of their own if it is not given.
+    """
     dense = [idx for idx, members in enumerate(plan.buckets) if not parameters[members[0]].sparse]
     num_flags = sum(len(plan.buckets[idx]) for idx in dense)
+    own_slots = [[slots[member] for member in members] for members in plan.buckets]
+    wanted = [
+        (layout_key(own_slots[idx][0].param), flat_numel(own_slots[idx]) + (num_flags if idx == dense[-1] else 0))
+        for idx in dense
+    ]
+    payloads = iter((memory or Memory()).take(wanted))
     buckets: list[Bucket | SparseBucket] = []
-    for idx, members in enumerate(plan.buckets):
-        own = [slots[member] for member in members]
-        if parameters[members[0]].sparse:
-            buckets.append(SparseBucket(idx, own[0]))
-        else:
-            group = parameters[members[0]].group
-            buckets.append(Bucket(idx, own, num_flags if idx == dense[-1] else 0, group))
+    for idx, own in enumerate(own_slots):
+        first = parameters[plan.buckets[idx][0]]
+        buckets.append(SparseBucket(idx, own[0]) if first.sparse else Bucket(idx, own, next(payloads), first.group))
     return buckets
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.algorithms import Algorithm, AllReduce, BucketView, Traits
@@ -417,3 +418,23 @@ def test_all_ranks_plan_alike_and_stats_show_it() -> None:
     assert stats.raw_bytes_per_step == nbytes
     assert nbytes <= stats.wire_bytes_per_step <= nbytes + 4 * len(list(model.parameters()))
     assert "planned" in str(stats)
+
+
+@pytest.mark.parametrize("keeps_gradients", [False, True])
+@on_ranks(2)
+def test_plans_lie_in_the_same_memory_unless_gradients_are_kept(keeps_gradients: bool) -> None:
+    model, ddp = wrap(seeded(Mlp)), DistributedDataParallel(seeded(Mlp))
+    places, kinds = [], []
+    for step in range(6):
+        for each in (model, ddp):
+            mlp_loss(each, step).backward()
+        for name, expected in gradients(ddp).items():
+            assert torch.equal(gradients(model)[name], expected), name
+        places.append({p.grad.untyped_storage().data_ptr() for p in model.parameters()})
+        kinds.append(commlib.stats(model).plan)
+        if not keeps_gradients:
+            model.zero_grad()
+            ddp.zero_grad()
+    assert kinds[0] == "initial" != kinds[-1]
+    assert all(len(place) == 1 for place in places)
+    assert (places[0] == places[-1]) != keeps_gradients

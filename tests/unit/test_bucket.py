@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from commlib.engine.bucket import Bucket, Slot, layout_key
+from commlib.engine.bucket import Bucket, Slot, flat_numel, layout_key
 from commlib.errors import ConfigError
 
 
 def bucket_of(*tensors: torch.Tensor, num_flags: int = 0) -> Bucket:
-    return Bucket(0, [Slot(f"p{idx}", nn.Parameter(tensor)) for idx, tensor in enumerate(tensors)], num_flags)
+    slots = [Slot(f"p{idx}", nn.Parameter(tensor)) for idx, tensor in enumerate(tensors)]
+    dtype, device = layout_key(slots[0].param)
+    return Bucket(0, slots, torch.zeros(flat_numel(slots) + num_flags, dtype=dtype, device=device))
 
 
 def set_gradients(bucket: Bucket) -> list[torch.Tensor]:
