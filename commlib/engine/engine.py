@@ -208,7 +208,7 @@ class Engine:
             return
         if self._trials.current is None:
             of_ranks = self.transport.gather_objects(self._trials.seconds)
-            self._trials.keep_better_half([max(column) for column in zip(*of_ranks, strict=True)])
+            self._trials.end_pass([max(column) for column in zip(*of_ranks, strict=True)])
         self.next_plan = self._trials.current
         if self.next_plan is None:
             self.next_plan = dataclasses.replace(self._trials.plans[0], kind="planned")

@@ -25,19 +25,38 @@ def run(step_s: list[float], disturbed: set[int], steps: int) -> tuple[Trials, l
             ended = trials.step_ended(now)
         if trials.current is None:
             figures.append(trials.seconds)
-            trials.keep_better_half(trials.seconds)
+            trials.end_pass(trials.seconds)
     return trials, visited, figures
 
 
-def test_every_plan_is_visited_there_and_back_and_the_better_half_again() -> None:
-    trials, visited, _ = run([4.0, 2.0, 3.0, 5.0, 6.0], set(), 2)
-    assert visited == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 1, 2, 0, 0, 2, 1, 1, 2, 2, 1]
-    assert [p.buckets[0][0] for p in trials.plans] == [1]
+def test_plans_are_visited_there_and_back_and_the_slow_ones_drop_out() -> None:
+    trials, visited, _ = run([1.04, 1.0, 1.05, 1.018, 1.07], set(), 2)
+    first = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]  # within 6 % of the fastest
+    second = [0, 1, 2, 3, 3, 2, 1, 0]  # within 3 %
+    third = [1, 3, 3, 1]  # within 2 %, 1.5 % after the next
+    assert visited == first + second + third + third
+    assert trials.plans == [plan(1)]
+
+
+def test_a_clear_race_ends_at_once() -> None:
+    _, visited, _ = run([1.1, 1.0, 1.2], set(), 3)
+    assert visited == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_close_race_ends_too() -> None:
+    trials, visited, _ = run([1.002, 1.0], set(), 3)
+    assert visited == [0, 1, 1, 0] * 6
+    assert trials.plans == [plan(1)]
+
+
+def test_of_equal_plans_the_first_stays() -> None:
+    trials, _, _ = run([1.0, 1.0], set(), 3)
+    assert trials.plans[0] == plan(0)
 
 
 def test_the_figure_is_the_steps_own_time() -> None:
-    _, _, figures = run([0.3, 0.1, 0.2], set(), 3)
-    assert figures == [pytest.approx([0.3, 0.1, 0.2]), pytest.approx([0.1, 0.2])]
+    _, _, figures = run([0.206, 0.2, 0.3], set(), 3)
+    assert figures == [pytest.approx([0.206, 0.2, 0.3]), pytest.approx([0.206, 0.2])]
 
 
 def test_disturbed_steps_do_not_count() -> None:
