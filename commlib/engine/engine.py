@@ -177,23 +177,19 @@ class Engine:
             self._install(plan)
 
     def _plan_after_profile(self) -> None:
-        """Choose the plan, or the candidates to try, on rank 0 and adopt them on all ranks. Collective."""
-        ready_s, backward_s = self._readiness.result()
+        """Make the plan, or the candidates to try, from what rank 0 recorded: the same on all ranks. Collective."""
+        recorded = self._readiness.result() if self.comm.rank == 0 else None
+        ready_s, backward_s = self.transport.gather_objects(recorded)[0]
         self._readiness = Readiness(0, self.device)
-        found = None
         if self.cap_bytes is None:
-            cost = self._measure_cost()
-            if self.comm.rank == 0:
-                found = plans.candidates(self.parameters, ready_s, backward_s, cost)
-        elif self.comm.rank == 0:
+            found = plans.candidates(self.parameters, ready_s, backward_s, self._measure_cost())
+        else:
             found = [plans.fixed(self.parameters, self.cap_bytes, ready_s)]
-        found, num_steps = self.transport.gather_objects((found, steps_per_visit(backward_s)))[0]
-        found = plans.compact(found)
         if len(found) == 1:
             only = found[0]
             self.next_plan = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
         else:
-            self._trials = Trials(found, num_steps)
+            self._trials = Trials(found, steps_per_visit(backward_s))
             self.next_plan = self._trials.current
 
     def _measure_cost(self) -> Cost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -79,13 +79,6 @@ def candidates(
     unique = dict.fromkeys(_cut(parameters, order, ready_s, cut) for cut in cuts)
     shared = tuple(ready_s)
     return [Plan(buckets, "trial", shared, cost) for buckets in unique]
-
-
-def compact(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the same plans, whose indices share their memory: each one that came over the wire has its own."""
-    own = list(range(sum(map(len, plans[0].buckets))))
-    share = own.__getitem__
-    return [replace(plan, buckets=tuple(tuple(map(share, bucket)) for bucket in plan.buckets)) for plan in plans]
 
 
 def main_group(parameters: Sequence[Parameter]) -> Hashable:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import time
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from typing import Any
@@ -91,7 +92,7 @@ class Readiness:
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._times: list[list[Any]] = []
+        self._times: list[Any] = []  # of each backward: the moments while it runs, then the seconds
         self._num_parameters = num_parameters
         self._start: Any = None
         self._end_s: list[float] = []
@@ -116,18 +117,15 @@ class Readiness:
         if self._is_cuda:
             end.synchronize()
         start = self._start
-        self._times[-1] = [None if at is None else self._between(start, at) for at in self._times[-1]]
+        seconds = (math.inf if at is None else self._between(start, at) for at in self._times[-1])
+        self._times[-1] = array("d", seconds)
         self._end_s.append(self._between(start, end))
 
     def result(self) -> tuple[list[float], float]:
         """Return the seconds of each gradient and of the whole backward, without the first, cold one if possible."""
         times, ends = (self._times[1:], self._end_s[1:]) if len(self._end_s) > 1 else (self._times, self._end_s)
         backward_s = min(ends)
-        ready = []
-        for column in zip(*times, strict=True):
-            seen = [at for at in column if at is not None]
-            ready.append(min(min(seen), backward_s) if seen else backward_s)
-        return ready, backward_s
+        return [min(backward_s, *column) for column in zip(*times, strict=True)], backward_s
 
     def _now(self) -> Any:
         if not self._is_cuda:
