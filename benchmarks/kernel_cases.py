@@ -68,6 +68,9 @@ def copies(tensors: Tensors) -> list[Kernel]:
     return [
         Kernel("memcpy", "-", 2 * x.nbytes, lambda: (libc.memcpy(*arguments), out, x)[0]),
         Kernel("non-temporal copy", "-", 2 * x.nbytes, lambda: (stream_copy(*arguments), out, x)[0]),
+        # Unlike the copies these take all threads: what reading alone, and reading and writing, gain from them.
+        Kernel("torch sum", "-", x.nbytes, lambda: x.sum()),
+        Kernel("torch add_", "-", 3 * x.nbytes, lambda: out.add_(x)),
     ]
 
 

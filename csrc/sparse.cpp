@@ -27,7 +27,7 @@ namespace {
 
 using scalar_math::kInfinityBits;
 
-constexpr std::size_t kMostSamples = 1 << 15;
+constexpr std::size_t kMostSamples = 1 << 16;
 constexpr std::size_t kElementsPerSample = 128;
 constexpr std::size_t kLeastGuessed = 1 << 16;  // elements
 constexpr std::size_t kRun = 16;                // neighbouring elements that are sampled together
@@ -76,37 +76,82 @@ struct ScratchScope {
   }
 };
 
+constexpr std::size_t kMostSegments = 16;
+
+// Keys are shared among threads in stretches of equal size, a few for each thread.
+struct Segments {
+  Segments(std::size_t count, int num_threads) {
+    const std::size_t most =
+        std::clamp<std::size_t>(static_cast<std::size_t>(std::max(num_threads, 1)) * 4, 4, kMostSegments);
+    size = std::max(kPlacesGrain, (count + most - 1) / most);
+    number = (count + size - 1) / size;
+  }
+  std::size_t size, number;
+};
+
+// Calls `work(segment, first, last)` for each segment of the keys.
+template <class Work>
+void for_segments(const Keys& keys, const Segments& segments, int num_threads, const Work& work) {
+  parallel_for(segments.number, 1, num_threads, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t segment = begin; segment < end; ++segment) {
+      work(segment, segment * segments.size, std::min((segment + 1) * segments.size, keys.size));
+    }
+  });
+}
+
 // The `count`-th largest of the keys, 1 <= count <= size: each round counts the keys of the range that is left in
 // kBins parts of it and goes on with the part that holds the one sought. Six rounds suffice for any keys.
-Key nth_largest(const Keys& keys, std::size_t count) {
+Key nth_largest(const Keys& keys, std::size_t count, int num_threads) {
   constexpr std::size_t kBins = 2048, kFew = 1024;
-  Key low = ~Key{0}, high = 0;
-  for (std::size_t i = 0; i < keys.size; ++i) {
-    low = std::min(low, keys.data[i]);
-    high = std::max(high, keys.data[i]);
-  }
+  const Segments segments(keys.size, num_threads);
+  Key lows[kMostSegments], highs[kMostSegments];
+  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
+    Key low = ~Key{0}, high = 0;
+    for (std::size_t i = first; i < last; ++i) {
+      low = std::min(low, keys.data[i]);
+      high = std::max(high, keys.data[i]);
+    }
+    lows[segment] = low;
+    highs[segment] = high;
+  });
+  Key low = *std::min_element(lows, lows + segments.number), high = *std::max_element(highs, highs + segments.number);
   while (low < high) {
     int shift = 0;
     while ((high - low) >> shift >= kBins) ++shift;
-    std::uint32_t bins[kBins] = {};
-    for (std::size_t i = 0; i < keys.size; ++i) {
-      const Key at = keys.data[i] - low;
-      if (at <= high - low) ++bins[at >> shift];
+    std::uint32_t bins[kMostSegments][kBins];
+    for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
+      std::uint32_t* const own = bins[segment];
+      std::memset(own, 0, sizeof bins[segment]);
+      for (std::size_t i = first; i < last; ++i) {
+        const Key at = keys.data[i] - low;
+        if (at <= high - low) ++own[at >> shift];
+      }
+    });
+    for (std::size_t segment = 1; segment < segments.number; ++segment) {
+      for (std::size_t bin = 0; bin < kBins; ++bin) bins[0][bin] += bins[segment][bin];
     }
     std::size_t bin = (high - low) >> shift;
-    for (; bins[bin] < count; --bin) count -= bins[bin];
+    for (; bins[0][bin] < count; --bin) count -= bins[0][bin];
     low += static_cast<Key>(bin) << shift;
     high = std::min(high, low + ((Key{1} << shift) - 1));
-    if (bins[bin] > kFew) continue;
+    if (bins[0][bin] > kFew) continue;
     Key few[kFew];
-    std::size_t found = 0;
-    for (std::size_t i = 0; i < keys.size; ++i) {
-      if (keys.data[i] - low <= high - low) few[found++] = keys.data[i];
-    }
+    std::atomic<std::size_t> found{0};
+    for_segments(keys, segments, num_threads, [&](std::size_t, std::size_t first, std::size_t last) {
+      for (std::size_t i = first; i < last; ++i) {
+        if (keys.data[i] - low <= high - low) few[found.fetch_add(1, std::memory_order_relaxed)] = keys.data[i];
+      }
+    });
     std::nth_element(few, few + (count - 1), few + found, std::greater<>());
     return few[count - 1];
   }
   return low;
+}
+
+// The least of the `count` largest keys: those that are not less are `count`, or all where there are no more.
+Key least_of_largest(const Keys& keys, std::size_t count, int num_threads) {
+  if (keys.size <= count) return 0;
+  return count == 0 ? ~Key{0} : nth_largest(keys, count, num_threads);
 }
 
 // Gives back the residuals that a scan has cleared of the keys below `end`, which are not sent after all.
@@ -125,12 +170,12 @@ void restore_residuals(const SparseSource& source, const Keys& keys, Key end, in
 
 // Keeps the `count` largest keys, in the order in which they stand. With a source, a scan has cleared their residuals,
 // and those of the others are restored.
-void keep_largest(Keys& keys, std::size_t count, const SparseSource* source = nullptr, int num_threads = 1) {
+void keep_largest(Keys& keys, std::size_t count, const SparseSource* source = nullptr) {
   if (keys.size <= count) return;
-  const Key least = count == 0 ? ~Key{0} : nth_largest(keys, count);
-  if (source != nullptr) restore_residuals(*source, keys, least, num_threads);
+  const Key least = least_of_largest(keys, count, 1);
+  if (source != nullptr) restore_residuals(*source, keys, least, 1);
   std::size_t kept = 0;
-  for (std::size_t i = 0; count > 0 && i < keys.size; ++i) {
+  for (std::size_t i = 0; i < keys.size; ++i) {
     const Key key = keys.data[i];
     keys.data[kept] = key;  // a branch would be mispredicted
     kept += key >= least;
@@ -222,30 +267,47 @@ std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   return std::min(sample[rank], kInfinityBits);
 }
 
-void store_word(std::uint8_t* at, std::uint32_t word) {
-  std::memcpy(at, &word, sizeof word);
-}
-
-void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload, int num_threads) {
+// Writes the keys that are not less than `least`, at most `places`, in the order in which they stand.
+void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload, int num_threads, Key least = 0) {
   if (places == 0) return;
-  std::uint8_t* values = payload + sparse_values_at(places);
-  const std::size_t unused = places - keys.size;
-  parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
-    for (std::size_t i = first; i < last; ++i) store_word(payload + 4 * i, index_of(keys.data[i]));
-    for (std::size_t i = first; i < last; ++i) store_word(values + 4 * i, bits_of(keys.data[i]));
+  std::uint8_t* const values = payload + sparse_values_at(places);
+  const Segments segments(keys.size, num_threads);
+  std::size_t starts[kMostSegments + 1] = {};
+  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
+    std::size_t kept = 0;
+    for (std::size_t i = first; i < last; ++i) kept += keys.data[i] >= least;
+    starts[segment + 1] = kept;
   });
-  std::memset(payload + 4 * keys.size, 0xFF, 4 * unused);
+  for (std::size_t segment = 0; segment < segments.number; ++segment) starts[segment + 1] += starts[segment];
+  const std::size_t total = starts[segments.number];
+  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
+    std::size_t at = starts[segment];
+    for (; first < last; first += kGathered) {
+      std::uint32_t indices[kGathered], bits[kGathered];
+      std::size_t kept = 0;
+      for (std::size_t i = first; i < std::min(first + kGathered, last); ++i) {
+        indices[kept] = index_of(keys.data[i]);
+        bits[kept] = bits_of(keys.data[i]);
+        kept += keys.data[i] >= least;  // a branch would be mispredicted
+      }
+      std::memcpy(payload + 4 * at, indices, 4 * kept);
+      std::memcpy(values + 4 * at, bits, 4 * kept);
+      at += kept;
+    }
+  });
+  std::memset(payload + 4 * total, 0xFF, 4 * (places - total));
   std::memset(payload + 4 * places, 0, sparse_values_at(places) - 4 * places);
-  std::memset(values + 4 * keys.size, 0, sparse_values_at(places) - 4 * keys.size);
+  std::memset(values + 4 * total, 0, sparse_values_at(places) - 4 * total);
 }
 
 // What was sent leaves nothing behind; what is not finite leaves the residual as it was.
-void clear_sent(const SparseSource& source, const Keys& keys, int num_threads) {
+void clear_sent(const SparseSource& source, const Keys& keys, int num_threads, Key least = 0) {
   if (source.residual == nullptr) return;
   const float rest = 0.0f * source.gamma;
   parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
     for (std::size_t i = first; i < last; ++i) {
-      if (magnitude_of(keys.data[i]) < kInfinityBits) source.residual[index_of(keys.data[i])] = rest;
+      const Key key = keys.data[i];
+      if (key >= least && magnitude_of(key) < kInfinityBits) source.residual[index_of(key)] = rest;
     }
   });
 }
@@ -315,9 +377,13 @@ void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* 
     complete(source, low, places, writes, num_threads, keys);
   }
   if (has_residual && !writes) replace_residuals(source, num_threads);
-  keep_largest(keys, places, are_cleared ? &source : nullptr, num_threads);
-  write_payload(keys, places, payload, num_threads);
-  if (!are_cleared) clear_sent(source, keys, num_threads);
+  const Key least = least_of_largest(keys, places, num_threads);
+  write_payload(keys, places, payload, num_threads, least);
+  if (are_cleared) {
+    restore_residuals(source, keys, least, num_threads);
+  } else {
+    clear_sent(source, keys, num_threads, least);
+  }
 }
 
 // Each part finds as many as are wanted in all, of which the first ones count.
