@@ -68,8 +68,17 @@ def copies(tensors: Tensors) -> list[Kernel]:
     return [
         Kernel("memcpy", "-", 2 * x.nbytes, lambda: (libc.memcpy(*arguments), out, x)[0]),
         Kernel("non-temporal copy", "-", 2 * x.nbytes, lambda: (stream_copy(*arguments), out, x)[0]),
-        # Unlike the copies these take all threads: what reading alone, and reading and writing, gain from them.
-        Kernel("torch sum", "-", x.nbytes, lambda: x.sum()),
+    ]
+
+
+def shared_by_threads(tensors: Tensors) -> list[Kernel]:
+    """Return plain work that torch shares among all threads: what reading, and reading and writing, gain from them.
+
+    Not to be measured just before another kernel with several threads: torch's spin for a while after it.
+    """
+    out, x = tensors.out, tensors.x
+    return [
+        Kernel("torch sum", "-", x.nbytes, x.sum),
         Kernel("torch add_", "-", 3 * x.nbytes, lambda: out.add_(x)),
     ]
 

@@ -24,7 +24,7 @@ import harness
 import numpy as np
 import torch
 from intervals import rotation
-from kernel_cases import ROTATION, Kernel, copies, kernels_of, new_tensors, peers_of
+from kernel_cases import ROTATION, Kernel, copies, kernels_of, new_tensors, peers_of, shared_by_threads
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             tensors = new_tensors(nbytes // 4, args.device)
             for name in args.codecs:
                 peers = peers_of(name, tensors) if nbytes <= args.peer_size else []
-                made = [*copies(tensors), *kernels_of(name, tensors), *peers]
+                made = [*copies(tensors), *kernels_of(name, tensors), *shared_by_threads(tensors), *peers]
                 for threads in args.threads:
                     torch.set_num_threads(threads)
                     progress.update(task, description=f"{nbytes / 2**20:g} MiB, {threads} threads, {name}")

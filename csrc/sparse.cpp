@@ -27,8 +27,8 @@ namespace {
 
 using scalar_math::kInfinityBits;
 
-constexpr std::size_t kMostSamples = 1 << 16;
-constexpr std::size_t kElementsPerSample = 128;
+constexpr std::size_t kElementsPerSample = 128, kMostElementsPerSample = 4096;
+constexpr std::size_t kManySamples = 1 << 15;   // beyond these only as many as kMostElementsPerSample asks for
 constexpr std::size_t kLeastGuessed = 1 << 16;  // elements
 constexpr std::size_t kRun = 16;                // neighbouring elements that are sampled together
 constexpr std::size_t kLeastRoom = 4096;
@@ -245,7 +245,8 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   if (source.numel < kLeastGuessed || count == 0) return 0;
-  const std::size_t num_runs = std::min(kMostSamples, source.numel / kElementsPerSample) / kRun;
+  const std::size_t most = std::max(kManySamples, source.numel / kMostElementsPerSample);
+  const std::size_t num_runs = std::min(most, source.numel / kElementsPerSample) / kRun;
   const std::size_t stride = source.numel / num_runs;
   static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
   sample.resize(num_runs * kRun);
