@@ -14,8 +14,12 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
+#if defined(COMMLIB_EMULATED_AVX512)
+  return has_avx2();
+#else
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
 }
 #else
 bool has_avx2() {

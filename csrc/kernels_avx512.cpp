@@ -5,7 +5,10 @@
 #endif
 
 // The region runs to the end of the file: templates are instantiated there.
-#if defined(COMMLIB_X86) && defined(__clang__)
+#if defined(COMMLIB_X86) && defined(COMMLIB_EMULATED_AVX512)  // scripts/emulate_avx512, by GCC
+#include COMMLIB_EMULATED_AVX512
+#pragma GCC target("avx2")
+#elif defined(COMMLIB_X86) && defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2"))), apply_to = function)
 #elif defined(COMMLIB_X86)
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2")
@@ -37,6 +40,6 @@ const Kernels* avx512_kernels() {
 
 }  // namespace commlib
 
-#if defined(COMMLIB_X86) && defined(__clang__)
+#if defined(COMMLIB_X86) && defined(__clang__) && !defined(COMMLIB_EMULATED_AVX512)
 #pragma clang attribute pop
 #endif
