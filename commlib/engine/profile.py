@@ -91,9 +91,10 @@ class Readiness:
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._times: list[Any] = []  # of each backward: the moments while it runs, then the seconds
         self._num_parameters = num_parameters
         self._start: Any = None
+        self._marks: list[Any] = []  # of the backward under way
+        self._times: list[array[float]] = []  # seconds, of each backward that ended
         self._end_s: list[float] = []
 
     @property
@@ -104,11 +105,11 @@ class Readiness:
     def start(self) -> None:
         """Begin a backward."""
         self._start = self._now()
-        self._times.append([None] * self._num_parameters)
+        self._marks = [None] * self._num_parameters  # also where the last backward never ended
 
     def mark(self, idx: int) -> None:
         """Record that the gradient of parameter `idx` is ready now."""
-        self._times[-1][idx] = self._now()
+        self._marks[idx] = self._now()
 
     def end(self) -> None:
         """End the backward."""
@@ -116,8 +117,9 @@ class Readiness:
         if self._is_cuda:
             end.synchronize()
         start = self._start
-        seconds = (math.inf if at is None else self._between(start, at) for at in self._times[-1])
-        self._times[-1] = array("d", seconds)
+        seconds = (math.inf if at is None else self._between(start, at) for at in self._marks)
+        self._times.append(array("d", seconds))
+        self._marks = []
         self._end_s.append(self._between(start, end))
 
     def result(self) -> tuple[list[float], float]:
