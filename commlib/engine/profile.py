@@ -91,9 +91,8 @@ class Readiness:
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._num_parameters = num_parameters
         self._start: Any = None
-        self._marks: list[Any] = []  # of the backward under way
+        self._marks: list[Any] = [None] * num_parameters  # of the backward under way; of no use after its end
         self._times: list[array[float]] = []  # seconds, of each backward that ended
         self._end_s: list[float] = []
 
@@ -105,7 +104,7 @@ class Readiness:
     def start(self) -> None:
         """Begin a backward."""
         self._start = self._now()
-        self._marks = [None] * self._num_parameters  # also where the last backward never ended
+        self._marks = [None] * len(self._marks)  # also where the last backward never ended
 
     def mark(self, idx: int) -> None:
         """Record that the gradient of parameter `idx` is ready now."""
@@ -119,7 +118,6 @@ class Readiness:
         start = self._start
         seconds = (math.inf if at is None else self._between(start, at) for at in self._marks)
         self._times.append(array("d", seconds))
-        self._marks = []
         self._end_s.append(self._between(start, end))
 
     def result(self) -> tuple[list[float], float]:
