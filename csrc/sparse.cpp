@@ -78,11 +78,10 @@ struct ScratchScope {
 
 constexpr std::size_t kMostSegments = 16;
 
-// Keys are shared among threads in stretches of equal size, a few for each thread.
+// Keys are shared among threads in stretches of equal size.
 struct Segments {
   Segments(std::size_t count, int num_threads) {
-    const std::size_t most =
-        std::clamp<std::size_t>(static_cast<std::size_t>(std::max(num_threads, 1)) * 4, 4, kMostSegments);
+    const std::size_t most = num_threads > 1 ? kMostSegments : 1;
     size = std::max(kPlacesGrain, (count + most - 1) / most);
     number = (count + size - 1) / size;
   }
@@ -275,8 +274,8 @@ void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload, 
   const Segments segments(keys.size, num_threads);
   std::size_t starts[kMostSegments + 1] = {};
   for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
-    std::size_t kept = 0;
-    for (std::size_t i = first; i < last; ++i) kept += keys.data[i] >= least;
+    std::size_t kept = least == 0 ? last - first : 0;
+    for (std::size_t i = first; least > 0 && i < last; ++i) kept += keys.data[i] >= least;
     starts[segment + 1] = kept;
   });
   for (std::size_t segment = 0; segment < segments.number; ++segment) starts[segment + 1] += starts[segment];

@@ -69,7 +69,9 @@ inline __m512 blend(unsigned mask, Floats a, Floats b) {
 inline __m512i blend_words(unsigned mask, Words a, Words b) {
   return each<Words>([&](int i) { return (mask >> i & 1 ? b : a).lane[i]; });
 }
-inline unsigned unordered(Floats a, Floats b) {
+template <int kKind>
+unsigned compare(Floats a, Floats b) {
+  static_assert(kKind == _CMP_UNORD_Q, "the only comparison that csrc uses");
   unsigned mask = 0;
   for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(std::isnan(a.lane[i]) || std::isnan(b.lane[i])) << i;
   return mask;
@@ -190,7 +192,7 @@ inline __m512i longs(std::uint64_t a, std::uint64_t b, std::uint64_t c, std::uin
 #define _mm512_fmadd_ps(a, b, c) emulated::fmadd(a, b, c)
 #define _mm512_mask_blend_ps(mask, a, b) emulated::blend(mask, a, b)
 #define _mm512_mask_blend_epi32(mask, a, b) emulated::blend_words(mask, a, b)
-#define _mm512_cmp_ps_mask(a, b, unordered_q) emulated::unordered(a, b)
+#define _mm512_cmp_ps_mask(a, b, kind) emulated::compare<kind>(a, b)
 #define _mm512_set1_ps(x) emulated::all_floats(x)
 #define _mm512_set1_epi32(x) emulated::all_words(static_cast<std::uint32_t>(x))
 #define _mm512_set1_epi64(x) emulated::all_longs(static_cast<std::uint64_t>(x))
