@@ -5,7 +5,8 @@ python benchmarks/kernels.py --sizes 4KiB,1MiB,64MiB,1GiB --threads 1,2 --json o
 Each kernel's time is compared with the time that memcpy needs for as many bytes as the kernel must move (`limit`):
 reads and writes counted once each, as if every tensor passed through the core exactly once. The kernels of a codec,
 memcpy and a non-temporal copy take turns, in rotating order, on preallocated buffers, and each turn begins with a call
-that is not timed, so that what fits into the cache is there; a figure is the median. The crossover of a codec is the
+that is not timed, so that what fits into the cache is there; a figure is the median. A sum and an
+addition by torch show what plain work gains from more threads. The crossover of a codec is the
 bandwidth below which encoding, sending and decoding take less time than sending fp32. On a GPU (--device cuda) a call
 lasts until the device is done.
 """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from commlib.engine.plan import Plan
-from commlib.engine.profile import Trials, steps_per_visit
+from commlib.engine.profile import Readiness, Trials, steps_per_visit
 
 
 def plan(idx: int) -> Plan:
@@ -69,3 +70,17 @@ def test_short_steps_are_timed_more_often() -> None:
     assert steps_per_visit(1e-4) == 6
     assert steps_per_visit(0.04) == 4
     assert steps_per_visit(3.0) == 3
+
+
+def test_a_backward_that_never_ended_is_not_recorded() -> None:
+    readiness = Readiness(2, torch.device("cpu"))
+    readiness.start()
+    readiness.mark(0)
+    readiness.start()
+    readiness.mark(1)
+    readiness.end()
+    readiness.mark(0)  # of a backward that is not recorded
+    assert readiness.num_backwards == 1
+    ready_s, backward_s = readiness.result()
+    assert ready_s[0] == backward_s  # no gradient in the backward that ended
+    assert 0 <= ready_s[1] <= backward_s
