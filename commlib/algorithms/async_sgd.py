@@ -75,7 +75,7 @@ class AsyncSGD(Algorithm):
     def __init__(
         self,
         *,
-        period: int = 1,
+        period: int = 4,
         rest: float = 3.0,
         max_staleness: int | None = None,
         on_stale: Literal["damp", "drop"] = "damp",

@@ -21,7 +21,8 @@ AVERAGING = ["async_averaging", "passive_gossip"]
 NAMES = [*AVERAGING, "async_sgd"]
 
 
-STEADY = ["async_sgd", "hogwild"]  # which have no period
+#: Of those that are made with other options than a test's own.
+OPTIONS = {"async_sgd": {"period": 1}, "hogwild": {}}
 
 
 def make(name: str, **options: Any) -> Any:
@@ -35,7 +36,7 @@ def wrapped(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
 
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    return commlib.wrap(model, make(name, **({} if name in STEADY else options)), optimizer=optimizer), optimizer
+    return commlib.wrap(model, make(name, **OPTIONS.get(name, options)), optimizer=optimizer), optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, pause_s: float = 0.0) -> None:
@@ -263,8 +264,7 @@ def test_digits_are_learnt(name: str) -> None:
     model = seeded(digits_model)
     lr = 0.2 / world_size if name == "hogwild" else 0.2
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.5)
-    options = {} if name in STEADY else {"period": 2}
-    commlib.wrap(model, make(name, **options), optimizer=optimizer)
+    commlib.wrap(model, make(name, **({} if name == "hogwild" else {"period": 2})), optimizer=optimizer)
     own = torch.arange(rank, len(images), world_size)
     order = torch.Generator().manual_seed(rank)
     for _ in range(300):

@@ -44,7 +44,7 @@ def run(name: str, way: str) -> None:
     before = num_threads()
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    options = {} if name in ("async_sgd", "hogwild") else {"period": 1}
+    options = {} if name == "hogwild" else {"period": 1}
     commlib.wrap(model, commlib.algorithms.get(name)(**options), optimizer=optimizer, timeout=TIMEOUT_S)
     train(model, optimizer, 10 + 3 * rank)
     report(event="ending", at_s=time.monotonic())

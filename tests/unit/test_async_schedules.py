@@ -229,7 +229,8 @@ class ReferenceSgd:
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
-    ranks = Ranks(AsyncSGD(rest=0, **options), world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
+    algorithm = AsyncSGD(rest=0, **{"period": 1, **options})
+    ranks = Ranks(algorithm, world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
     reference = ReferenceSgd(ranks.weights(0), world_size, 0.5, **options)
     for number, (rank, shard) in enumerate(script(world_size, seed=world_size, length=300)):
         if shard is None:
@@ -249,7 +250,7 @@ def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     """Three times as long as push and answer took; after one that took long, as long as after the one before."""
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
     monkeypatch.setattr("commlib.algorithms.async_sgd.time", clock)
-    ranks = Ranks(AsyncSGD(rest=3.0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
+    ranks = Ranks(AsyncSGD(period=1, rest=3.0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
     ones = np.ones(NUMEL, np.float32)
     pushed_at_s = []
     took_s = {100.0: 2.0, 108.0: 10.0, 124.0: 1.0}
@@ -266,7 +267,7 @@ def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_async_sgd_alone_is_adam() -> None:
     """One rank: what comes back at the end of the next step is what its own optimizer has done before."""
-    ranks = Ranks(AsyncSGD(rest=0), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
     weight = torch.nn.Parameter(torch.tensor(ranks.weights(0)))
     plain = torch.optim.Adam([weight], LR, weight_decay=0.01)
     for number in range(20):
@@ -280,7 +281,7 @@ def test_async_sgd_alone_is_adam() -> None:
 
 
 def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
-    ranks = Ranks(AsyncSGD(rest=0), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
     before, ones = ranks.weights(0), np.ones(NUMEL, np.float32)
     ranks.optimizers[1].param_groups[0]["lr"] = 0.5
     ranks.step(0, ones)
@@ -307,7 +308,7 @@ def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
         optimizer.step()
         return optimizer
 
-    ranks = Ranks(AsyncSGD(lr_scale=1.0), 2, make, alike=True)
+    ranks = Ranks(AsyncSGD(period=1, lr_scale=1.0), 2, make, alike=True)
     plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
     optimizer = torch.optim.Adam(plain, LR)
     optimizer.load_state_dict(copy.deepcopy(ranks.optimizers[0].state_dict()))
@@ -336,9 +337,9 @@ def test_async_sgd_resumes_from_its_state() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, LR)
 
-    kept = Ranks(AsyncSGD(rest=0), 2, make, alike=True)
+    kept = Ranks(AsyncSGD(period=1, rest=0), 2, make, alike=True)
     run(kept, range(6))
-    resumed = Ranks(AsyncSGD(rest=0), 2, make, alike=True)
+    resumed = Ranks(AsyncSGD(period=1, rest=0), 2, make, alike=True)
     for rank in (0, 1):
         resumed.runners[rank].load_state_dict(kept.runners[rank].state_dict())
         servers = [ranks.runners[rank]._server for ranks in (kept, resumed)]
