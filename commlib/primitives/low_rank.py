@@ -20,8 +20,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 class _Batch:
     """Matrices of one shape: errors [count, rows, columns] and factors P [count, rows, r], Q' [count, r, columns].
 
-    Q lies transposed, so that matrices are multiplied by rows of it and added up to rows of it: on a CPU both products
-    then take a third to a fifth of the time.
+    Q lies transposed: at rank 2 the two products with the matrices take a third and a fifth of the time on a CPU then.
     """
 
     def __init__(self, parts: Sequence[Part], p: torch.Tensor, q_rows: torch.Tensor, error: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ AVERAGING = ["async_averaging", "passive_gossip"]
 NAMES = [*AVERAGING, "async_sgd"]
 
 
-#: Of those that are made with other options than a test's own.
+#: What these are made with, whatever a test asks for: they do not have its options.
 OPTIONS = {"async_sgd": {"period": 1}, "hogwild": {}}
 
 
