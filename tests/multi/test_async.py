@@ -21,7 +21,7 @@ AVERAGING = ["async_averaging", "passive_gossip"]
 NAMES = [*AVERAGING, "async_sgd"]
 
 
-#: What these are made with, whatever a test asks for: they do not have its options.
+#: What these are made with, whatever a test asks for: not all of its options exist for them.
 OPTIONS = {"async_sgd": {"period": 1}, "hogwild": {}}
 
 
