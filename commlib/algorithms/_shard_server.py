@@ -137,9 +137,10 @@ class ShardServer:
     def _options(self, user: dict[str, Any]) -> dict[str, Any]:
         """Return the hyper-parameters of a group of the user's optimizer, as they are for tensors on the CPU."""
         options = {key: value for key, value in user.items() if key != "params"}
-        for key in ("fused", "capturable"):
-            if options.get(key):
-                options[key] = False
+        if options.get("capturable"):
+            options["capturable"] = False
+        if isinstance(self._user, torch.optim.SGD) and options.get("fused"):
+            options["fused"] = False  # torch's fused SGD fails where only some tensors have a momentum yet
         return {**options, "lr": float(user["lr"]) * self._rule.lr_scale}
 
     def _copy(self) -> Copy:

@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +81,17 @@ class ScriptedMailbox:
     def close(self) -> None: ...
 
 
+def set_gradients(parameters: Sequence[torch.nn.Parameter], gradient: np.ndarray) -> None:
+    start = 0
+    for parameter in parameters:
+        parameter.grad = torch.tensor(gradient[start : start + parameter.numel()].reshape(parameter.shape))
+        start += parameter.numel()
+
+
+def flat(parameters: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in parameters])
+
+
 class Ranks:
     """The ranks' parameters, optimizers and runners; a step's gradient is given."""
 
@@ -115,15 +126,11 @@ class Ranks:
         )
 
     def weights(self, rank: int) -> np.ndarray:
-        return np.concatenate([p.detach().numpy().reshape(-1) for p in self.parameters[rank]])
+        return flat(self.parameters[rank])
 
     @torch.no_grad()
     def step(self, rank: int, gradient: np.ndarray) -> None:
-        start = 0
-        for parameter in self.parameters[rank]:
-            part = gradient[start : start + parameter.numel()].reshape(parameter.shape)
-            parameter.grad = torch.tensor(part)
-            start += parameter.numel()
+        set_gradients(self.parameters[rank], gradient)
         self.runners[rank].before_step()
         self.optimizers[rank].step()
         self.runners[rank].after_step()
@@ -265,19 +272,28 @@ def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pushed_at_s == [100.0, 108.0, 124.0, 128.0]
 
 
-def test_async_sgd_alone_is_adam() -> None:
-    """One rank: what comes back at the end of the next step is what its own optimizer has done before."""
-    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, lambda p: torch.optim.Adam(p, LR, weight_decay=0.01), alike=True)
-    weight = torch.nn.Parameter(torch.tensor(ranks.weights(0)))
-    plain = torch.optim.Adam([weight], LR, weight_decay=0.01)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+def test_async_sgd_alone_is_adam(options: dict[str, bool]) -> None:
+    """One rank: what comes back at the end of the next step is what its own optimizer has done before.
+
+    The server's optimizer is of the same implementation, so that a fused one is as fast there, and the bits are equal.
+    """
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, LR, weight_decay=0.01, **options)
+
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, make, alike=True)
+    assert {key: ranks.runners[0]._server._optimizer.param_groups[0][key] for key in options} == options
+    plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
+    optimizer = make(plain)
     for number in range(20):
         gradient = gradient_of(ranks.weights(0), number, 0)
         ranks.step(0, gradient)
-        weight.grad = torch.tensor(gradient)
-        plain.step()
-        np.testing.assert_allclose(ranks.weights(0), weight.detach().numpy(), rtol=1e-5, atol=1e-6)
+        set_gradients(plain, gradient)
+        optimizer.step()
+        np.testing.assert_allclose(ranks.weights(0), flat(plain), rtol=1e-5, atol=1e-6)
         assert ranks.network.deliver(0, 0)
-    np.testing.assert_array_equal(server_weights(ranks), weight.detach().numpy())
+    np.testing.assert_array_equal(server_weights(ranks), flat(plain))
 
 
 def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
@@ -294,8 +310,7 @@ def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
 
 
 def server_weights(ranks: Ranks) -> np.ndarray:
-    shards = [weight.detach().numpy() for runner in ranks.runners for weight in runner._server.weights]
-    return np.concatenate(shards)
+    return flat([weight for runner in ranks.runners for weight in runner._server.weights])
 
 
 def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
@@ -316,14 +331,28 @@ def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
     ranks.step(0, gradient)
     ranks.network.deliver(0, 0)
     ranks.network.deliver(0, 1)
-    start = 0
-    for parameter in plain:
-        parameter.grad = torch.tensor(gradient[start : start + parameter.numel()].reshape(parameter.shape))
-        start += parameter.numel()
+    set_gradients(plain, gradient)
     optimizer.step()
-    np.testing.assert_array_equal(
-        server_weights(ranks), np.concatenate([p.detach().numpy().reshape(-1) for p in plain])
-    )
+    np.testing.assert_array_equal(server_weights(ranks), flat(plain))
+
+
+def test_async_sgd_takes_over_momenta_that_only_some_parameters_have() -> None:
+    """A parameter that is never used has none. torch's fused SGD fails on such a mixture; the server's is not fused."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, LR, momentum=0.5, fused=True)
+        parameters[0].grad = torch.ones_like(parameters[0])
+        optimizer.step()
+        return optimizer
+
+    ranks = Ranks(AsyncSGD(period=1), 1, make, alike=True)
+    used = ranks.parameters[0][0]
+    before, first = ranks.weights(0), used.numel()
+    for hook in (ranks.runners[0].before_step, ranks.optimizers[0].step, ranks.runners[0].after_step):
+        hook()
+    assert ranks.network.deliver(0, 0)
+    np.testing.assert_allclose(server_weights(ranks)[:first], before[:first] - 1.5 * LR, rtol=1e-5)
+    np.testing.assert_array_equal(server_weights(ranks)[first:], before[first:])
 
 
 def test_async_sgd_resumes_from_its_state() -> None:
