@@ -43,8 +43,7 @@ class AsyncSGD(Algorithm):
     ranks of the same speed it is about 2N where nothing is added up.
 
     The owner's update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at
-    that time on the shard's owner, and a state of its own. Adam with `fused=True` is fused there too, also on a CPU,
-    where it takes a third of the time.
+    that time on the shard's owner, and a state of its own. Adam with `fused=True` is fused there too, on the CPU.
 
     Paper: Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012 (Downpour SGD). Damping: Zhang et al.,
     "Staleness-aware Async-SGD", IJCAI 2016. Delay compensation: Zheng et al., "Asynchronous Stochastic Gradient
