@@ -110,28 +110,18 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
   return typename Codec::Reader(from.codes, from.scale, from.minima);
 }
 
-// [Note: many streams] Payloads that are read side by side are asked for early, all of them in one burst before the
-// arithmetic, for no more than kTogether inputs and not far ahead. Requests between the inputs' turns, larger bursts
-// and greater distances were slower when tried (AMD Zen 5). Requests that spare the caches (prefetchnta) make sums take
-// two to four times as long on an Intel Xeon; where they had seemed faster, on that AMD, the benchmark did not show it.
-constexpr std::size_t kTogether = 8;
-
-// Asks for what comes behind the `nbytes` of codes from `at` of the block, and for the parameters to go with it.
+// Where several payloads are read side by side, each one's turn asks for its codes of a page later, for the second
+// cache: one burst for all payloads, for the first cache and from less far ahead, made sums take up to 1.9 times as long
+// (AMD Zen 4), and requests that spare the caches (prefetchnta) two to four times (Intel Xeon). The parameters that go
+// with the codes come a line at a time.
 template <class Codec>
-COMMLIB_INLINE void ask_ahead(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout,
-                              std::size_t block, std::size_t at, std::size_t nbytes) {
-  constexpr std::size_t kCodesAhead = 1024, kParametersAhead = 192;  // bytes
+COMMLIB_INLINE void ask_ahead(const Place<Codec>& from, std::size_t block, std::size_t at, std::size_t nbytes) {
+  constexpr std::size_t kCodesAhead = 4096, kParametersAhead = 192;  // bytes
   constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
-  const std::size_t count = num_inputs < kTogether ? num_inputs : kTogether;
-  for (std::size_t input = 0; input < count; ++input) {
-    prefetch_behind(Place<Codec>(const_cast<Byte*>(inputs[input]), layout, block).codes + at, nbytes, kCodesAhead);
-  }
+  prefetch_behind<2>(from.codes + at, nbytes, kCodesAhead);
   if (at != 0 || block % kScalesInLine != 0) return;
-  for (std::size_t input = 0; input < count; ++input) {
-    const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
-    prefetch_behind(from.scale, 1, kParametersAhead);
-    prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
-  }
+  prefetch_behind(from.scale, 1, kParametersAhead);
+  prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
 }
 
 // What a sum is divided by. A power of two can as well be multiplied with, which is faster.
@@ -151,16 +141,14 @@ static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, 
   constexpr std::size_t kAtOnce = kRegisters * kLanes;
   for (std::size_t at = 0; at < Codec::kBlock; at += kAtOnce) {
     constexpr std::size_t kCodeBytes = kAtOnce * Codec::kBits / 8;
-    ask_ahead<Codec>(inputs, num_inputs, layout, block, at, kCodeBytes);
     Lanes sum[kRegisters];
-    const auto first = reader_of<Codec>(inputs[0], layout, block);
-    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = first(at + k * kLanes);
-    for (std::size_t input = 1; input < num_inputs; ++input) {
-      if (input % kTogether == 0) {
-        ask_ahead<Codec>(inputs + input, num_inputs - input, layout, block, at, kCodeBytes);
-      }
-      const auto reader = reader_of<Codec>(inputs[input], layout, block);
-      if (has_exact_products(reader.s)) {
+    for (std::size_t input = 0; input < num_inputs; ++input) {
+      const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
+      ask_ahead<Codec>(from, block, at, kCodeBytes);
+      const typename Codec::Reader reader(from.codes, from.scale, from.minima);
+      if (input == 0) {
+        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader(at + k * kLanes);
+      } else if (has_exact_products(reader.s)) {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
       } else {
         for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);

@@ -10,7 +10,7 @@ namespace {
 #if defined(__x86_64__)
 bool has_avx2() {
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 
 bool has_avx512() {

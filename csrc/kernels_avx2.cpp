@@ -6,9 +6,9 @@
 
 // The region runs to the end of the file: templates are instantiated there.
 #if defined(COMMLIB_X86) && defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #elif defined(COMMLIB_X86)
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,fma")
 #endif
 
 namespace commlib {

@@ -118,7 +118,7 @@ static inline void store_lanes(float* at, Lanes x) {
   _mm256_storeu_ps(at, x);
 }
 static inline Lanes add_product(Lanes sum, Lanes a, float b) {
-  return sum + a * b;
+  return _mm256_fmadd_ps(a, same_lanes(b), sum);
 }
 static inline Lanes canonical_lanes(Lanes x) {
   return _mm256_blendv_ps(x, same_lanes(from_bits(kQuietNanBits)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
