@@ -110,15 +110,12 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
   return typename Codec::Reader(from.codes, from.scale, from.minima);
 }
 
-// Where several payloads are read side by side, each one's turn asks for its codes of a page later, for the second
-// cache: one burst for all payloads, for the first cache and from less far ahead, made sums take up to 1.9 times as long
-// (AMD Zen 4), and requests that spare the caches (prefetchnta) two to four times (Intel Xeon). The parameters that go
-// with the codes come a line at a time.
+// Asks for the codes that are read a page later, and for the parameters that go with codes, a line of them at a time.
 template <class Codec>
 COMMLIB_INLINE void ask_ahead(const Place<Codec>& from, std::size_t block, std::size_t at, std::size_t nbytes) {
-  constexpr std::size_t kCodesAhead = 4096, kParametersAhead = 192;  // bytes
+  constexpr std::size_t kParametersAhead = 192;  // bytes
   constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
-  prefetch_behind<2>(from.codes + at, nbytes, kCodesAhead);
+  prefetch_behind(from.codes + at, nbytes);
   if (at != 0 || block % kScalesInLine != 0) return;
   prefetch_behind(from.scale, 1, kParametersAhead);
   prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
@@ -224,7 +221,7 @@ COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, s
       const std::size_t size = element_bytes(job.type);
       prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size);
       if (job.residual != nullptr) prefetch_behind(job.residual + at, m * sizeof(float));
-      if constexpr (kIsAlone) prefetch_behind<2>(static_cast<const Byte*>(job.x) + at * size, m * size, 7168);
+      if constexpr (kIsAlone) prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size, 7168);
     }
     return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
   }
