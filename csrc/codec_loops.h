@@ -211,8 +211,8 @@ COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* r
   return buffer;
 }
 
-// The values to encode, of the tile from `block` on. Where nothing else is read, x is also asked for from further away,
-// for the second cache: with a residual beside it that was slower.
+// The values to encode, of the tile from `block` on. Where nothing else is read, x is also asked for from further away:
+// with a residual beside it that was slower. In the cache, asking only costs time.
 template <class Codec, bool kIsAlone>
 COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
