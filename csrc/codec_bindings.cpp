@@ -92,7 +92,7 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
   const Address residual = feedback.residual;
   const bool is_large = exceeds_cache(numel * element_bytes(dtype));
-  // Payloads stream at half the size: the tensor, at least twice as large, passes through the cache as well.
+  // Payloads stream at half the size, as the tensor passes through the cache as well.
   const bool streams = exceeds_cache((numel + chunk - 1) / chunk * distance * 2);
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
