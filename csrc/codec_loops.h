@@ -212,7 +212,8 @@ COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* r
 }
 
 // The values to encode, of the tile from `block` on. Where nothing else is read, x is also asked for from further away:
-// with a residual beside it that was slower. In the cache, asking only costs time.
+// with a residual beside it that was slower. The residual is asked for where it is written (encode_tile): both requests
+// at once are more than a core has under way, and it would wait (AMD Zen 4). In the cache, asking only costs time.
 template <class Codec, bool kIsAlone>
 COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
@@ -220,7 +221,6 @@ COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, s
     if (job.exceeds_cache) {
       const std::size_t size = element_bytes(job.type);
       prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size);
-      if (job.residual != nullptr) prefetch_behind(job.residual + at, m * sizeof(float));
       if constexpr (kIsAlone) prefetch_behind(static_cast<const Byte*>(job.x) + at * size, m * size, 7168);
     }
     return compensate(job.x, job.type, job.residual, job.beta, at, m, buffer);
@@ -273,6 +273,7 @@ COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::si
   });
   if (job.streams) stream_copy(Place<Codec>(job.payload, job.layout, block).codes, staged, (m * Codec::kBits + 7) / 8);
   if constexpr (kFeeds) {
+    if (job.exceeds_cache) prefetch_behind(job.residual + block * Codec::kBlock, m * sizeof(float));
     replace_residual(v, decoded, job.gamma, are_finite, m, job.residual + block * Codec::kBlock);
   }
 }
