@@ -20,14 +20,18 @@ def step_rows(result: dict[str, Any]) -> list[str]:
         reference = rows.get(row["reference"])
         if not row["system"].startswith("commlib") or reference is None:
             continue
-        where = f"{row['hosts']} hosts, {row['rate']}" if row["rate"] else f"{row['ranks']} ranks, loopback"
         buckets = ", ".join(f"{nbytes / 2**20:.1f}" for nbytes in row["bucket_bytes"] or ())
         lines.append(
-            f"| {row['model']} | {where} | {reference['configuration']} | {1e3 * reference['step_s']:.1f} "
+            f"| {row['model']} | {place(row)} | {reference['configuration']} | {1e3 * reference['step_s']:.1f} "
             f"| {1e3 * row['step_s']:.1f} | {row['ratio']:.3f} | {row['ratio_lo']:.3f} to {row['ratio_hi']:.3f} "
             f"| {megabytes(reference)} | {megabytes(row)} | {buckets} |"
         )
     return lines
+
+
+def place(row: dict[str, Any]) -> str:
+    """Return where a row was measured: how many emulated hosts at which rate, or how many ranks on loopback."""
+    return f"{row['hosts']} hosts, {row['rate']}" if row["rate"] else f"{row['ranks']} ranks, loopback"
 
 
 def megabytes(row: dict[str, Any]) -> str:

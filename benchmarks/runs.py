@@ -1,4 +1,4 @@
-"""Write the index of all result files, with every run of every command: also those that no table of the docs shows.
+"""Write the index of all result files, with every run that was kept: also those that no table of the docs shows.
 
 python benchmarks/runs.py    # writes benchmarks/results/README.md
 """
@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from report import megabytes, place
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
-_INTRODUCTION = """# Every run
+_INTRODUCTION = """# Every run that was kept
 
 Written by `python benchmarks/runs.py` from the files in this folder; what they mean is in
 [docs/benchmarks.md](../../docs/benchmarks.md), how they were measured in [benchmarks/README.md](../README.md).
@@ -72,13 +74,12 @@ def _steps(run: Any) -> Iterator[Line]:
     for row in run["rows"][:1] if sweep else run["rows"]:
         if row["system"].startswith("bound:"):
             continue
-        where = f"{row['hosts']} hosts, {row['rate']}" if row["rate"] else f"{row['ranks']} ranks, loopback"
         time = ("", "", "", "")
         if len(row["blocks_s"]) > 1:  # a single one is there for the memory measured beside it
             time = (f"{1e3 * row['step_s']:.1f}", *_ratio(row, configurations, sweep))
-        bound, peak = row.get("to_lower_bound"), row.get("peak_bytes")
-        cells = (f"{bound:.2f}" if bound else "", f"{peak / 1e6:.1f}" if peak else "")
-        yield f"{row['model']}, {where}", (f"`{row['system']}`", *_origin(run), *time, *cells)
+        bound = row.get("to_lower_bound")
+        cells = (f"{bound:.2f}" if bound else "", megabytes(row))
+        yield f"{row['model']}, {place(row)}", (f"`{row['system']}`", *_origin(run), *time, *cells)
 
 
 def _ratio(row: dict[str, Any], configurations: dict[str, str], sweep: dict[str, Any] | None) -> tuple[str, str, str]:
