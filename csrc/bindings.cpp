@@ -3,7 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
 
 #include "codec_bindings.h"
 #include "pack.h"
@@ -14,10 +18,6 @@ namespace py = pybind11;
 namespace commlib {
 namespace {
 
-void* to_pointer(std::uintptr_t address) {
-  return reinterpret_cast<void*>(address);
-}
-
 PackPlan make_plan(const std::vector<std::size_t>& offsets, const std::vector<std::size_t>& counts, int type) {
   std::vector<Slot> slots;
   slots.reserve(counts.size());
@@ -25,22 +25,54 @@ PackPlan make_plan(const std::vector<std::size_t>& offsets, const std::vector<st
   return PackPlan(std::move(slots), static_cast<DType>(type));
 }
 
-// Returns -1, or the index of the first source that is not what the plan needs: nothing was written then. `None` stands
-// for zeros.
-std::int64_t pack(const PackPlan& plan, std::uintptr_t dst, const py::list& srcs, double factor) {
-  if (srcs.size() != plan.size()) throw std::invalid_argument("the number of sources is not the plan's");
+// Whether a kernel of this type computes with `factor` as a finite number.
+bool is_usable(double factor, DType type) {
+  const bool is_double = type == DType::kFloat64;
+  return std::abs(factor) <= (is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max());
+}
+
+// Returns -1, or what is not as the plan needs it, and nothing was written then: the index of the first such source, or
+// the number of sources for anything else. `None` stands for zeros.
+std::int64_t pack(const PackPlan& plan, py::handle dst, const py::list& srcs, double factor) {
+  const auto others = static_cast<std::int64_t>(plan.size());
+  TensorView flat;
+  if (srcs.size() != plan.size() || !is_usable(factor, plan.type())) return others;
+  if (!read_tensor(dst.ptr(), plan.type(), &flat) || flat.count < plan.extent()) return others;
   std::vector<const void*> pointers(plan.size(), nullptr);
   for (std::size_t i = 0; i < plan.size(); ++i) {
-    PyObject* src = PyList_GET_ITEM(srcs.ptr(), static_cast<Py_ssize_t>(i));
-    if (src != Py_None && !read_tensor(src, plan.type(), plan.count(i), &pointers[i])) {
-      return static_cast<std::int64_t>(i);
-    }
+    PyObject* object = PyList_GET_ITEM(srcs.ptr(), static_cast<Py_ssize_t>(i));
+    if (object == Py_None) continue;
+    TensorView src;
+    if (!read_tensor(object, plan.type(), &src) || src.count != plan.count(i)) return static_cast<std::int64_t>(i);
+    pointers[i] = src.data;
   }
   const py::gil_scoped_release released;
-  const std::size_t overlap = plan.find_overlap(to_pointer(dst), pointers.data());
+  const std::size_t overlap = plan.find_overlap(flat.data, pointers.data());
   if (overlap != plan.size()) return static_cast<std::int64_t>(overlap);
-  plan.pack(to_pointer(dst), pointers.data(), factor);
+  plan.pack(flat.data, pointers.data(), factor);
   return -1;
+}
+
+// Copies the bytes of the tensors, one after the other, into `flat` or out of it. Returns false, and nothing was
+// written, if a tensor is not a contiguous one on the CPU, or `flat` too small.
+bool copy_bytes(py::handle flat, const py::list& tensors, bool gathers) {
+  ByteView all;
+  if (!read_bytes(flat.ptr(), &all)) return false;
+  std::vector<ByteView> parts(tensors.size());
+  std::size_t nbytes = 0;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (!read_bytes(PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i)), &parts[i])) return false;
+    nbytes += parts[i].nbytes;
+  }
+  if (nbytes > all.nbytes) return false;
+  const py::gil_scoped_release released;
+  char* place = static_cast<char*>(all.data);
+  for (const ByteView& part : parts) {
+    if (part.nbytes == 0) continue;
+    std::memmove(gathers ? place : part.data, gathers ? part.data : place, part.nbytes);
+    place += part.nbytes;
+  }
+  return true;
 }
 
 }  // namespace
@@ -58,6 +90,7 @@ PYBIND11_MODULE(_native, module) {
         commlib::bind_tensor_type(tensor_type.ptr(), exchange_capsule.ptr(), is_neg.ptr());
       },
       py::arg("tensor_type"), py::arg("exchange_capsule"), py::arg("is_neg"));
+  module.def("copy_bytes", &commlib::copy_bytes, py::arg("flat"), py::arg("tensors"), py::arg("gathers"));
   commlib::bind_codecs(module);
   py::class_<commlib::PackPlan>(module, "PackPlan")
       .def(py::init(&commlib::make_plan), py::arg("offsets"), py::arg("counts"), py::arg("type"))

@@ -43,6 +43,7 @@ constexpr std::int32_t kCpu = 1;
 constexpr std::int32_t kPinnedCpu = 3;
 constexpr std::uint8_t kFloat = 2;
 constexpr std::uint8_t kBFloat = 4;
+constexpr std::uint8_t kComplex = 5;
 
 PyTypeObject* tensor_class = nullptr;
 PyObject* is_neg_method = nullptr;
@@ -53,10 +54,10 @@ bool has_type(const ExchangedTensor& tensor, DType dtype) {
   return tensor.type_code == code && tensor.type_bits == 8 * element_bytes(dtype) && tensor.type_lanes == 1;
 }
 
-bool has_size(const ExchangedTensor& tensor, std::size_t count) {
+std::size_t size_of(const ExchangedTensor& tensor) {
   std::size_t size = 1;
   for (int dim = 0; dim < tensor.num_dims; ++dim) size *= static_cast<std::size_t>(tensor.shape[dim]);
-  return size == count;
+  return size;
 }
 
 bool is_contiguous(const ExchangedTensor& tensor) {
@@ -77,6 +78,21 @@ bool is_negated(PyObject* object) {
   return answer != Py_False;
 }
 
+// Returns true and sets what is given if `object` is a contiguous CPU tensor, of whatever type.
+bool read_any(PyObject* object, ExchangedTensor* tensor, TensorView* view) {
+  if (!read_function || !PyObject_TypeCheck(object, tensor_class)) return false;
+  if (read_function(object, tensor) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  if (tensor->device_type != kCpu && tensor->device_type != kPinnedCpu) return false;
+  *view = {nullptr, size_of(*tensor)};
+  if (view->count == 0) return true;
+  if (view->count == 1 && is_negated(object)) return false;
+  view->data = static_cast<char*>(tensor->data) + tensor->byte_offset;
+  return tensor->data && is_contiguous(*tensor);
+}
+
 }  // namespace
 
 void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObject* is_neg) {
@@ -94,19 +110,18 @@ void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObjec
   read_function = table->read;
 }
 
-bool read_tensor(PyObject* object, DType dtype, std::size_t count, const void** data) {
+bool read_tensor(PyObject* object, DType dtype, TensorView* view) {
   ExchangedTensor tensor;
-  if (!read_function || !PyObject_TypeCheck(object, tensor_class)) return false;
-  if (read_function(object, &tensor) != 0) {
-    PyErr_Clear();
-    return false;
-  }
-  const bool is_on_cpu = tensor.device_type == kCpu || tensor.device_type == kPinnedCpu;
-  if (!is_on_cpu || !has_type(tensor, dtype) || !has_size(tensor, count)) return false;
-  if (count == 0) return true;
-  if (count == 1 && is_negated(object)) return false;
-  *data = static_cast<const char*>(tensor.data) + tensor.byte_offset;
-  return tensor.data && is_contiguous(tensor);
+  return read_any(object, &tensor, view) && has_type(tensor, dtype);
+}
+
+bool read_bytes(PyObject* object, ByteView* view) {
+  ExchangedTensor tensor;
+  TensorView elements;
+  if (!read_any(object, &tensor, &elements)) return false;
+  const std::size_t bits = std::size_t{tensor.type_bits} * tensor.type_lanes;
+  *view = {elements.data, elements.count * bits / 8};
+  return tensor.type_code != kComplex && bits % 8 == 0;  // a conjugate is stored without its sign
 }
 
 }  // namespace commlib

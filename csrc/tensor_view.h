@@ -20,8 +20,19 @@ namespace commlib {
 // Throws std::runtime_error if the table is of another major version or lacks the function that is needed.
 void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObject* is_neg);
 
-// Returns true and sets `data` if `object` is a contiguous CPU tensor of `count` elements of type `dtype`. Leaves no
-// Python error behind. Needs the GIL.
-bool read_tensor(PyObject* object, DType dtype, std::size_t count, const void** data);
+struct TensorView {
+  void* data;         // null where there are no elements
+  std::size_t count;  // of elements
+};
+
+struct ByteView {
+  void* data;
+  std::size_t nbytes;
+};
+
+// Return true and set `view` if `object` is a contiguous CPU tensor: of type `dtype`, or of any type but a complex one.
+// Leave no Python error behind. Need the GIL.
+bool read_tensor(PyObject* object, DType dtype, TensorView* view);
+bool read_bytes(PyObject* object, ByteView* view);
 
 }  // namespace commlib

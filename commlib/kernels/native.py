@@ -124,24 +124,51 @@ class PackPlan:
         Raises:
             ConfigError: A tensor or the factor is not as described; the message says which. Nothing was written.
         """
+        # The extension checks everything itself: between matrix products, cold code of Python takes ten times as long.
+        refused = self._native.pack(dst, srcs if isinstance(srcs, list) else list(srcs), factor)
+        if refused >= 0:
+            self._explain(dst, srcs, factor, refused)
+
+    def _explain(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], factor: float, index: int) -> NoReturn:
+        """Raise with the reason why the extension wrote nothing; `index` is that of the source, if it is a source's."""
         _check_flat(dst, self._dtype, self.extent, "dst")
         _check_factor(factor, self._dtype)
         if len(srcs) != len(self._numels):
             raise ConfigError(f"The plan packs {len(self._numels)} tensors, got {len(srcs)}.")
-        refused = self._native.pack(dst.data_ptr(), srcs if isinstance(srcs, list) else list(srcs), factor)
-        if refused >= 0:
-            self._explain(srcs[refused], refused)
-
-    def _explain(self, src: torch.Tensor | None, index: int) -> NoReturn:
-        """Raise with the reason why the extension did not take a source."""
+        src = srcs[index] if index < len(srcs) else None
         if src is not None:
             _check_tensor(src, self._dtype, f"source {index}")
             if src.numel() != self._numels[index]:
                 raise ConfigError(f"source {index} must have {self._numels[index]} elements, got {src.numel()}.")
         raise ConfigError(
-            f"source {index} overlaps the flat buffer elsewhere than in its own place, or has no memory. "
+            f"source {index} overlaps the flat buffer elsewhere than in its own place, or one of both has no memory. "
             "Pass a copy of it (clone())."
         )
+
+
+def gather_bytes(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Copy tensors of any types, one after the other, into `flat`.
+
+    Args:
+        flat: `[bytes of the tensors or more] uint8`; changed in place.
+        tensors: Contiguous, on the CPU, not complex.
+
+    Returns:
+        Whether that was done: if a tensor is not as described, nothing was written.
+    """
+    return load().copy_bytes(flat, tensors, True)
+
+
+def scatter_bytes(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Copy what `gather_bytes` made back into the tensors, in place as autograd sees it.
+
+    Returns:
+        Whether that was done, as in `gather_bytes`; not for tensors that were made in inference mode either.
+    """
+    if any(map(torch.Tensor.is_inference, tensors)) or not load().copy_bytes(flat, tensors, False):
+        return False
+    torch.autograd.graph.increment_version(tensors)
+    return True
 
 
 def _bind_tensors(native: ModuleType) -> None:

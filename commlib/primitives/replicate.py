@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from commlib.kernels import native
 from commlib.transport.base import Communication, Communicator
 
 _CHUNK_BYTES = 64 << 20
@@ -32,18 +33,20 @@ def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communicati
             _scatter(data, chunk)
 
 
-def _gathered(chunk: Sequence[torch.Tensor]) -> torch.Tensor:
+def _gathered(chunk: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of the tensors, one after the other."""
     data = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=chunk[0].device)
-    for own, places in _portions(data, chunk):
-        torch._foreach_copy_(places, own)
+    if not native.gather_bytes(data, chunk):
+        for own, places in _portions(data, chunk):
+            torch._foreach_copy_(places, own)
     return data
 
 
-def _scatter(data: torch.Tensor, chunk: Sequence[torch.Tensor]) -> None:
+def _scatter(data: torch.Tensor, chunk: list[torch.Tensor]) -> None:
     """Copy what `_gathered` made back into the tensors."""
-    for own, places in _portions(data, chunk):
-        torch._foreach_copy_(own, places)
+    if not native.scatter_bytes(data, chunk):
+        for own, places in _portions(data, chunk):
+            torch._foreach_copy_(own, places)
 
 
 def _portions(
