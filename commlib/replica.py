@@ -115,9 +115,7 @@ class Replica:
             tensor.register_hook(lambda _: engine.begin(sync))
 
     def _buffers(self) -> list[torch.Tensor]:
-        if not self.structure.has_buffers():
-            return []
-        return [buffer for name, buffer in self.bare.named_buffers() if name not in self.ignored]
+        return self.structure.buffers(self.bare, self.ignored)
 
     def copy_buffers(self, source: int = 0) -> None:
         """Copy the buffers of rank `source` to all ranks."""

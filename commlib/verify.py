@@ -158,7 +158,7 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 class Structure:
-    """The model's parameters as they were, to notice cheaply at each forward that they changed."""
+    """The model's parameters and buffers as they were, to notice cheaply at each forward that they changed."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -167,11 +167,18 @@ class Structure:
         self._lengths = list(map(len, self._tables))
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        self._buffers = [module._buffers for module in modules]
+        self._buffer_tables = [module._buffers for module in modules]
+        self._buffer_entries: list[torch.Tensor | None] = []
+        self._buffers: list[torch.Tensor] = []
 
-    def has_buffers(self) -> bool:
-        """Return whether the model has buffers now, without a walk through it: this runs before every forward."""
-        return any(self._buffers)
+    def buffers(self, model: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+        """Return the buffers whose names are not ignored, tied ones once."""
+        # This runs before every forward: only buffers that were replaced, added or removed need a walk through it all.
+        entries = list(itertools.chain.from_iterable(map(dict.values, self._buffer_tables)))
+        if len(entries) != len(self._buffer_entries) or not all(map(is_, entries, self._buffer_entries)):
+            self._buffer_entries = entries
+            self._buffers = [buffer for name, buffer in model.named_buffers() if name not in ignored]
+        return self._buffers
 
     def _is_same(self) -> bool:
         # This runs before every forward: a few passes in C over all entries.

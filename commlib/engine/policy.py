@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from commlib.algorithms.base import Traits
 
@@ -30,8 +31,7 @@ class Do(Enum):
     ISSUE = "issue"  # start the collective that it asked for
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """Do `do` with task `task`."""
 
     do: Do
@@ -53,7 +53,7 @@ class IssueOrder:
         self._finished = [False] * num_tasks
         self._num_left = num_tasks
         self.num_fed = 0  # events so far
-        self._places = self._one_by_one() if window == 1 else self._interleaved(window)
+        self._places: Iterator[tuple[int, int]] = self._one_by_one() if window == 1 else self._interleaved(window)
         self._turn = next(self._places, None)
 
     @property
@@ -87,6 +87,8 @@ class IssueOrder:
             elif not self._finished[task]:
                 break
             self._turn = next(self._places, None)
+        if not self._num_left:
+            self._places = iter(())  # the generator refers to this object: a cycle of every round for the collector
         return actions
 
     def _interleaved(self, window: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -200,8 +200,6 @@ class Driver(ABC):
             for action in round_.order.feed(*events.popleft()):
                 task = round_.tasks[action.task]
                 if action.do is Do.ISSUE:
-                    assert task.request is not None
-                    task.sent_bytes += task.request.wire_bytes()
                     self._issue(round_, action.task, task, events)
                 else:
                     events.append((self._resume(task, action.task), action.task))
@@ -211,8 +209,10 @@ class Driver(ABC):
             task.began_s = time.perf_counter()
             task.generator = task.begin()
         if task.work is not None:
-            with _collective_of(task):
+            try:
                 task.work.wait()
+            except Exception as error:
+                raise _CollectiveError(error, task) from error
             task.work = None
         try:
             task.request = next(task.generator)
@@ -226,6 +226,16 @@ class Driver(ABC):
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
         """Start the task's request; when it completes, the task's ARRIVED event must come."""
 
+    def _start(self, round_: Round, task: Task) -> Work:
+        """Give the task's request to the transport."""
+        assert task.request is not None
+        task.sent_bytes += task.request.wire_bytes()
+        try:
+            task.work = work = round_.transport.issue(task.request)
+        except Exception as error:
+            raise _CollectiveError(error, task) from error
+        return work
+
     def _fail(self, round_: Round, error: BaseException) -> None:
         """End the round: with an error that names the collective, or with the algorithm's own."""
         if isinstance(error, _CollectiveError):
@@ -238,19 +248,11 @@ class Driver(ABC):
 class _CollectiveError(Exception):
     """A collective could not be started or did not complete; set apart from errors in an algorithm's own work."""
 
-    def __init__(self, cause: BaseException, what: str) -> None:
-        super().__init__(what)
-        self.cause = cause
-        self.what = what
-
-
-@contextlib.contextmanager
-def _collective_of(task: Task) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
+    def __init__(self, cause: BaseException, task: Task) -> None:
         assert task.request is not None
-        raise _CollectiveError(error, f"{task.request.verb} of {task.describe()}") from error
+        self.cause = cause
+        self.what = f"{task.request.verb} of {task.describe()}"
+        super().__init__(self.what)
 
 
 class ThreadDriver(Driver):
@@ -313,11 +315,9 @@ class ThreadDriver(Driver):
             del item  # an idle thread must not keep a round, and through it a model, alive
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
-        assert task.request is not None
-        with _collective_of(task):
-            task.work = round_.transport.issue(task.request)
+        work = self._start(round_, task)
         if round_.is_awaited or not task.is_single:
-            self._announce(round_, task_idx, task.work)
+            self._announce(round_, task_idx, work)
 
     def _announce(self, round_: Round, task_idx: int, work: Work) -> None:
         """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own."""
@@ -370,9 +370,8 @@ class StreamDriver(Driver):
             return super()._resume(task, task_idx)
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
-        assert task.request is not None
-        with self._streams.use(task_idx), _collective_of(task):
-            task.work = round_.transport.issue(task.request)
+        with self._streams.use(task_idx):
+            self._start(round_, task)
         events.append((Event.ARRIVED, task_idx))
 
 

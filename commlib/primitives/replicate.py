@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,7 +36,7 @@ def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communicati
 
 def _gathered(chunk: list[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of the tensors, one after the other."""
-    data = torch.empty(sum(tensor.nbytes for tensor in chunk), dtype=torch.uint8, device=chunk[0].device)
+    data = torch.empty(_nbytes(chunk), dtype=torch.uint8, device=chunk[0].device)
     if not native.gather_bytes(data, chunk):
         for own, places in _portions(data, chunk):
             torch._foreach_copy_(places, own)
@@ -47,6 +48,10 @@ def _scatter(data: torch.Tensor, chunk: list[torch.Tensor]) -> None:
     if not native.scatter_bytes(data, chunk):
         for own, places in _portions(data, chunk):
             torch._foreach_copy_(own, places)
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(map(operator.attrgetter("nbytes"), tensors))
 
 
 def _portions(
@@ -65,7 +70,10 @@ def _portions(
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     # Large elements first: every tensor's bytes then start at a multiple of its element size.
-    ordered = sorted((t for t in tensors if t.numel()), key=lambda t: -t.element_size())
+    ordered = sorted(filter(torch.Tensor.numel, tensors), key=torch.Tensor.element_size, reverse=True)
+    if 0 < _nbytes(ordered) <= _CHUNK_BYTES:  # as in every step, for the buffers
+        yield ordered
+        return
     while ordered:
         held = size = 0
         while size < len(ordered) and (size == 0 or held + ordered[size].nbytes <= _CHUNK_BYTES):

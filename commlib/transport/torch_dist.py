@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import pickle
@@ -434,8 +435,9 @@ def _parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
         ) from None
 
 
+@functools.cache
 def _options(cls: type, **fields: Any) -> Any:
-    """Return the options object of a collective that runs on the backend's own thread or stream."""
+    """Return the options object of a collective that runs on the backend's own thread or stream; it is not changed."""
     options = cls()
     for name, value in fields.items():
         setattr(options, name, value)
