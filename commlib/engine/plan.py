@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,9 @@ class Plan:
 
 #: Sizes that are tried beside the predicted boundaries; the largest means one bucket.
 _TRIAL_CAPS = (1 << 20, 5 << 20, 10 << 20, 25 << 20, 1 << 62)
+#: Plans of as many buckets, whose boundaries differ by no more than this part of all bytes, are tried once: the better
+#: figure of two would count.
+_LEAST_DIFFERENCE = 0.01
 #: Backward may take this much longer beside communication than it took alone.
 _STRETCHES = (1.0, 1.5)
 
@@ -73,12 +77,23 @@ def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[flo
 def candidates(
     parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: planner.Cost
 ) -> list[Plan]:
-    """Return different plans to try: those with the least predicted step time, and plain sizes."""
+    """Return different plans to try: plain sizes, and those with the least predicted step time."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
-    cuts = [*(_by_time(cost, backward_s, stretch) for stretch in _STRETCHES), *map(_by_size, _TRIAL_CAPS)]
-    unique = dict.fromkeys(_cut(parameters, order, ready_s, cut) for cut in cuts)
+    cuts = [*map(_by_size, _TRIAL_CAPS), *(_by_time(cost, backward_s, stretch) for stretch in _STRETCHES)]
     shared = tuple(ready_s)
-    return [Plan(buckets, "trial", shared, cost) for buckets in unique]
+    found: dict[tuple[int, ...], Plan] = {}
+    for cut in cuts:
+        buckets = _cut(parameters, order, ready_s, cut)
+        ends = tuple(itertools.accumulate(sum(parameters[idx].param.nbytes for idx in bucket) for bucket in buckets))
+        if not any(_are_alike(ends, others) for others in found):
+            found[ends] = Plan(buckets, "trial", shared, cost)
+    return list(found.values())
+
+
+def _are_alike(ends: Sequence[int], others: Sequence[int]) -> bool:
+    """Return whether two plans, given by the bytes up to the end of each bucket, would not be told apart by time."""
+    least = _LEAST_DIFFERENCE * ends[-1]
+    return len(ends) == len(others) and all(abs(a - b) <= least for a, b in zip(ends, others, strict=True))
 
 
 def main_group(parameters: Sequence[Parameter]) -> Hashable:

@@ -32,6 +32,8 @@ _VISIT_S = 0.3
 #: most. Of the margins and numbers tried on recorded steps, these leave a slower plan rarely and end soon.
 _MARGIN = 0.06
 _MOST_PASSES = 6
+#: Of plans that are still in the race after the last pass, the one of fewest buckets within this of the fastest stays.
+_TIE = 0.01
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
 
@@ -226,8 +228,11 @@ class Trials:
     are tried, there and back (A B C C B A), so that drifts of the machine cancel. A plan's figure is the median of all
     its steps so far. After each such pass those much slower than the fastest drop out: by more than `_MARGIN` after the
     first pass, half of it after the second, a third after the third. So a close race is timed longer, and a clear one
-    ends at once. Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of
-    one backward to the end of the next.
+    ends at once. What is left after the last pass is level within `_TIE`, and the fewest buckets cost the least beside
+    their time; they were the better choice too, where all plans were timed in rotation for hundreds of steps.
+
+    Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
+    the end of the next.
 
     Args:
         plans: The plans; the same on all ranks.
@@ -268,10 +273,12 @@ class Trials:
     def end_pass(self, seconds: Sequence[float]) -> None:
         """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
         self._num_passes += 1
-        margin = _MARGIN / self._num_passes if self._num_passes < _MOST_PASSES else 0.0
-        limit_s = min(seconds) * (1 + margin)
-        left = [entry for plan_s, entry in zip(seconds, self._steps_s.items(), strict=True) if plan_s <= limit_s]
-        self._steps_s = dict(left if margin else left[:1])
+        is_last = self._num_passes == _MOST_PASSES
+        limit_s = min(seconds) * (1 + (_TIE if is_last else _MARGIN / self._num_passes))
+        left = [(plan, plan_s) for plan, plan_s in zip(self._steps_s, seconds, strict=True) if plan_s <= limit_s]
+        if is_last:
+            left = [min(left, key=lambda entry: (len(entry[0].buckets), entry[1]))]
+        self._steps_s = {plan: self._steps_s[plan] for plan, _ in left}
         self._visits = self._there_and_back() if len(self._steps_s) > 1 else []
 
     def _there_and_back(self) -> list[Plan]:

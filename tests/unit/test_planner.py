@@ -6,9 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commlib.engine.plan import Parameter, candidates
 from commlib.engine.planner import TOLERANCE, Cost, by_size, by_time, predict
 
 pieces = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100)), min_size=1, max_size=8)
@@ -51,6 +53,18 @@ def test_thousands_of_gradients_are_planned_within_a_second() -> None:
 
 def test_a_bucket_that_gains_next_to_nothing_is_not_made() -> None:
     assert by_time([0.0, 0.1, 0.2], [1, 1_000_000, 1_000_000], line(1e-6, 1e-6), 0.2) == [2, 3]
+
+
+def test_plans_that_hardly_differ_are_tried_once() -> None:
+    sizes = [8 << 20, 512 << 10, 4000, 1 << 20, 512 << 10]
+    parameters = [Parameter(str(size), torch.nn.Parameter(torch.empty(size // 4)), False) for size in sizes]
+    ready_s, cost = [0.024, 0.028, 0.044, 0.068, 0.08], line(1e-3, 3e-9)
+    # The two predictions differ by where the 4,000 bytes go.
+    predicted = [by_time([at * stretch for at in ready_s], sizes, cost, 0.08 * stretch) for stretch in (1.0, 1.5)]
+    assert predicted == [[2, 4, 5], [3, 4, 5]]
+    found = [plan.buckets for plan in candidates(parameters, ready_s, 0.08, cost)]
+    assert ((0, 1), (2, 3), (4,)) in found
+    assert ((0, 1, 2), (3,), (4,)) not in found
 
 
 def test_nothing_to_plan() -> None:

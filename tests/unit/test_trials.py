@@ -50,6 +50,16 @@ def test_a_close_race_ends_too() -> None:
     assert trials.plans == [plan(1)]
 
 
+def test_of_level_plans_the_one_of_fewest_buckets_stays() -> None:
+    three = Plan(((0,), (1,), (2,)), "trial")
+    two = Plan(((0,), (1, 2)), "trial")
+    slower = Plan(((0, 1, 2),), "trial")
+    trials = Trials([three, two, slower], 1)
+    for _ in range(6):
+        trials.end_pass([1.0, 1.009, 1.0101][: len(trials.plans)])
+    assert trials.plans == [two]
+
+
 def test_of_equal_plans_the_first_stays() -> None:
     trials, _, _ = run([1.0, 1.0], set(), 3)
     assert trials.plans[0] == plan(0)
