@@ -320,3 +320,37 @@ def test_a_missing_extension_says_how_to_get_it(monkeypatch):
     monkeypatch.undo()
     native.load.cache_clear()
     assert native.isa()
+
+
+def test_bytes_are_gathered_and_scattered() -> None:
+    tensors = [torch.randn(3, 5), torch.arange(4), torch.tensor(True), torch.empty(0), torch.randn(7).half()]
+    flat = torch.zeros(200, dtype=torch.uint8)
+    assert native.gather_bytes(flat, tensors)
+    want = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    assert flat.numpy().tobytes() == want + bytes(200 - len(want))
+    copies = [torch.zeros_like(tensor) for tensor in tensors]
+    assert native.scatter_bytes(flat, copies)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+    assert [tensor._version for tensor in copies] == [1] * 5
+
+
+UNFIT = {
+    "transposed": lambda: torch.randn(4, 3).t(),
+    "complex": lambda: torch.randn(2, dtype=torch.complex64),
+    "negated": lambda: torch.tensor([1 + 2j]).conj().imag,
+    "elsewhere": lambda: torch.empty(4, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "no tensor": lambda: [1.0, 2.0],
+    "too large": lambda: torch.randn(100),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_unfit_tensors_are_left_to_torch_and_nothing_is_written(what) -> None:
+    first, flat = torch.zeros(4), torch.full((64,), 7, dtype=torch.uint8)
+    tensors = [first, UNFIT[what]()]
+    assert not native.gather_bytes(flat, tensors)
+    assert (flat == 7).all()
+    if isinstance(tensors[1], torch.Tensor):
+        assert not native.scatter_bytes(flat, tensors)
+        assert (first == 0).all()

@@ -73,8 +73,29 @@ def test_a_leaf_that_requires_a_gradient_is_written() -> None:
     assert by_rank[1][0].requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_autograd_sees_that_a_tensor_was_written(dtype: torch.dtype) -> None:
+    weight = torch.ones(3, dtype=dtype, requires_grad=True)
+    buffer = torch.full((3,), 2.0, dtype=dtype)
+    product = (weight * buffer).abs().sum()
+    communication = broadcast_all([buffer], Communicator(1, 2))
+    next(communication)
+    assert list(communication) == []
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_tensors_of_inference_mode_are_written_in_it() -> None:
+    with torch.inference_mode():
+        own = [torch.zeros(3)]
+        communication = broadcast_all(own, Communicator(1, 2))
+        next(communication).tensor.fill_(0).view(torch.float32).add_(5.0)
+        assert list(communication) == []
+    assert own[0].tolist() == [5.0, 5.0, 5.0]
+
+
 def test_a_thousand_tensors_do_not_make_a_thousand_more() -> None:
-    own = [torch.zeros(4) for _ in range(1000)]
+    own = [torch.zeros(4, dtype=torch.complex64) for _ in range(1000)]  # which torch copies, not the extension
     communication = broadcast_all(own, Communicator(0, 2))
     before = num_tensors()
     next(communication)
