@@ -173,9 +173,12 @@ class Structure:
 
     def buffers(self, model: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
         """Return the buffers whose names are not ignored, tied ones once."""
-        # This runs before every forward: only buffers that were replaced, added or removed need a walk through it all.
+        # This runs before every forward: only after a change there is a walk through the model.
+        if not any(self._buffer_tables):
+            return []
         entries = list(itertools.chain.from_iterable(map(dict.values, self._buffer_tables)))
-        if len(entries) != len(self._buffer_entries) or not all(map(is_, entries, self._buffer_entries)):
+        is_known = len(entries) == len(self._buffer_entries) and all(map(is_, entries, self._buffer_entries))
+        if not is_known or not self._is_same():
             self._buffer_entries = entries
             self._buffers = [buffer for name, buffer in model.named_buffers() if name not in ignored]
         return self._buffers
