@@ -19,7 +19,8 @@ _INTRODUCTION = """# Every run that was kept
 Written by `python benchmarks/runs.py` from the files in this folder; what they mean is in
 [docs/benchmarks.md](../../docs/benchmarks.md), how they were measured in [benchmarks/README.md](../README.md).
 `results` holds the latest run of a command, `results/repeats` the others. Commands, versions and all blocks are in
-the files. Processors are named with their family and model where those were noted: AMD EPYC 25/1 is Zen 3, 25/17 Zen 4.
+the files. Processors are named with their family and model where those were noted: AMD EPYC 25/1 is Zen 3, 25/17 Zen 4,
+26/2 Zen 5.
 """
 _STEP_COLUMNS = ("system", "date", "processor", "ms", "reference", "ratio", "95 % interval", "to its bound", "peak MB")
 _KERNEL_COLUMNS = ("codec, kernel", "date", "processor", "ms", "to memcpy", "to the byte model")

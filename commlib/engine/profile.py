@@ -229,7 +229,7 @@ class Trials:
     its steps so far. After each such pass those much slower than the fastest drop out: by more than `_MARGIN` after the
     first pass, half of it after the second, a third after the third. So a close race is timed longer, and a clear one
     ends at once. What is left after the last pass is level within `_TIE`, and the fewest buckets cost the least beside
-    their time; they were the better choice too, where all plans were timed in rotation for hundreds of steps.
+    their time; in four recordings of all plans in rotation (docs/benchmarks.md) they were the better choice too.
 
     Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
     the end of the next.

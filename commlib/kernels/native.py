@@ -124,7 +124,8 @@ class PackPlan:
         Raises:
             ConfigError: A tensor or the factor is not as described; the message says which. Nothing was written.
         """
-        # The extension checks everything itself: between matrix products, cold code of Python takes ten times as long.
+        # The extension checks everything itself: the same in Python took 1.5 µs in a loop, but 44 µs between matrix
+        # products, where its code is cold.
         refused = self._native.pack(dst, srcs if isinstance(srcs, list) else list(srcs), factor)
         if refused >= 0:
             self._explain(dst, srcs, factor, refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +19,8 @@ _PORTION = 16
 
 def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: int = 0) -> Communication:
     """Copy rank `source`'s tensors, of any shapes and dtypes, to all ranks, in place."""
-    for chunk in _chunks(tensors):
-        data = _gathered(chunk)
+    for chunk, nbytes in _chunks(tensors):
+        data = _gathered(chunk, nbytes)
         yield comm.broadcast(data, source)
         _scatter(data, chunk)
 
@@ -26,17 +28,17 @@ def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: i
 def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communication:
     """Replace tensors of any shapes and floating or complex dtypes by their mean over the ranks, in place."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        for chunk in _chunks([tensor for tensor in tensors if tensor.dtype == dtype]):
-            data = _gathered(chunk)
+        for chunk, nbytes in _chunks([tensor for tensor in tensors if tensor.dtype == dtype]):
+            data = _gathered(chunk, nbytes)
             flat = data.view(dtype.to_real() if dtype.is_complex else dtype)
             yield comm.all_reduce(flat)
             flat.div_(comm.world_size)
             _scatter(data, chunk)
 
 
-def _gathered(chunk: list[torch.Tensor]) -> torch.Tensor:
+def _gathered(chunk: list[torch.Tensor], nbytes: int) -> torch.Tensor:
     """Return the bytes of the tensors, one after the other."""
-    data = torch.empty(_nbytes(chunk), dtype=torch.uint8, device=chunk[0].device)
+    data = torch.empty(nbytes, dtype=torch.uint8, device=chunk[0].device)
     if not native.gather_bytes(data, chunk):
         for own, places in _portions(data, chunk):
             torch._foreach_copy_(places, own)
@@ -48,10 +50,6 @@ def _scatter(data: torch.Tensor, chunk: list[torch.Tensor]) -> None:
     if not native.scatter_bytes(data, chunk):
         for own, places in _portions(data, chunk):
             torch._foreach_copy_(own, places)
-
-
-def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(map(operator.attrgetter("nbytes"), tensors))
 
 
 def _portions(
@@ -68,16 +66,13 @@ def _portions(
         yield own, places
 
 
-def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], int]]:
+    """Yield tensors that are communicated together, and their bytes. Runs in every step, for the buffers."""
     # Large elements first: every tensor's bytes then start at a multiple of its element size.
     ordered = sorted(filter(torch.Tensor.numel, tensors), key=torch.Tensor.element_size, reverse=True)
-    if 0 < _nbytes(ordered) <= _CHUNK_BYTES:  # as in every step, for the buffers
-        yield ordered
-        return
-    while ordered:
-        held = size = 0
-        while size < len(ordered) and (size == 0 or held + ordered[size].nbytes <= _CHUNK_BYTES):
-            held += ordered[size].nbytes
-            size += 1
-        yield ordered[:size]
-        ordered = ordered[size:]
+    ends = list(itertools.accumulate(map(operator.attrgetter("nbytes"), ordered), initial=0))
+    start = 0
+    while start < len(ordered):
+        stop = max(start + 1, bisect.bisect_right(ends, ends[start] + _CHUNK_BYTES) - 1)
+        yield ordered[start:stop], ends[stop] - ends[start]
+        start = stop

@@ -231,8 +231,7 @@ def turns_during(kernel: Callable[[], None], num_calls: int = 20) -> int:
 @pytest.mark.usefixtures("no_forced_switch")
 def test_kernels_run_without_the_gil():
     src, dst = torch.randn(4_000_000), torch.empty(4_000_000)
-    # The extension itself: the checks before it call methods of torch that give the GIL up too.
-    plan = native.PackPlan([src.numel()], torch.float32)._native
+    plan = native.PackPlan([src.numel()], torch.float32)  # whose checks on the way call nothing that gives the GIL up
     assert turns_during(lambda: sum(range(1000))) == 0  # what holds the GIL lets nobody in
     assert turns_during(lambda: plan.pack(dst, [src], 3.0)) > 0
 
