@@ -218,11 +218,14 @@ std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t p
   return -1;
 }
 
-bool accumulate_at(Address x, int type, std::size_t numel, float decay, float factor, Address sums, int num_threads) {
-  const DType dtype = type_of(type);
+// The momentum is at `u`, of fp32. Returns whether all of the gradient is finite.
+bool encode_momentum_at(Address gradient, int type, std::size_t numel, float decay, float factor, Address u,
+                        std::size_t places, const Feedback& feedback, Address out, int num_threads) {
+  const Momentum momentum = {reinterpret_cast<const void*>(gradient), type_of(type), decay, factor,
+                             reinterpret_cast<float*>(u)};
+  const SparseSource source = sparse_source(u, static_cast<int>(DType::kFloat32), numel, feedback);
   const py::gil_scoped_release released;
-  return accumulate(reinterpret_cast<const void*>(x), dtype, decay, factor, reinterpret_cast<float*>(sums), numel,
-                    num_threads);
+  return encode_momentum(momentum, source, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
 }
 
 }  // namespace
@@ -247,8 +250,9 @@ void bind_codecs(py::module_& module) {
   module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),
              py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"),
              py::arg("num_threads"));
-  module.def("accumulate", &accumulate_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("decay"),
-             py::arg("factor"), py::arg("sums"), py::arg("num_threads"));
+  module.def("encode_momentum", &encode_momentum_at, py::arg("gradient"), py::arg("type"), py::arg("numel"),
+             py::arg("decay"), py::arg("factor"), py::arg("u"), py::arg("places"), py::arg("feedback"), py::arg("out"),
+             py::arg("num_threads"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
   module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
              py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));

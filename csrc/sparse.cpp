@@ -16,6 +16,7 @@
 
 #include "codec.h"
 #include "float_env.h"
+#include "sparse_keys.h"
 #include "threads.h"
 
 namespace commlib {
@@ -36,12 +37,6 @@ constexpr std::size_t kLeastRoom = 4096;
 const SparseKernels& kernels() {
   return *active_kernels().sparse;
 }
-
-// Keys in memory that belongs to a Scratch.
-struct Keys {
-  Key* data;
-  std::size_t size;
-};
 
 // Memory for keys that a thread keeps from call to call, since fresh memory costs more than what is done with it. What
 // is larger than kMostKept is given back after the call.
@@ -75,83 +70,6 @@ struct ScratchScope {
     second_scratch.release();
   }
 };
-
-constexpr std::size_t kMostSegments = 16;
-
-// Keys are shared among threads in stretches of equal size.
-struct Segments {
-  Segments(std::size_t count, int num_threads) {
-    const std::size_t most = num_threads > 1 ? kMostSegments : 1;
-    size = std::max(kPlacesGrain, (count + most - 1) / most);
-    number = (count + size - 1) / size;
-  }
-  std::size_t size, number;
-};
-
-// Calls `work(segment, first, last)` for each segment of the keys.
-template <class Work>
-void for_segments(const Keys& keys, const Segments& segments, int num_threads, const Work& work) {
-  parallel_for(segments.number, 1, num_threads, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t segment = begin; segment < end; ++segment) {
-      work(segment, segment * segments.size, std::min((segment + 1) * segments.size, keys.size));
-    }
-  });
-}
-
-// The `count`-th largest of the keys, 1 <= count <= size: each round counts the keys of the range that is left in
-// kBins parts of it and goes on with the part that holds the one sought. Six rounds suffice for any keys.
-Key nth_largest(const Keys& keys, std::size_t count, int num_threads) {
-  constexpr std::size_t kBins = 2048, kFew = 1024;
-  const Segments segments(keys.size, num_threads);
-  Key lows[kMostSegments], highs[kMostSegments];
-  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
-    Key low = ~Key{0}, high = 0;
-    for (std::size_t i = first; i < last; ++i) {
-      low = std::min(low, keys.data[i]);
-      high = std::max(high, keys.data[i]);
-    }
-    lows[segment] = low;
-    highs[segment] = high;
-  });
-  Key low = *std::min_element(lows, lows + segments.number), high = *std::max_element(highs, highs + segments.number);
-  while (low < high) {
-    int shift = 0;
-    while ((high - low) >> shift >= kBins) ++shift;
-    std::uint32_t bins[kMostSegments][kBins];
-    for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
-      std::uint32_t* const own = bins[segment];
-      std::memset(own, 0, sizeof bins[segment]);
-      for (std::size_t i = first; i < last; ++i) {
-        const Key at = keys.data[i] - low;
-        if (at <= high - low) ++own[at >> shift];
-      }
-    });
-    for (std::size_t segment = 1; segment < segments.number; ++segment) {
-      for (std::size_t bin = 0; bin < kBins; ++bin) bins[0][bin] += bins[segment][bin];
-    }
-    std::size_t bin = (high - low) >> shift;
-    for (; bins[0][bin] < count; --bin) count -= bins[0][bin];
-    low += static_cast<Key>(bin) << shift;
-    high = std::min(high, low + ((Key{1} << shift) - 1));
-    if (bins[0][bin] > kFew) continue;
-    Key few[kFew];
-    std::atomic<std::size_t> found{0};
-    for_segments(keys, segments, num_threads, [&](std::size_t, std::size_t first, std::size_t last) {
-      for (std::size_t i = first; i < last; ++i) {
-        if (keys.data[i] - low <= high - low) few[found.fetch_add(1, std::memory_order_relaxed)] = keys.data[i];
-      }
-    });
-    std::nth_element(few, few + (count - 1), few + found, std::greater<>());
-    return few[count - 1];
-  }
-  return low;
-}
-
-// The least of the `count` largest keys: those that are not less are `count`, or all where there are no more.
-Key least_of_largest(const Keys& keys, std::size_t count, int num_threads) {
-  if (keys.size <= count) return 0;
-  return count == 0 ? ~Key{0} : nth_largest(keys, count, num_threads);
-}
 
 // Gives back the residuals that a scan has cleared of the keys below `end`, which are not sent after all.
 void restore_residuals(const SparseSource& source, const Keys& keys, Key end, int num_threads) {
@@ -187,13 +105,56 @@ std::size_t room_for(std::size_t count, std::size_t elements) {
   return std::min(2 * count + kLeastRoom, elements + kTile);
 }
 
+// Brings a momentum up to date while it is scanned.
+class Update {
+ public:
+  explicit Update(const Momentum& momentum) : momentum_(momentum) {}
+
+  // The next elements, few enough to be in the cache still when they are scanned; returns where they end.
+  std::size_t advance(std::size_t begin, std::size_t end) {
+    const auto& [gradient, type, decay, factor, u] = momentum_;
+    end = std::min(begin + kAtOnce, end);
+    if (!kernels().accumulate(gradient, type, decay, factor, u, begin, end)) all_finite_ = false;
+    return end;
+  }
+
+  // About what a few elements of v, at most kGathered, will be.
+  void gather(const SparseSource& source, const std::uint32_t* indices, std::size_t count, float* out) const {
+    const auto& [gradient, type, decay, factor, u] = momentum_;
+    float gradients[kGathered], residuals[kGathered];
+    kernels().gather({u, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel}, indices, count, out);
+    kernels().gather({gradient, type, nullptr, 1.0f, 1.0f, source.numel}, indices, count, gradients);
+    kernels().gather({source.residual, DType::kFloat32, nullptr, 1.0f, 1.0f, source.numel}, indices, count, residuals);
+    for (std::size_t i = 0; i < count; ++i) {
+      out[i] = out[i] * decay + gradients[i] * factor + residuals[i] * source.beta;
+    }
+  }
+
+  void clear(const Keys& keys, Key least, int num_threads) const {
+    parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
+      for (std::size_t i = first; i < last; ++i) {
+        if (keys.data[i] >= least) momentum_.u[index_of(keys.data[i])] = 0.0f;
+      }
+    });
+  }
+
+  bool all_finite() const { return all_finite_; }
+
+ private:
+  static constexpr std::size_t kAtOnce = 1 << 11;
+  const Momentum& momentum_;
+  std::atomic<bool> all_finite_{true};
+};
+
 // The `count` largest of a stretch whose magnitudes are in low..high - 1; all such ones where there are fewer.
 Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std::uint32_t low, std::uint32_t high,
-             std::size_t count, bool writes, Key* memory) {
+             std::size_t count, bool writes, Key* memory, Update* update) {
   Scan scan = {low, high, writes, memory, room_for(count, end - begin), 0};
+  std::size_t ready = update == nullptr ? end : begin;
   for (std::size_t at = begin; at < end;) {
-    at = kernels().scan(source, at, end, scan);
-    if (at < end) {
+    if (at == ready) ready = update->advance(at, end);
+    at = kernels().scan(source, at, ready, scan);
+    if (at < ready) {
       Keys keys = {memory, scan.count};
       keep_largest(keys, count, writes ? &source : nullptr);
       scan.count = keys.size;
@@ -234,15 +195,15 @@ Keys find_in_parts(std::size_t numel, int num_threads, Scratch& scratch, const R
 
 // `collect` over the whole chunk.
 Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32_t high, std::size_t count, bool writes,
-                      int num_threads, Scratch& scratch) {
+                      int num_threads, Scratch& scratch, Update* update = nullptr) {
   const auto room = [&](std::size_t elements) { return room_for(count, elements); };
   return find_in_parts(source.numel, num_threads, scratch, room, [&](std::size_t first, std::size_t last, Key* memory) {
-    return collect(source, first, last, low, high, count, writes, memory);
+    return collect(source, first, last, low, high, count, writes, memory, update);
   });
 }
 
 // A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
-std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
+std::uint32_t guess_threshold(const SparseSource& source, std::size_t count, const Update* update) {
   if (source.numel < kLeastGuessed || count == 0) return 0;
   const std::size_t most = std::max(kManySamples, source.numel / kMostElementsPerSample);
   const std::size_t num_runs = std::min(most, source.numel / kElementsPerSample) / kRun;
@@ -256,7 +217,11 @@ std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
     for (std::size_t i = 0; i < m; ++i) {
       indices[i] = static_cast<std::uint32_t>((first + i) / kRun * stride + i % kRun);
     }
-    kernels().gather(source, indices, m, values);
+    if (update == nullptr) {
+      kernels().gather(source, indices, m, values);
+    } else {
+      update->gather(source, indices, m, values);
+    }
     for (std::size_t i = 0; i < m; ++i) sample[first + i] = scalar_math::to_bits(values[i]) & 0x7FFFFFFFu;
   }
   const double expected =
@@ -265,39 +230,6 @@ std::uint32_t guess_threshold(const SparseSource& source, std::size_t count) {
   if (rank >= sample.size()) return 0;
   std::nth_element(sample.begin(), sample.begin() + static_cast<std::ptrdiff_t>(rank), sample.end(), std::greater<>());
   return std::min(sample[rank], kInfinityBits);
-}
-
-// Writes the keys that are not less than `least`, at most `places`, in the order in which they stand.
-void write_payload(const Keys& keys, std::size_t places, std::uint8_t* payload, int num_threads, Key least = 0) {
-  if (places == 0) return;
-  std::uint8_t* const values = payload + sparse_values_at(places);
-  const Segments segments(keys.size, num_threads);
-  std::size_t starts[kMostSegments + 1] = {};
-  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
-    std::size_t kept = least == 0 ? last - first : 0;
-    for (std::size_t i = first; least > 0 && i < last; ++i) kept += keys.data[i] >= least;
-    starts[segment + 1] = kept;
-  });
-  for (std::size_t segment = 0; segment < segments.number; ++segment) starts[segment + 1] += starts[segment];
-  const std::size_t total = starts[segments.number];
-  for_segments(keys, segments, num_threads, [&](std::size_t segment, std::size_t first, std::size_t last) {
-    std::size_t at = starts[segment];
-    for (; first < last; first += kGathered) {
-      std::uint32_t indices[kGathered], bits[kGathered];
-      std::size_t kept = 0;
-      for (std::size_t i = first; i < std::min(first + kGathered, last); ++i) {
-        indices[kept] = index_of(keys.data[i]);
-        bits[kept] = bits_of(keys.data[i]);
-        kept += keys.data[i] >= least;  // a branch would be mispredicted
-      }
-      std::memcpy(payload + 4 * at, indices, 4 * kept);
-      std::memcpy(values + 4 * at, bits, 4 * kept);
-      at += kept;
-    }
-  });
-  std::memset(payload + 4 * total, 0xFF, 4 * (places - total));
-  std::memset(payload + 4 * places, 0, sparse_values_at(places) - 4 * places);
-  std::memset(values + 4 * total, 0, sparse_values_at(places) - 4 * total);
 }
 
 // What was sent leaves nothing behind; what is not finite leaves the residual as it was.
@@ -360,17 +292,17 @@ void complete(const SparseSource& source, std::uint32_t low, std::size_t places,
   merge(keys, more);  // there is room for 2 * places
 }
 
-}  // namespace
-
-void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads) {
+// What a scan reads is brought up to date before by `update`, if any.
+void encode_largest(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads,
+                    Update* update) {
   const ExactFloatScope exact;
   const ScratchScope scope;
   const bool has_residual = source.residual != nullptr;
   // Writing at once saves a pass, but is final: should another pass be needed, it must find v.
   const bool writes = has_residual && source.gamma == 1.0f;
   bool are_cleared = writes;  // the residuals of all keys
-  const std::uint32_t low = guess_threshold(source, places);
-  Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch);
+  const std::uint32_t low = guess_threshold(source, places, update);
+  Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch, update);
   if (keys.size < places && low > 0) {
     if (writes) restore_residuals(source, keys, ~Key{0}, num_threads);
     are_cleared = false;
@@ -384,6 +316,20 @@ void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* 
   } else {
     clear_sent(source, keys, num_threads, least);
   }
+  if (update != nullptr) update->clear(keys, least, num_threads);
+}
+
+}  // namespace
+
+void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads) {
+  encode_largest(source, places, payload, num_threads, nullptr);
+}
+
+bool encode_momentum(const Momentum& momentum, const SparseSource& source, std::size_t places, std::uint8_t* payload,
+                     int num_threads) {
+  Update update(momentum);
+  encode_largest(source, places, payload, num_threads, &update);
+  return update.all_finite();
 }
 
 // Each part finds as many as are wanted in all, of which the first ones count.
@@ -436,14 +382,6 @@ void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std
   if (source.residual != nullptr) replace_residuals(source, num_threads);
   write_payload(keys, places, payload, num_threads);
   clear_sent(source, keys, num_threads);
-}
-
-bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads) {
-  std::atomic<bool> all_finite{true};
-  parallel_for(numel, kElementsGrain, num_threads, [&](std::size_t begin, std::size_t end) {
-    if (!kernels().accumulate(x, type, decay, factor, sums, begin, end)) all_finite = false;
-  });
-  return all_finite;
 }
 
 }  // namespace commlib

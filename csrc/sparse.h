@@ -77,8 +77,19 @@ inline std::size_t sparse_payload_bytes(std::size_t places) {
 // What a thread takes begins at multiples of these: of a chunk, and of a payload.
 inline constexpr std::size_t kElementsGrain = 1 << 16, kPlacesGrain = 1 << 13;
 
+// A momentum u, brought up to date as it is read: u = decay * u + factor * gradient.
+struct Momentum {
+  const void* gradient;
+  DType type;
+  float decay, factor;
+  float* u;
+};
+
 // All write a whole payload of `places` places. `places` is at most `numel`, which is below 2^32 - 1.
 void encode_top_k(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads);
+// The same of a momentum, the `x` of `source`, which is 0 afterwards where it was sent. Returns what AccumulateFn does.
+bool encode_momentum(const Momentum& momentum, const SparseSource& source, std::size_t places, std::uint8_t* payload,
+                     int num_threads);
 void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
                   int num_threads);
 void encode_random_k(const SparseSource& source, const std::uint32_t key[2], std::uint32_t step,
@@ -93,8 +104,5 @@ void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::siz
 // out += weight * payload, for the elements that it names
 void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, float* out, std::size_t numel,
                 int num_threads);
-
-// See AccumulateFn.
-bool accumulate(const void* x, DType type, float decay, float factor, float* sums, std::size_t numel, int num_threads);
 
 }  // namespace commlib

@@ -16,9 +16,9 @@ from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.finite import accumulate, all_finite, mark_unless
+from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
-from commlib.primitives.sparse import SparseExchange
+from commlib.primitives.sparse import SparseExchange, encode_momentum
 from commlib.transport.base import Communication, Communicator
 
 _FIRST_RATIO = 0.25
@@ -160,20 +160,24 @@ class DGC(Sparse):
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.step))
         assert isinstance(exchange, MomentumExchange)
-        velocity, scale = exchange.velocity, self._units.scale
+        scale = self._units.scale
         own, everyone = exchange.payloads(codec)
         if peers.contributes:
-            if self.clip is None:
-                is_finite = accumulate(velocity, tensor, self.momentum, 1.0 / scale)
-            else:
-                is_finite = all_finite(tensor)
-                torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0, out=tensor)
+            gradient = tensor
+            if self.clip is not None:
                 gradient = tensor.float()  # itself, where it is fp32
                 limit = scale * self.clip * self._share_of_norm(exchange, comm, peers)
-                factor = torch.clamp(limit / (torch.linalg.vector_norm(gradient) + 1e-12), max=1.0) / scale
-                velocity.mul_(self.momentum).addcmul_(gradient, factor)
-            codec.encode(velocity, own, feedback=Feedback(exchange.residual))
-            velocity.index_fill_(0, codec.indices(own, exchange.numel).long() & 0xFFFFFFFF, 0.0)
+                norm = torch.linalg.vector_norm(gradient)  # where it is NaN, the gradient counts as 0
+                gradient.mul_(torch.clamp(limit / (norm + 1e-12), max=1.0).nan_to_num_(nan=0.0))
+            is_finite = encode_momentum(
+                gradient,
+                exchange.velocity,
+                codec,
+                own,
+                Feedback(exchange.residual),
+                decay=self.momentum,
+                factor=1.0 / scale,
+            )
         else:
             is_finite = all_finite(tensor)
             codec.encode(tensor, own)

@@ -203,7 +203,7 @@ class Engine:
         if self._trials is None or not self._trials.step_ended(time.perf_counter()):
             return
         if self._trials.current is None:
-            of_ranks = self.transport.gather_objects(self._trials.seconds)
+            of_ranks = self.transport.gather_objects(self._trials.figures)
             self._trials.end_pass([max(column) for column in zip(*of_ranks, strict=True)])
         self.next_plan = self._trials.current
         if self.next_plan is None:

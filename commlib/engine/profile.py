@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ _VISIT_S = 0.3
 #: most. Of the margins and numbers tried on recorded steps, these leave a slower plan rarely and end soon.
 _MARGIN = 0.06
 _MOST_PASSES = 6
-#: Of plans that are still in the race after the last pass, the one of fewest buckets within this of the fastest stays.
+#: Plans that are still in the race after the last pass are level within this, or within their doubt where it is less.
 _TIE = 0.01
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
@@ -221,6 +221,30 @@ def _probe_name() -> str:
     return "a scratch bucket of the cost measurement"
 
 
+class Figure(NamedTuple):
+    """How long a plan's steps take.
+
+    Attributes:
+        seconds: Their median.
+        doubt_s: Twice its standard error.
+    """
+
+    seconds: float
+    doubt_s: float
+
+    def is_level_with(self, fastest: Figure) -> bool:
+        """Return whether this is no more above `fastest` than is in doubt, and by at most `_TIE`."""
+        doubt_s = min(fastest.seconds * _TIE, math.hypot(self.doubt_s, fastest.doubt_s))
+        return self.seconds - fastest.seconds <= doubt_s
+
+
+def figure_of(steps_s: Sequence[float]) -> Figure:
+    """Return the figure of some steps, as if they were normally distributed but for a few outliers."""
+    middle = median(steps_s)
+    deviation = 1.4826 * median(abs(step_s - middle) for step_s in steps_s)
+    return Figure(middle, 2 * math.sqrt(math.pi / 2) * deviation / math.sqrt(len(steps_s)))
+
+
 class Trials:
     """Plans that are timed in real steps, until one is left.
 
@@ -228,8 +252,10 @@ class Trials:
     are tried, there and back (A B C C B A), so that drifts of the machine cancel. A plan's figure is the median of all
     its steps so far. After each such pass those much slower than the fastest drop out: by more than `_MARGIN` after the
     first pass, half of it after the second, a third after the third. So a close race is timed longer, and a clear one
-    ends at once. What is left after the last pass is level within `_TIE`, and the fewest buckets cost the least beside
-    their time; in four recordings of all plans in rotation (docs/benchmarks.md) they were the better choice too.
+    ends at once. Of plans that are level with the fastest after the last pass, by at most `_TIE` and by no more than
+    the steps leave in doubt, the one of fewest buckets stays: these cost the least beside their time, and in four
+    recordings of all plans in rotation (docs/benchmarks.md) they were the better choice too. On a slow link, where
+    steps hardly vary, a few thousandths are no tie.
 
     Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
     the end of the next.
@@ -257,9 +283,9 @@ class Trials:
         return self._visits[0] if self._visits else None
 
     @property
-    def seconds(self) -> list[float]:
+    def figures(self) -> list[Figure]:
         """The figure of each plan in the race, on this rank."""
-        return [median(steps) for steps in self._steps_s.values()]
+        return list(map(figure_of, self._steps_s.values()))
 
     def step_ended(self, now_s: float) -> bool:
         """Take note that a synchronised backward has ended; return whether a visit ended with it."""
@@ -270,15 +296,17 @@ class Trials:
         self._ends_s = []
         return True
 
-    def end_pass(self, seconds: Sequence[float]) -> None:
+    def end_pass(self, figures: Sequence[Figure]) -> None:
         """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
         self._num_passes += 1
-        is_last = self._num_passes == _MOST_PASSES
-        limit_s = min(seconds) * (1 + (_TIE if is_last else _MARGIN / self._num_passes))
-        left = [(plan, plan_s) for plan, plan_s in zip(self._steps_s, seconds, strict=True) if plan_s <= limit_s]
-        if is_last:
-            left = [min(left, key=lambda entry: (len(entry[0].buckets), entry[1]))]
-        self._steps_s = {plan: self._steps_s[plan] for plan, _ in left}
+        fastest, race = min(figures), list(zip(self._steps_s, figures, strict=True))
+        if self._num_passes < _MOST_PASSES:
+            limit_s = fastest.seconds * (1 + _MARGIN / self._num_passes)
+            left = [plan for plan, figure in race if figure.seconds <= limit_s]
+        else:
+            level = [(len(plan.buckets), figure, plan) for plan, figure in race if figure.is_level_with(fastest)]
+            left = [min(level, key=lambda entry: entry[:2])[2]]
+        self._steps_s = {plan: self._steps_s[plan] for plan in left}
         self._visits = self._there_and_back() if len(self._steps_s) > 1 else []
 
     def _there_and_back(self) -> list[Plan]:

@@ -116,24 +116,30 @@ def check_payloads(payloads: torch.Tensor, nbytes: int, device: torch.device = C
 
 
 def check_apart(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
-    """Raise if two named tensors share memory."""
+    """Raise if two named tensors share memory; meta tensors have none."""
     (name, a), (other, b) = first, second
-    if a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
+    if not a.is_meta and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
         raise CodecError(f"{name} and {other}: expected separate memory, got tensors that overlap")
+
+
+def check_state(
+    name: str, state: torch.Tensor, numel: int, *others: tuple[str, torch.Tensor], device: torch.device = CPU
+) -> None:
+    """Raise unless `state` belongs to `numel` elements and overlaps no other tensor."""
+    check_tensor(name, state, (torch.float32,), device)
+    if state.numel() != numel:
+        raise CodecError(f"{name}: expected {numel} elements, got {state.numel()}")
+    for other in others:
+        check_apart((name, state), other)
 
 
 def check_feedback(
     feedback: Feedback, numel: int, *others: tuple[str, torch.Tensor], device: torch.device = CPU
 ) -> None:
-    """Raise unless the residual belongs to `numel` elements and overlaps no other tensor."""
-    residual = feedback.residual
-    check_tensor("residual", residual, (torch.float32,), device)
-    if residual.numel() != numel:
-        raise CodecError(f"residual: expected {numel} elements, got {residual.numel()}")
+    """Raise unless the factors are numbers and the residual is the state of `numel` elements."""
+    check_state("residual", feedback.residual, numel, *others, device=device)
     check_number("beta", feedback.beta)
     check_number("gamma", feedback.gamma)
-    for other in others:
-        check_apart(("residual", residual), other)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -184,9 +190,23 @@ def check_places(places: int, numel: int = MOST_SPARSE_ELEMENTS) -> None:
         raise CodecError(f"places: expected 0..{numel} (the elements of the chunk), got {places}")
 
 
-def check_sparse_values(x: torch.Tensor, device: torch.device = CPU) -> None:
-    """Raise unless `x` is a chunk that a sparse codec takes."""
-    check_values("x", x, device)
+def check_sparse_encoding(
+    x: torch.Tensor,
+    places: int,
+    nbytes: int,
+    out: torch.Tensor,
+    feedback: Feedback | None,
+    device: torch.device = CPU,
+    *,
+    name: str = "x",
+) -> None:
+    """Raise unless a chunk, its payload of so many places and bytes, and the residual are what a sparse codec takes."""
+    check_values(name, x, device)
     if x.numel() > MOST_SPARSE_ELEMENTS:
         most = MOST_SPARSE_ELEMENTS
-        raise CodecError(f"x: expected at most {most} elements in a chunk of a sparse codec, got {x.numel()}")
+        raise CodecError(f"{name}: expected at most {most} elements in a chunk of a sparse codec, got {x.numel()}")
+    check_places(places, x.numel())
+    check_payload("out", out, nbytes, device)
+    check_apart(("out", out), (name, x))
+    if feedback is not None:
+        check_feedback(feedback, x.numel(), ("out", out), (name, x), device=device)

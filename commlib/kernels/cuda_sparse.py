@@ -158,12 +158,7 @@ def raise_if_damaged(device: torch.device) -> None:
 
 def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> torch.device:
     device = cuda.device_of("out", out)
-    checks.check_sparse_values(x, device)
-    checks.check_places(places, x.numel())
-    checks.check_payload("out", out, payload_bytes(places), device)
-    checks.check_apart(("out", out), ("x", x))
-    if feedback is not None:
-        checks.check_feedback(feedback, x.numel(), ("out", out), ("x", x), device=device)
+    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback, device)
     return device
 
 

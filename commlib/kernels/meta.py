@@ -151,9 +151,7 @@ class Sparse:
 
 
 def _encode_sparse(name: str, x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
-    checks.check_sparse_values(x, META)
-    checks.check_places(places, x.numel())
-    checks.check_payload("out", out, sparse_payload_bytes(places), META)
+    checks.check_sparse_encoding(x, places, sparse_payload_bytes(places), out, feedback, META)
     _report(name, SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback, x.numel()))
 
 

@@ -1,4 +1,4 @@
-"""Kernels of the C++ extension that belong to no codec."""
+"""Kernels of the C++ extension that do a step of an algorithm around a codec."""
 
 from __future__ import annotations
 
@@ -7,24 +7,46 @@ import torch
 from commlib.kernels import checks
 from commlib.kernels.checks import DTYPE_CODES, Feedback
 from commlib.kernels.native import load
+from commlib.kernels.native_codecs import native_feedback
+from commlib.kernels.native_sparse import payload_bytes
 
 
-def accumulate(sums: torch.Tensor, x: torch.Tensor, decay: float, factor: float) -> bool:
-    """Replace `sums` by decay * sums + factor * x, in which values of `x` that are not finite count as 0.
+def encode_momentum(
+    gradient: torch.Tensor,
+    velocity: torch.Tensor,
+    places: int,
+    out: torch.Tensor,
+    feedback: Feedback,
+    *,
+    decay: float,
+    factor: float,
+) -> bool:
+    """Make `velocity` decay * velocity + factor * gradient, encode it by top-k, and make it 0 where it is named.
+
+    The same as these steps by themselves, bit for bit, but memory is read once.
 
     Args:
-        sums: [numel] fp32; changed in place.
-        x: [numel] fp32, bf16, fp16 or fp64.
+        gradient: [numel] fp32, bf16, fp16 or fp64, numel <= 2**32 - 2; what is not finite counts as 0.
+        velocity: [numel] fp32; changed in place.
+        places: At most `numel`.
+        out: [payload_bytes(places)] uint8, aligned to 16 bytes.
+        feedback: Error feedback.
         decay: Finite, used as a float32.
         factor: As `decay`.
 
     Returns:
-        Whether all of `x` is finite as a float32.
+        Whether all of `gradient` is finite as a float32.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_values("x", x)
-    checks.check_feedback(Feedback(sums, decay, factor), x.numel(), ("x", x))
-    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    return load().accumulate(address, code, numel, decay, factor, sums.data_ptr(), torch.get_num_threads())
+    checks.check_sparse_encoding(gradient, places, payload_bytes(places), out, feedback, name="gradient")
+    others = ("gradient", gradient), ("out", out), ("residual", feedback.residual)
+    checks.check_state("velocity", velocity, gradient.numel(), *others)
+    checks.check_number("decay", decay)
+    checks.check_number("factor", factor)
+    address, code, numel = gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gradient.numel()
+    native, threads = native_feedback(feedback), torch.get_num_threads()
+    return load().encode_momentum(
+        address, code, numel, decay, factor, velocity.data_ptr(), places, native, out.data_ptr(), threads
+    )

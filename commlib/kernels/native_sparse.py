@@ -38,7 +38,7 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    _check(x, places, out, feedback)
+    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
     native = native_feedback(feedback)
     load().encode_top_k(address, code, numel, places, native, out.data_ptr(), torch.get_num_threads())
@@ -52,7 +52,7 @@ def encode_above(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    _check(x, places, out, feedback)
+    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
     bits = checks.threshold_bits(threshold)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
     native, threads = native_feedback(feedback), torch.get_num_threads()
@@ -67,7 +67,7 @@ def encode_random_k(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    _check(x, places, out, feedback)
+    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
     address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
     native, threads = native_feedback(feedback), torch.get_num_threads()
     load().encode_random_k(address, code, numel, places, native_random(random), native, out.data_ptr(), threads)
@@ -117,12 +117,3 @@ def _refuse(index: int, numel: int) -> NoReturn:
         f"payload {index}: expected ascending indices below {numel} and unused places (FFFFFFFF) last; the bytes were "
         "damaged, or encoded for another number of elements"
     )
-
-
-def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
-    checks.check_sparse_values(x)
-    checks.check_places(places, x.numel())
-    checks.check_payload("out", out, payload_bytes(places))
-    checks.check_apart(("out", out), ("x", x))
-    if feedback is not None:
-        checks.check_feedback(feedback, x.numel(), ("out", out), ("x", x))

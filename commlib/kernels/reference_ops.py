@@ -129,8 +129,9 @@ def sparse_with_feedback(
     v: Floats, residual: Floats, indices: npt.NDArray[np.int64], places: int, gamma: float = 1.0
 ) -> tuple[Bytes, Floats]:
     """Return the payload that names `indices` of the compensated `v`, and the new residual."""
-    payload = sparse_payload(v, indices, places)
-    return payload, new_residual(v, sparse_values(payload, places, len(v)), residual, gamma)
+    sent = np.zeros_like(v)
+    sent[indices] = v[indices]  # the sign of a zero too, which is lost when it is decoded
+    return sparse_payload(v, indices, places), new_residual(v, sent, residual, gamma)
 
 
 def decode_add(out: Floats, decoded: Floats, weight: float = 1.0) -> Floats:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from commlib.codecs.base import Feedback, Random
-from commlib.codecs.sparse import SparseCodec
+from commlib.codecs.sparse import SparseCodec, TopK
+from commlib.kernels import native_ops
 from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.transport.base import Communication, Communicator
@@ -131,3 +132,41 @@ def centralized_aligned_sparse(
     codec.decode_sum(own.view(1, -1), total, divisor=divisor)
     if total is not tensor:
         tensor.copy_(total)
+
+
+def encode_momentum(
+    gradient: torch.Tensor,
+    velocity: torch.Tensor,
+    codec: TopK,
+    out: torch.Tensor,
+    feedback: Feedback,
+    *,
+    decay: float,
+    factor: float,
+) -> torch.Tensor:
+    """Replace `velocity` by decay * velocity + factor * gradient and encode it; named elements of it become 0 then.
+
+    Args:
+        gradient: [numel] fp32, bf16, fp16 or fp64; what is not finite counts as 0, and may become 0.
+        velocity: [numel] fp32; changed in place.
+        codec: Chooses the elements.
+        out: [codec.payload_bytes(numel)] uint8.
+        feedback: Error feedback.
+        decay: Finite.
+        factor: Finite.
+
+    Returns:
+        What `all_finite(gradient)` was.
+    """
+    numel = gradient.numel()
+    if gradient.device.type == "cpu":
+        places = codec.places(numel)
+        return torch.tensor(
+            native_ops.encode_momentum(gradient, velocity, places, out, feedback, decay=decay, factor=factor)
+        )
+    is_finite = all_finite(gradient)
+    torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0, out=gradient)
+    velocity.mul_(decay).add_(gradient, alpha=factor)
+    codec.encode(velocity, out, feedback=feedback)
+    velocity.index_fill_(0, codec.indices(out, numel).long() & 0xFFFFFFFF, 0.0)
+    return is_finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commlib.primitives.finite import accumulate, all_finite, mark_unless
+from commlib.primitives.finite import all_finite, mark_unless
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -30,16 +30,3 @@ def test_only_the_first_value_is_marked() -> None:
     assert values[0].isnan()
     assert values[1] == 2
     mark_unless(torch.tensor(False), values[:0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value", [1.0, torch.nan])
-def test_the_kernel_accumulates_as_torch_does(dtype: torch.dtype, value: float) -> None:
-    """The bits are those of the operations that other devices use."""
-    x, sums = torch.randn(10_000).to(dtype), torch.randn(10_000)
-    x[5] = value
-    expected = sums.clone().mul_(0.9).add_(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), alpha=1 / 1024)
-    assert accumulate(sums, x, 0.9, 1 / 1024) == (value == 1)
-    assert torch.equal(sums, expected)
-    meta = torch.empty(8, device="meta")
-    assert accumulate(meta, torch.empty(8, dtype=dtype, device="meta"), 0.9, 1.0).dtype == torch.bool

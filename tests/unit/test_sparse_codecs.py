@@ -224,28 +224,82 @@ def test_sums_of_any_length(isa: str, numel: int, divisor: float) -> None:
         np.testing.assert_array_equal(out.numpy().view(np.uint32), expected.view(np.uint32), err_msg=f"{places=}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])
-def test_accumulation_leaves_out_what_is_not_finite(isa: str, numel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("decay", "factor", "gamma"), [(0.9, 1.0, 1.0), (0.99, 1 / 1024, 1.0), (0.0, -0.3, 1.5)])
+def test_a_momentum_is_brought_up_to_date_and_encoded(
+    isa: str, numel: int, decay: float, factor: float, gamma: float
+) -> None:
     rng = np.random.default_rng(numel)
-    for decay, factor in ((0.9, 1.0), (0.99, 1 / 1024), (0.0, -0.3)):
-        for spoilt in (0, min(numel, 5)):
-            x = torch.from_numpy(rng.standard_normal(numel)).to(dtype)
-            at = torch.from_numpy(rng.permutation(numel)[:spoilt])
-            x[at] = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf], dtype=dtype)[:spoilt]
-            sums = rng.standard_normal(numel).astype(F32)
-            expected = reference_ops.accumulate(sums, x.float().numpy(), decay, factor)
-            got = torch.from_numpy(sums)
-            assert native_ops.accumulate(got, x, decay, factor) == (spoilt == 0)
-            np.testing.assert_array_equal(got.numpy().view(np.uint32), expected.view(np.uint32))
+    for label, x in distributions(rng, numel):
+        for places in sizes(numel):
+            size = 0.0 if label == "bait among zeros" else 0.1
+            velocity, residual = ((rng.standard_normal(numel) * size).astype(F32) for _ in range(2))
+            u = reference_ops.accumulate(velocity, x, decay, factor)
+            v = reference_ops.compensated(u, residual)
+            named = reference_ops.top_k(v, places)
+            payload, expected = reference_ops.sparse_with_feedback(v, residual, named, places, gamma)
+            u[named] = 0.0
+            got_u, got_e = torch.from_numpy(velocity), torch.from_numpy(residual)
+            out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+            feedback = Feedback(got_e, gamma=gamma)
+            is_finite = native_ops.encode_momentum(
+                torch.from_numpy(x), got_u, places, out, feedback, decay=decay, factor=factor
+            )
+            assert is_finite == np.isfinite(x).all()
+            np.testing.assert_array_equal(out.numpy(), payload, err_msg=f"{label}, {places} of {numel}")
+            np.testing.assert_array_equal(got_u.numpy().view(np.uint32), u.view(np.uint32), err_msg=label)
+            np.testing.assert_array_equal(got_e.numpy().view(np.uint32), expected.view(np.uint32), err_msg=label)
 
 
-def test_accumulation_refuses_bad_arguments() -> None:
-    x = torch.randn(10)
-    with pytest.raises(CodecError, match="expected 10 elements, got 9"):
-        native_ops.accumulate(torch.zeros(9), x, 0.9, 1.0)
-    with pytest.raises(CodecError, match="expected separate memory"):
-        native_ops.accumulate(x, x, 0.9, 1.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_momentum_leaves_out_what_is_not_finite(isa: str, dtype: torch.dtype) -> None:
+    """The bits are those of the operations that other devices use, whatever the type and the number of threads."""
+    places = LARGE // 100
+    for spoilt in ([], [torch.nan], [torch.inf, -torch.inf]):
+        gradient = torch.randn(LARGE).to(dtype)
+        gradient[torch.randperm(LARGE)[: len(spoilt)]] = torch.tensor(spoilt, dtype=dtype)
+        velocity, residual = torch.randn(LARGE), torch.randn(LARGE)
+        expected_u, expected_e = velocity.clone(), residual.clone()
+        expected_u.mul_(0.9).add_(torch.nan_to_num(gradient.float(), nan=0.0, posinf=0.0, neginf=0.0), alpha=1 / 1024)
+        expected = torch.from_numpy(top_k(expected_u.numpy(), places, Feedback(expected_e)))
+        expected_u[expected.view(torch.int32)[:places].long()] = 0.0
+
+        def run(
+            gradient: torch.Tensor = gradient, velocity: torch.Tensor = velocity, residual: torch.Tensor = residual
+        ) -> list[torch.Tensor]:
+            u, e = velocity.clone(), residual.clone()
+            out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+            is_finite = native_ops.encode_momentum(gradient, u, places, out, Feedback(e), decay=0.9, factor=1 / 1024)
+            return [out, u, e, torch.tensor(is_finite)]
+
+        for num_threads in (1, 3):
+            out, u, e, is_finite = with_threads(num_threads, run)
+            assert is_finite == (not spoilt)
+            assert torch.equal(out, expected)
+            assert torch.equal(u, expected_u)
+            assert torch.equal(e, expected_e)
+
+
+def test_a_momentum_of_another_size_or_in_the_same_memory_is_refused() -> None:
+    x, u, e, places = torch.randn(100), torch.randn(100), torch.randn(100), 10
+    out = torch.empty(native_sparse.payload_bytes(places), dtype=torch.uint8)
+
+    def encode(velocity: torch.Tensor, *, decay: float = 0.9, factor: float = 1.0) -> None:
+        native_ops.encode_momentum(x, velocity, places, out, Feedback(e), decay=decay, factor=factor)
+
+    before = [tensor.clone() for tensor in (x, u, e)]
+    with pytest.raises(CodecError, match="velocity: expected 100 elements, got 99"):
+        encode(u[1:])
+    with pytest.raises(CodecError, match=r"velocity: expected torch\.float32"):
+        encode(u.double())
+    for shared in (x, e):
+        with pytest.raises(CodecError, match="velocity and .*: expected separate memory"):
+            encode(shared)
+    with pytest.raises(CodecError, match="decay: expected"):
+        encode(u, decay=float("nan"))
+    with pytest.raises(CodecError, match="factor: expected"):
+        encode(u, factor=float("inf"))
+    assert all(map(torch.equal, before, (x, u, e)))
 
 
 def test_damaged_indices_are_refused_and_nothing_is_written() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from commlib.engine.plan import Plan
-from commlib.engine.profile import Readiness, Trials, steps_per_visit
+from commlib.engine.profile import Figure, Readiness, Trials, figure_of, steps_per_visit
 
 
 def plan(idx: int) -> Plan:
@@ -25,8 +26,8 @@ def run(step_s: list[float], disturbed: set[int], steps: int) -> tuple[Trials, l
             count += 1
             ended = trials.step_ended(now)
         if trials.current is None:
-            figures.append(trials.seconds)
-            trials.end_pass(trials.seconds)
+            figures.append([figure.seconds for figure in trials.figures])
+            trials.end_pass(trials.figures)
     return trials, visited, figures
 
 
@@ -54,10 +55,22 @@ def test_of_level_plans_the_one_of_fewest_buckets_stays() -> None:
     three = Plan(((0,), (1,), (2,)), "trial")
     two = Plan(((0,), (1, 2)), "trial")
     slower = Plan(((0, 1, 2),), "trial")
-    trials = Trials([three, two, slower], 1)
-    for _ in range(6):
-        trials.end_pass([1.0, 1.009, 1.0101][: len(trials.plans)])
-    assert trials.plans == [two]
+    for doubt_s, expected in ((0.02, two), (0.0065, two), (0.006, three)):  # 0.0065 for each of two is 0.0092
+        trials = Trials([three, two, slower], 1)
+        for _ in range(6):
+            trials.end_pass([Figure(seconds, doubt_s) for seconds in (1.0, 1.009, 1.0101)][: len(trials.plans)])
+        assert trials.plans == [expected]
+
+
+def test_the_doubt_is_twice_the_standard_error_of_the_median() -> None:
+    """Also where a few steps were disturbed."""
+    rng = np.random.default_rng(1)
+    samples = rng.normal(1.0, 0.03, (4000, 36))
+    doubt_s = 2 * float(np.std(np.median(samples, axis=1)))
+    samples[:, :3] += 5.0
+    found_s = np.median([figure_of(sample.tolist()).doubt_s for sample in samples])
+    assert found_s == pytest.approx(doubt_s, rel=0.15)
+    assert figure_of([0.2, 0.2, 0.2]) == (0.2, 0.0)
 
 
 def test_of_equal_plans_the_first_stays() -> None:
