@@ -2,13 +2,17 @@
 
 python benchmarks/report.py benchmarks/results/step-*.json              # commlib's systems beside their references
 python benchmarks/report.py --relaxed benchmarks/results/relaxed-*.json # all systems, beside their lower bounds
+python benchmarks/report.py --spread benchmarks/results/*-h4-*.json benchmarks/results/repeats/*-h4-*.json # over runs
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -58,8 +62,34 @@ def relaxed_rows(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def spread_rows(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Return one line per system: over all its runs, how much faster than DDP it was, and its time to its bound's."""
+    faster, to_bound = defaultdict(list), defaultdict(list)
+    for result in results:
+        for row in result["rows"]:
+            key = row["model"], place(row), row["system"].partition("@")[0]
+            if row["reference"].startswith("ddp") and row["system"] != row["reference"]:
+                faster[key].append(1 / row["ratio"])
+            if row.get("to_lower_bound"):
+                to_bound[key].append(row["to_lower_bound"])
+    keys = sorted(key for key in {*faster, *to_bound} if not key[2].startswith(("bound:", "ddp(")))
+    return [f"| {' | '.join(key)} | {_spread(faster[key])} | {_spread(to_bound[key])} |" for key in keys]
+
+
+def _spread(figures: Sequence[float]) -> str:
+    """Return two cells: how many figures there are, and their median, least and largest."""
+    if not figures:
+        return "0 | "
+    return f"{len(figures)} | {median(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
+
+
 def main() -> None:
     """Print one table over all files."""
+    if sys.argv[1:2] == ["--spread"]:
+        print("| model | where | system | runs | times faster than DDP | runs | to its lower bound |")
+        print("|---|---|---|--:|--:|--:|--:|")
+        print("\n".join(spread_rows(json.loads(Path(name).read_text()) for name in sys.argv[2:])))
+        return
     if sys.argv[1:2] == ["--relaxed"]:
         print("| model | rate | system | ms | times faster | to its lower bound | MB sent | counter to formula |")
         print("|---|---|---|--:|--:|--:|--:|--:|")

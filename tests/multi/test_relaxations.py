@@ -276,10 +276,11 @@ def test_signsgd_is_the_majority() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", GRADIENT_ALGORITHMS)
-def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in GRADIENT_ALGORITHMS), ("dgc", {"clip": 0.5})])
+def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str, options: dict[str, Any]) -> None:
     """A gradient that is not finite on one rank shows on all of them; the next rounds are finite again."""
-    model = wrap(seeded(Mlp), algorithm=commlib.algorithms.get(name)(compress=EVERYTHING), bucket_cap_mb=1.0)
+    algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, **options)
+    model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=1.0)
     for step in range(6):
         model.zero_grad()
         loss = mlp_loss(model, step)

@@ -254,6 +254,20 @@ def test_the_lower_bound_is_the_best_of_the_same_algorithm():
     assert "1.10" in lines[0]
 
 
+def test_the_spread_of_all_runs_is_by_system_whatever_its_buckets():
+    def run(cap: int, ratio: float, to_bound: float | None, reference: str = "ddp(gradient_as_bucket_view=True)@5"):
+        row = {"model": "cnn", "hosts": 4, "rate": "1gbit", "reference": reference, "to_lower_bound": None}
+        systems = {f"commlib:topk@{cap}": (ratio, to_bound), "bound:topk@4": (ratio, None), reference: (1.0, None)}
+        return {
+            "rows": [{**row, "system": s, "ratio": r, "to_lower_bound": bound} for s, (r, bound) in systems.items()]
+        }
+
+    results = [run(4, 0.5, 1.0), run(25, 0.4, 1.2), run(4, 0.8, None), run(4, 1.2, 1.4, "none")]
+    assert report.spread_rows(results) == [
+        "| cnn | 4 hosts, 1gbit | commlib:topk | 3 | 2.00 (1.25 to 2.50) | 3 | 1.20 (1.00 to 1.40) |"
+    ]
+
+
 def test_rows_of_convergence():
     first = {"losses": [[1.0, 1.0], [3.0, 3.0]], "identical": True, "digest": "a"}
     other = {"losses": [[1.0, 1.0], [3.0, 3.2]], "identical": False, "digest": "b"}
