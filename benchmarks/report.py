@@ -63,31 +63,44 @@ def relaxed_rows(result: dict[str, Any]) -> list[str]:
 
 
 def spread_rows(results: Iterable[dict[str, Any]]) -> list[str]:
-    """Return one line per system: over all its runs, how much faster than DDP it was, and its time to its bound's."""
-    faster, to_bound = defaultdict(list), defaultdict(list)
-    for result in results:
-        for row in result["rows"]:
-            key = row["model"], place(row), row["system"].partition("@")[0]
-            if row["reference"].startswith("ddp") and row["system"] != row["reference"]:
-                faster[key].append(1 / row["ratio"])
-            if row.get("to_lower_bound"):
-                to_bound[key].append(row["to_lower_bound"])
-    keys = sorted(key for key in {*faster, *to_bound} if not key[2].startswith(("bound:", "ddp(")))
-    return [f"| {' | '.join(key)} | {_spread(faster[key])} | {_spread(to_bound[key])} |" for key in keys]
+    """Return one line per system over all its runs: its speed to DDP's, its time to its bound's, and its bytes."""
+    runs = defaultdict(list)
+    for row in (row for result in results for row in result["rows"]):
+        if not row["system"].startswith(("bound:", "ddp(")):
+            runs[row["model"], place(row), row["system"].partition("@")[0]].append(row)
+    lines = []
+    for key, rows in sorted(runs.items()):
+        beside_ddp = [row for row in rows if row["reference"].startswith("ddp") and row["system"] != row["reference"]]
+        bounds = [row["to_lower_bound"] for row in rows if row.get("to_lower_bound")]
+        if not beside_ddp and not bounds:
+            continue
+        with_formula = [
+            row["wire_bytes"] / row["reported_wire_bytes"] - 1 for row in rows if row["reported_wire_bytes"]
+        ]
+        cells = [
+            *key,
+            *_spread([1 / row["ratio"] for row in beside_ddp]),
+            *_spread(bounds),
+            f"{median(row['wire_bytes'] for row in rows) / 1e6:.1f}",
+            f"{median(with_formula):+.1%}" if with_formula else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
-def _spread(figures: Sequence[float]) -> str:
-    """Return two cells: how many figures there are, and their median, least and largest."""
+def _spread(figures: Sequence[float]) -> tuple[str, str]:
+    """Return how many figures there are, and their median, least and largest."""
     if not figures:
-        return "0 | "
-    return f"{len(figures)} | {median(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
+        return "", ""
+    return str(len(figures)), f"{median(figures):.2f} ({min(figures):.2f} to {max(figures):.2f})"
 
 
 def main() -> None:
     """Print one table over all files."""
     if sys.argv[1:2] == ["--spread"]:
-        print("| model | where | system | runs | times faster than DDP | runs | to its lower bound |")
-        print("|---|---|---|--:|--:|--:|--:|")
+        columns = ["model", "where", "system", "runs", "times faster than DDP", "runs", "to its lower bound"]
+        print("| " + " | ".join([*columns, "MB sent", "counter to formula"]) + " |")
+        print("|---|---|---|--:|--:|--:|--:|--:|--:|")
         print("\n".join(spread_rows(json.loads(Path(name).read_text()) for name in sys.argv[2:])))
         return
     if sys.argv[1:2] == ["--relaxed"]:

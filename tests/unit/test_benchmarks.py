@@ -256,15 +256,14 @@ def test_the_lower_bound_is_the_best_of_the_same_algorithm():
 
 def test_the_spread_of_all_runs_is_by_system_whatever_its_buckets():
     def run(cap: int, ratio: float, to_bound: float | None, reference: str = "ddp(gradient_as_bucket_view=True)@5"):
-        row = {"model": "cnn", "hosts": 4, "rate": "1gbit", "reference": reference, "to_lower_bound": None}
-        systems = {f"commlib:topk@{cap}": (ratio, to_bound), "bound:topk@4": (ratio, None), reference: (1.0, None)}
-        return {
-            "rows": [{**row, "system": s, "ratio": r, "to_lower_bound": bound} for s, (r, bound) in systems.items()]
-        }
+        place = {"model": "cnn", "hosts": 4, "rate": "1gbit", "reference": reference, "to_lower_bound": None}
+        shared = {**place, "wire_bytes": 2.2e6, "reported_wire_bytes": 2e6}
+        own = {**shared, "system": f"commlib:topk@{cap}", "ratio": ratio, "to_lower_bound": to_bound}
+        return {"rows": [own, *({**shared, "system": name, "ratio": ratio} for name in ("bound:topk@4", reference))]}
 
     results = [run(4, 0.5, 1.0), run(25, 0.4, 1.2), run(4, 0.8, None), run(4, 1.2, 1.4, "none")]
     assert report.spread_rows(results) == [
-        "| cnn | 4 hosts, 1gbit | commlib:topk | 3 | 2.00 (1.25 to 2.50) | 3 | 1.20 (1.00 to 1.40) |"
+        "| cnn | 4 hosts, 1gbit | commlib:topk | 3 | 2.00 (1.25 to 2.50) | 3 | 1.20 (1.00 to 1.40) | 2.2 | +10.0% |"
     ]
 
 
