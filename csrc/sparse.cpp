@@ -130,6 +130,7 @@ class Update {
     }
   }
 
+  // What was sent, the keys that are not less than `least`, leaves no momentum behind.
   void clear(const Keys& keys, Key least, int num_threads) const {
     parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
       for (std::size_t i = first; i < last; ++i) {
