@@ -30,7 +30,7 @@ from torch import Tensor
 
 _NUM_BATCHES = 16
 _SEARCH_KEEP = 4
-_MOST_TRIAL_STEPS = 700
+_MOST_TRIAL_STEPS = 2000
 _SEARCH_ROUNDS = 3
 _SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
 _DIGEST_EVERY = 10

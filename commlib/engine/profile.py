@@ -28,11 +28,12 @@ _ALIGNMENT = 64
 _REPETITIONS = 5
 #: Roughly how long one visit of a trial lasts.
 _VISIT_S = 0.3
-#: A plan so much slower than the fastest drops out after the first pass of trials; and how many passes there are at
-#: most. Of the margins and numbers tried on recorded steps, these leave a slower plan rarely and end soon.
-_MARGIN = 0.06
-_MOST_PASSES = 6
-#: Plans that are still in the race after the last pass are level within this, or within their doubt where it is less.
+#: A plan drops out of the trials once it is slower than the fastest by more than so many times what is in doubt; and
+#: how many passes there are at most. Of the rules tried on recorded steps, this left no slower plan
+#: (docs/benchmarks.md).
+_CLEAR = 2
+_MOST_PASSES = 12
+#: Plans that are still in the race at its end are level within this, or within what is in doubt where it is less.
 _TIE = 0.01
 #: Rounds slower than this are timed twice only.
 _SLOW_S = 0.1
@@ -232,10 +233,9 @@ class Figure(NamedTuple):
     seconds: float
     doubt_s: float
 
-    def is_level_with(self, fastest: Figure) -> bool:
-        """Return whether this is no more above `fastest` than is in doubt, and by at most `_TIE`."""
-        doubt_s = min(fastest.seconds * _TIE, math.hypot(self.doubt_s, fastest.doubt_s))
-        return self.seconds - fastest.seconds <= doubt_s
+    def behind(self, fastest: Figure) -> Figure:
+        """Return by how much this is slower, and what is in doubt of that."""
+        return Figure(self.seconds - fastest.seconds, math.hypot(self.doubt_s, fastest.doubt_s))
 
 
 def figure_of(steps_s: Sequence[float]) -> Figure:
@@ -250,12 +250,12 @@ class Trials:
 
     [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
     are tried, there and back (A B C C B A), so that drifts of the machine cancel. A plan's figure is the median of all
-    its steps so far. After each such pass those much slower than the fastest drop out: by more than `_MARGIN` after the
-    first pass, half of it after the second, a third after the third. So a close race is timed longer, and a clear one
-    ends at once. Of plans that are level with the fastest after the last pass, by at most `_TIE` and by no more than
-    the steps leave in doubt, the one of fewest buckets stays: these cost the least beside their time, and in four
-    recordings of all plans in rotation (docs/benchmarks.md) they were the better choice too. On a slow link, where
-    steps hardly vary, a few thousandths are no tie.
+    its steps so far. After each such pass those clearly slower than the fastest drop out: by more than `_CLEAR` times
+    what the steps leave in doubt. So a close or noisy race is timed longer, and on a slow link, where steps hardly
+    vary, it ends soon: when one plan is left, or all that are left are clearly within `_TIE`, and after `_MOST_PASSES`
+    at the latest. Of plans that are then level with the fastest, by at most `_TIE` and by no more than is in doubt, the
+    one of fewest buckets stays: these cost the least beside their time, and in four recordings of all plans in rotation
+    (docs/benchmarks.md) they were the better choice too.
 
     Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
     the end of the next.
@@ -299,14 +299,15 @@ class Trials:
     def end_pass(self, figures: Sequence[Figure]) -> None:
         """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
         self._num_passes += 1
-        fastest, race = min(figures), list(zip(self._steps_s, figures, strict=True))
-        if self._num_passes < _MOST_PASSES:
-            limit_s = fastest.seconds * (1 + _MARGIN / self._num_passes)
-            left = [plan for plan, figure in race if figure.seconds <= limit_s]
-        else:
-            level = [(len(plan.buckets), figure, plan) for plan, figure in race if figure.is_level_with(fastest)]
-            left = [min(level, key=lambda entry: entry[:2])[2]]
-        self._steps_s = {plan: self._steps_s[plan] for plan in left}
+        fastest = min(figures)
+        tie_s = fastest.seconds * _TIE
+        left = [(plan, figure.behind(fastest)) for plan, figure in zip(self._steps_s, figures, strict=True)]
+        left = [(plan, lag) for plan, lag in left if lag.seconds <= _CLEAR * lag.doubt_s]
+        is_decided = all(lag.seconds + _CLEAR * lag.doubt_s <= tie_s for _, lag in left)
+        if is_decided or self._num_passes == _MOST_PASSES:
+            level = [(plan, lag) for plan, lag in left if lag.seconds <= min(tie_s, lag.doubt_s)]
+            left = [min(level, key=lambda entry: (len(entry[0].buckets), entry[1].seconds))]
+        self._steps_s = {plan: self._steps_s[plan] for plan, _ in left}
         self._visits = self._there_and_back() if len(self._steps_s) > 1 else []
 
     def _there_and_back(self) -> list[Plan]:

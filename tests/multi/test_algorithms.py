@@ -404,7 +404,7 @@ def test_state_of_another_run_is_refused() -> None:
 @on_ranks(2)
 def test_all_ranks_plan_alike_and_stats_show_it() -> None:
     model = wrap(seeded(Mlp))
-    train(model, mlp_loss, 400)
+    train(model, mlp_loss, 700)
     stats = commlib.stats(model)
     assert stats.plan == "planned"
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -413,7 +413,7 @@ def test_all_ranks_plan_alike_and_stats_show_it() -> None:
     assert sorted(n for bucket in stats.buckets for n in bucket.parameters) == sorted(
         name for name, _ in model.named_parameters()
     )
-    assert stats.steps == 400
+    assert stats.steps == 700
     nbytes = sum(p.numel() * 4 for p in model.parameters())
     assert stats.raw_bytes_per_step == nbytes
     assert nbytes <= stats.wire_bytes_per_step <= nbytes + 4 * len(list(model.parameters()))

@@ -304,7 +304,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def test_residuals_go_with_their_parameters_when_the_plan_changes() -> None:
     """Planning tries several plans: what an owner lost of a chunk that is another's now is owed by it as a worker."""
     reference = QuantizedReference(BLOCK_CODECS["int4"], dist.get_world_size(), numels(), feedback=True)
-    model = check(EFQuantized(compress=EVERYTHING), reference, bucket_cap_mb=None, steps=400)
+    model = check(EFQuantized(compress=EVERYTHING), reference, bucket_cap_mb=None, steps=700)
     assert commlib.stats(model).plan == "planned"
 
 
@@ -357,7 +357,7 @@ def test_a_resumed_run_is_bit_identical(name: str) -> None:
 @on_ranks(2)
 def test_qsgd_is_unbiased() -> None:
     """The mean over many rounds of one gradient is within five standard errors of the true mean, element by element."""
-    rounds = 400
+    rounds = 700
     model = wrap(seeded(Mlp), algorithm=QSGD(2, seed=3), bucket_cap_mb=SMALL_BUCKET_MB)
     true = {}
     for name in numels():
@@ -485,7 +485,7 @@ def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
     for parameter in numels():
         true[parameter] = np.mean([own[parameter] for own in gradients_of_all_ranks(model, 0)], axis=0)
     total = {parameter: np.zeros(n) for parameter, n in numels().items()}
-    rounds = 400
+    rounds = 700
     for _ in range(rounds):
         model.zero_grad()
         mlp_loss(model, 0).backward()
