@@ -155,6 +155,7 @@ def rows(
             "ratio_hi": ratio.hi,
             "exposed_s": None if bare_s is None else step_s - bare_s,
             "wire_bytes": float(np.median(measured["wire_bytes"])),
+            "wire_packets": float(np.median(measured["wire_packets"])),
             **_to_lower_bound(name, times),
             "peak_bytes": memory.get(name),
         }

@@ -17,7 +17,7 @@ import pathlib
 import re
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ class Racer:
         self.num_steps = 0
         self.blocks_s: list[float] = []
         self.wire_bytes: list[float] = []
+        self.wire_packets: list[float] = []
         self.exposed_s: list[float] = []
         self.loss = float("nan")
 
@@ -67,8 +68,8 @@ class Racer:
 
     def describe(self) -> dict[str, Any]:
         """Return what was measured, ready for JSON."""
-        measured = {key: getattr(self, key) for key in ("blocks_s", "wire_bytes", "exposed_s", "loss", "num_steps")}
-        return {"configuration": self.system.name, **measured, **self._stats()}
+        keys = ("blocks_s", "wire_bytes", "wire_packets", "exposed_s", "loss", "num_steps")
+        return {"configuration": self.system.name, **{key: getattr(self, key) for key in keys}, **self._stats()}
 
     def _stats(self) -> dict[str, Any]:
         if not self.system.is_wrapped:
@@ -137,13 +138,15 @@ class Bench:
         racer.step(self.batches[racer.num_steps % _NUM_BATCHES])
         self.synchronize()
         dist.barrier()
-        sent, start = _sent_bytes(), time.perf_counter()
+        before, start = _sent(), time.perf_counter()
         for _ in range(steps):
             loss = racer.step(self.batches[racer.num_steps % _NUM_BATCHES])
         self.synchronize()
         elapsed = time.perf_counter() - start
         dist.barrier()
-        racer.wire_bytes.append((_sent_bytes() - sent) / steps / self._ranks_on_interface)
+        after, ranks_steps = _sent(), steps * self._ranks_on_interface
+        racer.wire_bytes.append((after.nbytes - before.nbytes) / ranks_steps)
+        racer.wire_packets.append((after.packets - before.packets) / ranks_steps)
         racer.loss = loss.item()
         self.progress(racer.system.name, steps + 1)
         _await_silence()
@@ -160,18 +163,25 @@ class Bench:
         return max(gathered)
 
 
-def _sent_bytes() -> int:
-    """Bytes that this host's interface has sent; headers and acknowledgements count."""
+class Sent(NamedTuple):
+    """What an interface has sent: bytes, headers among them, and packets, acknowledgements among them."""
+
+    nbytes: int
+    packets: int
+
+
+def _sent() -> Sent:
+    """Return what this host's interface has sent so far."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     table = pathlib.Path("/proc/self/net/dev")
     found = re.search(rf"^\s*{re.escape(name)}:(.*)$", table.read_text(), re.MULTILINE) if table.exists() else None
-    return int(found[1].split()[8]) if found else 0
+    return Sent(*map(int, found[1].split()[8:10])) if found else Sent(0, 0)
 
 
 def _await_silence() -> None:
     """Wait until a round that goes on in the background has ended: it is not the next system's. 10 s at most."""
     before, deadline = -1, time.monotonic() + 10
-    while (now := _sent_bytes()) > before + _SILENCE_BYTES and time.monotonic() < deadline:
+    while (now := _sent().nbytes) > before + _SILENCE_BYTES and time.monotonic() < deadline:
         before = now
         time.sleep(0.1)
 

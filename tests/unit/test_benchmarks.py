@@ -211,7 +211,8 @@ def test_batches_depend_on_seed_step_and_rank(name):
 
 
 def measured(name: str, *blocks_s: float) -> dict:
-    return {"configuration": name, "blocks_s": list(blocks_s), "wire_bytes": [8.0, 8.0], "exposed_s": [], "loss": 1.0}
+    sent = {"wire_bytes": [8.0, 8.0], "wire_packets": [2.0, 2.0]}
+    return {"configuration": name, "blocks_s": list(blocks_s), **sent, "exposed_s": [], "loss": 1.0}
 
 
 def test_rows_of_step():
@@ -227,7 +228,7 @@ def test_rows_of_step():
         "cnn",
     )
     assert (row["ratio"], row["ratio_lo"], row["ratio_hi"], row["exposed_s"]) == (1.5, 1.5, 1.5, 0.75)
-    assert (row["wire_bytes"], row["peak_bytes"], row["step_s"]) == (8.0, 120, 2.25)
+    assert (row["wire_bytes"], row["wire_packets"], row["peak_bytes"], row["step_s"]) == (8.0, 2.0, 120, 2.25)
 
 
 def test_rows_compare_with_the_best_ddp_configuration():
@@ -257,13 +258,14 @@ def test_the_lower_bound_is_the_best_of_the_same_algorithm():
 def test_the_spread_of_all_runs_is_by_system_whatever_its_buckets():
     def run(cap: int, ratio: float, to_bound: float | None, reference: str = "ddp(gradient_as_bucket_view=True)@5"):
         place = {"model": "cnn", "hosts": 4, "rate": "1gbit", "reference": reference, "to_lower_bound": None}
-        shared = {**place, "wire_bytes": 2.2e6, "reported_wire_bytes": 2e6}
+        shared = {**place, "wire_bytes": 2.2e6, "wire_packets": 1000, "reported_wire_bytes": 2e6}
         own = {**shared, "system": f"commlib:topk@{cap}", "ratio": ratio, "to_lower_bound": to_bound}
         return {"rows": [own, *({**shared, "system": name, "ratio": ratio} for name in ("bound:topk@4", reference))]}
 
     results = [run(4, 0.5, 1.0), run(25, 0.4, 1.2), run(4, 0.8, None), run(4, 1.2, 1.4, "none")]
     assert report.spread_rows(results) == [
-        "| cnn | 4 hosts, 1gbit | commlib:topk | 3 | 2.00 (1.25 to 2.50) | 3 | 1.20 (1.00 to 1.40) | 2.2 | +10.0% |"
+        "| cnn | 4 hosts, 1gbit | commlib:topk | 3 | 2.00 (1.25 to 2.50) | 3 | 1.20 (1.00 to 1.40) | 2.2 "
+        "| +10.0% | +6.7% |"
     ]
 
 
