@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
@@ -26,16 +29,16 @@ def run_local(num_ranks: int, script: pathlib.Path, args: list[str], env: dict[s
         WorkerError: A rank failed, or the timeout passed. All others have been ended then.
     """
     port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with _termination_as_exit(), tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder) / f"rank{rank}.txt" for rank in range(num_ranks)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-            ranks_env = {**os.environ, **_LOOPBACK, **{key: str(value) for key, value in own.items()}, **env}
-            with output.open("wb") as sink:
-                command = [sys.executable, str(script), *args]
-                processes.append(subprocess.Popen(command, env=ranks_env, stdout=sink, stderr=subprocess.STDOUT))
+        processes: list[subprocess.Popen[bytes]] = []
         try:
+            for rank, output in enumerate(outputs):
+                own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+                ranks_env = {**os.environ, **_LOOPBACK, **{key: str(value) for key, value in own.items()}, **env}
+                with output.open("wb") as sink:
+                    command = [sys.executable, str(script), *args]
+                    processes.append(subprocess.Popen(command, env=ranks_env, stdout=sink, stderr=subprocess.STDOUT))
             _wait(processes, outputs, timeout)
         finally:
             _end(processes)
@@ -58,6 +61,16 @@ def run_emulated(
         except TransportError as error:
             raise WorkerError(str(error)) from error
         return str(cluster)
+
+
+@contextlib.contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Make a request to end (SIGTERM) an exception meanwhile, so that no rank outlives this process."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 _LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ import runs  # noqa: E402
 import shrunk  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
+import trials  # noqa: E402
 import worker  # noqa: E402
 from harness import Place  # noqa: E402
 
@@ -269,6 +271,27 @@ def test_the_spread_of_all_runs_is_by_system_whatever_its_buckets():
     ]
 
 
+def test_races_are_replayed_on_recorded_steps():
+    """Three plans on two ranks; the second is slowest on one rank, the third in its later steps."""
+    fast, slow = [0.1, 0.101] * 6, [0.12, 0.121] * 6
+    late = [0.09, 0.091] * 2 + [0.13, 0.131] * 4
+    result = {
+        "steps_per_visit": 2,
+        "bucket_numels": [[8, 8], [16], [4, 12]],
+        "steps_s": [[fast, fast, late], [fast, slow, late]],
+    }
+    recording = trials.Recording(result)
+    assert recording.num_visits == 6
+    assert recording.true_s == pytest.approx([0.1005, 0.1205, 0.13])
+    found = [recording.replay(start) for start in range(6)]
+    assert [race.excess for race in found[2:5]] == [0.0] * 3
+    assert [race.steps for race in found[2:5]] == [18] * 3  # one pass: two visits of three plans, three steps each
+    assert found[0].excess == pytest.approx(0.13 / 0.1005 - 1)  # where the third plan is the fastest
+    summary = trials.summarize(result)
+    assert summary["races"] == 6
+    assert summary["slow"] == sum(race.excess > 0.01 for race in found) > 0
+
+
 def test_rows_of_convergence():
     first = {"losses": [[1.0, 1.0], [3.0, 3.0]], "identical": True, "digest": "a"}
     other = {"losses": [[1.0, 1.0], [3.0, 3.2]], "identical": False, "digest": "b"}
@@ -354,6 +377,22 @@ def test_hanging_rank_is_ended(tmp_path):
     assert "before" in str(caught.value)
 
 
+def test_no_rank_outlives_a_benchmark_that_is_told_to_end(tmp_path):
+    path = script(tmp_path, "open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    code = f"import launch, pathlib; launch.run_local(2, pathlib.Path({str(path)!r}), [{str(tmp_path)!r}], {{}}, 50)"
+    benchmark = subprocess.Popen([sys.executable, "-c", code], cwd=pathlib.Path(launch.__file__).parent)
+    pids = [tmp_path / str(rank) for rank in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(pid.exists() and pid.read_text() for pid in pids):
+        assert time.monotonic() < deadline, "the ranks did not start within 30 s"
+        time.sleep(0.05)
+    benchmark.terminate()
+    assert benchmark.wait(30) == 128 + signal.SIGTERM
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
+
+
 def test_ranks_get_arguments_and_environment(tmp_path):
     text = "open(f'{sys.argv[1]}/{rank}', 'w').write(os.environ['WORLD_SIZE'] + os.environ['MINE'])"
     launch.run_local(3, script(tmp_path, text), [str(tmp_path)], {"MINE": "!"}, timeout=50)
@@ -363,9 +402,9 @@ def test_ranks_get_arguments_and_environment(tmp_path):
 # -- a real run -------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+def run(name: str, *args: str, model: str = "bytes-tiny") -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(BENCHMARKS / name), *args, "--model", "bytes-tiny"]
+    command = [sys.executable, str(BENCHMARKS / name), *args, "--model", model]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
 
 
@@ -389,6 +428,22 @@ def test_step_measures_real_training(tmp_path):
     assert bare["peak_bytes"] < ddp["peak_bytes"]
     assert commlib["loss"] == own_group["loss"] == ddp["loss"] != bare["loss"]
     assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
+
+
+@pytest.mark.timeout(180)
+def test_trials_are_recorded_and_replayed(tmp_path):
+    out = tmp_path / "out.json"
+    done = run("trials.py", "--passes", "1", "--json", str(out), model="cnn")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 races" in done.stdout
+    result = json.loads(out.read_text())
+    numel = sum(p.numel() for p in models.WORKLOADS["cnn"]().build().parameters())
+    assert len(result["bucket_numels"]) > 1
+    assert all(sum(numels) == numel for numels in result["bucket_numels"])
+    for of_plans in result["steps_s"]:
+        assert [len(steps_s) for steps_s in of_plans] == [2 * result["steps_per_visit"]] * len(of_plans)
+    again = run("trials.py", "--replay", str(out))
+    assert "2 races" in again.stdout, again.stdout + again.stderr
 
 
 @pytest.mark.timeout(180)
