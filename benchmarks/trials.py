@@ -168,7 +168,9 @@ def main() -> None:
     recorded = harness.run_workers(harness.Place(args.ranks), spec, num_steps=0)
     result = {"header": {**harness.header(), **spec, "ranks": args.ranks}, **recorded}
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(result))
+        path = pathlib.Path(args.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result))
     print_summary(f"{args.model}, {args.ranks} ranks", result)
 
 

@@ -432,7 +432,7 @@ def test_step_measures_real_training(tmp_path):
 
 @pytest.mark.timeout(180)
 def test_trials_are_recorded_and_replayed(tmp_path):
-    out = tmp_path / "out.json"
+    out = tmp_path / "folder" / "out.json"
     done = run("trials.py", "--passes", "1", "--json", str(out), model="cnn")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 races" in done.stdout
