@@ -120,12 +120,14 @@ void encode_sum(int codec, Address payloads, std::size_t count, float divisor, s
                 const RandomSource* source, std::size_t first, Address out, int num_threads) {
   const CodecShape& shape = shape_of(codec);
   if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
-  const auto& inputs = rows(payloads, count, Layout(shape, numel).payload_bytes);
+  const std::size_t distance = Layout(shape, numel).payload_bytes;
+  const auto& inputs = rows(payloads, count, distance);
   const py::gil_scoped_release released;
   EncodeJob job = new_job(shape, feedback, source, first, numel, reinterpret_cast<std::uint8_t*>(out));
   job.inputs = inputs.data();
   job.num_inputs = count;
   job.divisor = divisor;
+  job.streams = exceeds_cache((count + 1) * distance / 2);  // the cache holds at most twice what streams
   encode_chunk(static_cast<CodecId>(codec), job, num_threads);
 }
 

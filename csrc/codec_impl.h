@@ -10,6 +10,8 @@
 //     Reader(codes, scale, minima)(i), if it has that and lanes
 //         the kLanes values of a whole block from i on, a NaN with any sign and payload. `added_to` adds them to a sum,
 //         faster, but only if has_exact_products(s). Sums and decode-add then keep their numbers in registers.
+//     encode_lanes(values, minima, scale, codes), beside a Reader, where registers hold a whole block
+//         encodes that, rounded to nearest.
 // where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
 // block, in the first-level cache.
 
@@ -32,18 +34,35 @@ struct Integer {
   static constexpr Bits32 kZero = kCodeBits == 8 ? 0 : 1 << (kCodeBits - 1);
   using Reader = std::conditional_t<kCodeBits == 8, SignedByteReader, void>;
 
+  static inline Bits16 scale_of(Bits32 largest) {
+    if (largest < kTinyBits) return 0;
+    return largest >= kWidestRangeBits ? kNanScale : bf16_up(from_bits(largest) / static_cast<float>(kLevels));
+  }
+
+  // The scale itself, 0 or NaN, is then the value of every element, and every code is 0.
+  static inline bool has_one_value(Bits16 scale) { return scale == 0 || scale == kNanScale; }
+
+#if defined(COMMLIB_WITH_AVX512)
+  static inline void encode_lanes(const Lanes (&v)[kRegisters], Byte*, Byte* scale, Byte* codes) {
+    const Bits16 bits = scale_of(largest_magnitude(v));
+    store_scale(scale, bits);
+    if (has_one_value(bits)) {
+      std::memset(codes, 0, kBlock);
+      return;
+    }
+    const float inverse = 1.0f / bf16_value(bits);
+    for (std::size_t k = 0; k < kRegisters; ++k) store_lowest_bytes(codes + k * kLanes, v[k] * inverse + kRounder);
+  }
+#endif
+
   template <bool kDecodes>
   static inline bool encode(const float* v, std::size_t m, const float* u, Byte*, Byte* scale, Byte* codes,
                             float* decoded) {
-    const Bits32 largest = largest_magnitude(v, m);
-    if (largest < kTinyBits || largest >= kWidestRangeBits) {
-      store_scale(scale, largest < kTinyBits ? 0 : kNanScale);
-      const float value = largest < kTinyBits ? 0.0f : from_bits(kQuietNanBits);
-      return fill_block<kDecodes>(value, m, (m * kBits + 7) / 8, codes, decoded);
-    }
-    const Bits16 bits = bf16_up(from_bits(largest) / static_cast<float>(kLevels));
+    const Bits16 bits = scale_of(largest_magnitude(v, m));
     store_scale(scale, bits);
-    const float s = bf16_value(bits), inverse = 1.0f / s;
+    const float s = bf16_value(bits);
+    if (has_one_value(bits)) return fill_block<kDecodes>(s, m, (m * kBits + 7) / 8, codes, decoded);
+    const float inverse = 1.0f / s;
     if (kCodeBits == 8 && u == nullptr) {  // so simple that it is vectorised well from floats to bytes
       for (std::size_t i = 0; i < m; ++i) {
         const float sum = v[i] * inverse + kRounder;
@@ -88,28 +107,56 @@ struct MinMax {
   static constexpr std::size_t kBlock = 256, kBits = 8, kScaleBytes = 2, kMinimumBytes = 4;
   static constexpr bool kIsOneBlock = false;
 
+  struct Parameters {
+    float minimum = 0.0f, inverse = 0.0f;  // without an inverse, `minimum`, which may be NaN, stands for every element
+    Bits16 scale = 0;
+
+    explicit Parameters(const std::int32_t range[2]) {
+      const Bits32 largest = magnitude_of_range(range);
+      const float spread = from_ordered(range[1]) - from_ordered(range[0]);
+      if (largest >= kWidestRangeBits || spread > from_bits(kWidestRangeBits)) {
+        minimum = from_bits(kQuietNanBits);
+        scale = kNanScale;
+      } else if (largest >= kTinyBits) {
+        minimum = from_ordered(range[0]) + 0.0f;
+        if (spread < from_bits(kTinyBits)) return;
+        scale = bf16_up(spread / 255.0f);
+        inverse = 1.0f / bf16_value(scale);
+      }
+    }
+
+    void store(Byte* minima, Byte* to) const {
+      std::memcpy(minima, &minimum, sizeof minimum);
+      store_scale(to, scale);
+    }
+  };
+
+#if defined(COMMLIB_WITH_AVX512)
+  static inline void encode_lanes(const Lanes (&v)[kRegisters], Byte* minima, Byte* scale, Byte* codes) {
+    std::int32_t range[2] = {INT32_MAX, INT32_MIN};
+    find_range(v, range);
+    const Parameters parameters(range);
+    parameters.store(minima, scale);
+    if (parameters.inverse == 0.0f) {
+      std::memset(codes, 0, kBlock);
+      return;
+    }
+    const float minimum = parameters.minimum, inverse = parameters.inverse;
+    for (std::size_t k = 0; k < kRegisters; ++k) {
+      store_lowest_bytes(codes + k * kLanes, (v[k] - minimum) * inverse + kRounder);
+    }
+  }
+#endif
+
   template <bool kDecodes>
   static inline bool encode(const float* v, std::size_t m, const float* u, Byte* minima, Byte* scale, Byte* codes,
                             float* decoded) {
     std::int32_t range[2] = {INT32_MAX, INT32_MIN};
     find_range(v, m, range);
-    const Bits32 largest = magnitude_of_range(range);
-    const float spread = from_ordered(range[1]) - from_ordered(range[0]);
-    float minimum = from_ordered(range[0]) + 0.0f, inverse = 0.0f;
-    Bits16 bits = 0;
-    if (largest >= kWidestRangeBits || spread > from_bits(kWidestRangeBits)) {
-      minimum = from_bits(kQuietNanBits);
-      bits = kNanScale;
-    } else if (largest < kTinyBits) {
-      minimum = 0.0f;
-    } else if (spread >= from_bits(kTinyBits)) {
-      bits = bf16_up(spread / 255.0f);
-      inverse = 1.0f / bf16_value(bits);
-    }
-    std::memcpy(minima, &minimum, sizeof minimum);
-    store_scale(scale, bits);
+    const Parameters parameters(range);
+    parameters.store(minima, scale);
+    const float minimum = parameters.minimum, inverse = parameters.inverse, s = bf16_value(parameters.scale);
     if (inverse == 0.0f) return fill_block<kDecodes>(minimum, m, m, codes, decoded);
-    const float s = bf16_value(bits);
     if (u == nullptr) {  // (v - minimum) * inverse exceeds 255 by rounding errors at most: nothing to clamp
       for (std::size_t i = 0; i < m; ++i) {
         const float sum = (v[i] - minimum) * inverse + kRounder;

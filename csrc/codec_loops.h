@@ -110,12 +110,12 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
   return typename Codec::Reader(from.codes, from.scale, from.minima);
 }
 
-// Asks for the codes that are read a page later, and for the parameters that go with codes, a line of them at a time.
+// Asks for the codes that are read half a page later, and for the parameters of codes, a line of them at a time.
 template <class Codec>
 COMMLIB_INLINE void ask_ahead(const Place<Codec>& from, std::size_t block, std::size_t at, std::size_t nbytes) {
-  constexpr std::size_t kParametersAhead = 192;  // bytes
+  constexpr std::size_t kCodesAhead = 2048, kParametersAhead = 192;  // bytes
   constexpr std::size_t kScalesInLine = 64 / Codec::kScaleBytes;
-  prefetch_behind(from.codes + at, nbytes);
+  prefetch_behind(from.codes + at, nbytes, kCodesAhead);
   if (at != 0 || block % kScalesInLine != 0) return;
   prefetch_behind(from.scale, 1, kParametersAhead);
   prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
@@ -131,31 +131,52 @@ struct Divisor {
         is_power((to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f) {}
 };
 
-// The mean of a whole block; it stays in registers while the inputs pass by.
+// Adds as many values of an input as registers hold to `sum`, or puts them there if it is the first.
+template <class Codec, bool kIsFirst>
+COMMLIB_INLINE void add_lanes(const Byte* input, const Layout& layout, std::size_t block, std::size_t at,
+                              Lanes (&sum)[kRegisters]) {
+  const Place<Codec> from(const_cast<Byte*>(input), layout, block);
+  ask_ahead<Codec>(from, block, at, kRegisters * kLanes * Codec::kBits / 8);
+  const typename Codec::Reader reader(from.codes, from.scale, from.minima);
+  if constexpr (kIsFirst) {
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader(at + k * kLanes);
+  } else if (has_exact_products(reader.s)) {
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
+  } else {
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
+  }
+}
+
+// The mean of as many elements of a whole block, from its element `at` on, as registers hold while the inputs pass by.
+//
+// [Note: instructions of their own] A core foresees what an instruction will read next from what it read before. Inputs
+// that take turns at one instruction look like leaps to it: sums from memory then took a quarter longer (AMD Zen 5).
+template <class Codec>
+COMMLIB_INLINE void sum_lanes(const Byte* const* inputs, std::size_t num_inputs, const Divisor& divisor,
+                              const Layout& layout, std::size_t block, std::size_t at, Lanes (&sum)[kRegisters]) {
+  constexpr std::size_t kOfTheirOwn = 8;
+  add_lanes<Codec, true>(inputs[0], layout, block, at, sum);
+  for (std::size_t input = 1; input < num_inputs; input += kOfTheirOwn) {
+    const std::size_t left = num_inputs - input;
+#pragma GCC unroll 8
+    for (std::size_t k = 0; k < kOfTheirOwn; ++k) {
+      if (k < left) add_lanes<Codec, false>(inputs[input + k], layout, block, at, sum);
+    }
+  }
+  if (divisor.is_power) {
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = sum[k] * divisor.factor;
+  } else {
+    for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = sum[k] / divisor.value;
+  }
+}
+
 template <class Codec>
 static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, const Divisor& divisor,
                              const Layout& layout, std::size_t block, float* total) {
-  constexpr std::size_t kAtOnce = kRegisters * kLanes;
-  for (std::size_t at = 0; at < Codec::kBlock; at += kAtOnce) {
-    constexpr std::size_t kCodeBytes = kAtOnce * Codec::kBits / 8;
+  for (std::size_t at = 0; at < Codec::kBlock; at += kRegisters * kLanes) {
     Lanes sum[kRegisters];
-    for (std::size_t input = 0; input < num_inputs; ++input) {
-      const Place<Codec> from(const_cast<Byte*>(inputs[input]), layout, block);
-      ask_ahead<Codec>(from, block, at, kCodeBytes);
-      const typename Codec::Reader reader(from.codes, from.scale, from.minima);
-      if (input == 0) {
-        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader(at + k * kLanes);
-      } else if (has_exact_products(reader.s)) {
-        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] = reader.added_to(sum[k], at + k * kLanes);
-      } else {
-        for (std::size_t k = 0; k < kRegisters; ++k) sum[k] += reader(at + k * kLanes);
-      }
-    }
-    if (divisor.is_power) {
-      for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k] * divisor.factor);
-    } else {
-      for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k] / divisor.value);
-    }
+    sum_lanes<Codec>(inputs, num_inputs, divisor, layout, block, at, sum);
+    for (std::size_t k = 0; k < kRegisters; ++k) store_lanes(total + at + k * kLanes, sum[k]);
   }
 }
 
@@ -287,12 +308,37 @@ COMMLIB_INLINE void encode_tiles(const EncodeJob& job, std::size_t begin, std::s
   if (job.streams) finish_streams();
 }
 
-// Sums are encoded four blocks at a time: faster than one or two when tried, and no slower than eight.
+// A block of a sum that registers hold needs no memory, and is summed while the one before is still being encoded.
+template <class Codec>
+constexpr bool kEncodesLanes = kHasReader<Codec> && Codec::kBlock == kRegisters * kLanes;
+
+// Whole blocks of a sum.
+template <class Codec>
+static void encode_sums(const EncodeJob& job, std::size_t begin, std::size_t end) {
+  const Divisor by(job.divisor);
+  alignas(64) Byte staged[Codec::kBlock];
+  for (std::size_t block = begin; block < end; ++block) {
+    Lanes sum[kRegisters];
+    sum_lanes<Codec>(job.inputs, job.num_inputs, by, job.layout, block, 0, sum);
+    const Place<Codec> to(job.payload, job.layout, block);
+    Codec::encode_lanes(sum, to.minima, to.scale, job.streams ? staged : to.codes);
+    if (job.streams) stream_copy(to.codes, staged, Codec::kBlock);
+  }
+  if (job.streams) finish_streams();
+}
+
 template <class Codec>
 static void encode_blocks(const EncodeJob& job, std::size_t begin, std::size_t end) {
-  constexpr std::size_t kMost = kTileElements<Codec>, kMostOfSum = kHasReader<Codec> ? 4 * kMost : kMost;
+  constexpr std::size_t kMost = kTileElements<Codec>;
   if (job.residual != nullptr) return encode_tiles<Codec, true, kMost>(job, begin, end);
-  if (job.x == nullptr && job.random == nullptr) return encode_tiles<Codec, false, kMostOfSum>(job, begin, end);
+  if constexpr (kEncodesLanes<Codec>) {
+    if (job.x == nullptr && job.random == nullptr) {
+      const std::size_t whole = job.numel / Codec::kBlock;
+      encode_sums<Codec>(job, begin, end < whole ? end : whole);
+      if (end > whole) encode_tiles<Codec, false, kMost>(job, whole, end);
+      return;
+    }
+  }
   encode_tiles<Codec, false, kMost>(job, begin, end);
 }
 

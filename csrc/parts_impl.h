@@ -33,6 +33,31 @@ static inline void find_range(const float* v, std::size_t m, std::int32_t range[
   range[1] = high;
 }
 
+#if defined(COMMLIB_WITH_AVX512)
+// The same of what is in registers.
+static inline Bits32 largest_magnitude(const Lanes (&v)[kRegisters]) {
+  const __m512i magnitude = _mm512_set1_epi32(kMagnitude);
+  __m512i largest[2] = {_mm512_set1_epi32(0), _mm512_set1_epi32(0)};
+  for (std::size_t k = 0; k < kRegisters; ++k) {
+    largest[k % 2] = _mm512_max_epi32(largest[k % 2], _mm512_and_si512(_mm512_castps_si512(v[k]), magnitude));
+  }
+  return static_cast<Bits32>(_mm512_reduce_max_epi32(_mm512_max_epi32(largest[0], largest[1])));
+}
+
+static inline void find_range(const Lanes (&v)[kRegisters], std::int32_t range[2]) {
+  const __m512i magnitude = _mm512_set1_epi32(kMagnitude);
+  __m512i low = _mm512_set1_epi32(range[0]), high = _mm512_set1_epi32(range[1]);
+  for (std::size_t k = 0; k < kRegisters; ++k) {
+    const __m512i bits = _mm512_castps_si512(v[k]);
+    const __m512i key = _mm512_xor_si512(bits, _mm512_and_si512(_mm512_srai_epi32(bits, 31), magnitude));
+    low = _mm512_min_epi32(low, key);
+    high = _mm512_max_epi32(high, key);
+  }
+  range[0] = _mm512_reduce_min_epi32(low);
+  range[1] = _mm512_reduce_max_epi32(high);
+}
+#endif
+
 static inline Bits32 magnitude_of_range(const std::int32_t range[2]) {
   const Bits32 low = to_bits(from_ordered(range[0])) & kMagnitude, high = to_bits(from_ordered(range[1])) & kMagnitude;
   return low > high ? low : high;

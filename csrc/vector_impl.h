@@ -105,6 +105,10 @@ static inline Lanes lanes_of_bytes(const Byte* at) {
 static inline Lanes lanes_of_signed_bytes(const Byte* at) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 }
+// The lowest byte of each number.
+static inline void store_lowest_bytes(Byte* at, Lanes x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
+}
 #elif defined(COMMLIB_WITH_AVX2)
 constexpr std::size_t kLanes = 8, kRegisters = 8;
 using Lanes = __m256;

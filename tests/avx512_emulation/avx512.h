@@ -91,6 +91,27 @@ inline __m512i bit_and(Words a, Words b) {
 inline __m512i sub(Words a, Words b) {
   return each<Words>([&](int i) { return a.lane[i] - b.lane[i]; });
 }
+inline __m512i bit_xor(Words a, Words b) {
+  return each<Words>([&](int i) { return a.lane[i] ^ b.lane[i]; });
+}
+inline __m512i shift_signed(Words a, int by) {
+  return each<Words>([&](int i) { return static_cast<std::uint32_t>(static_cast<std::int32_t>(a.lane[i]) >> by); });
+}
+inline __m512i larger(Words a, Words b) {
+  return each<Words>([&](int i) {
+    return static_cast<std::int32_t>(a.lane[i]) > static_cast<std::int32_t>(b.lane[i]) ? a.lane[i] : b.lane[i];
+  });
+}
+inline __m512i smaller(Words a, Words b) {
+  return each<Words>([&](int i) {
+    return static_cast<std::int32_t>(a.lane[i]) < static_cast<std::int32_t>(b.lane[i]) ? a.lane[i] : b.lane[i];
+  });
+}
+template <__m512i (*kOf)(Words, Words)>
+int reduce(Words a) {
+  for (int i = 1; i < 16; ++i) a.lane[0] = Words(kOf(all_words(a.lane[0]), all_words(a.lane[i]))).lane[0];
+  return static_cast<int>(a.lane[0]);
+}
 inline unsigned less(Words a, Words b) {
   unsigned mask = 0;
   for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(a.lane[i] < b.lane[i]) << i;
@@ -169,6 +190,13 @@ inline __m512i longs(std::uint64_t a, std::uint64_t b, std::uint64_t c, std::uin
 #undef _mm512_storeu_si512
 #undef _mm512_stream_si512
 #undef _mm512_and_si512
+#undef _mm512_castps_si512
+#undef _mm512_xor_si512
+#undef _mm512_srai_epi32
+#undef _mm512_max_epi32
+#undef _mm512_min_epi32
+#undef _mm512_reduce_max_epi32
+#undef _mm512_reduce_min_epi32
 #undef _mm512_sub_epi32
 #undef _mm512_cmplt_epu32_mask
 #undef _mm512_movepi32_mask
@@ -204,6 +232,13 @@ inline __m512i longs(std::uint64_t a, std::uint64_t b, std::uint64_t c, std::uin
 #define _mm512_storeu_si512(at, x) emulated::store(at, __m512i(x))
 #define _mm512_stream_si512(at, x) emulated::store(at, __m512i(x))
 #define _mm512_and_si512(a, b) emulated::bit_and(a, b)
+#define _mm512_castps_si512(a) emulated::load<__m512i>(&(a))
+#define _mm512_xor_si512(a, b) emulated::bit_xor(a, b)
+#define _mm512_srai_epi32(a, by) emulated::shift_signed(a, by)
+#define _mm512_max_epi32(a, b) emulated::larger(a, b)
+#define _mm512_min_epi32(a, b) emulated::smaller(a, b)
+#define _mm512_reduce_max_epi32(a) emulated::reduce<emulated::larger>(a)
+#define _mm512_reduce_min_epi32(a) emulated::reduce<emulated::smaller>(a)
 #define _mm512_sub_epi32(a, b) emulated::sub(a, b)
 #define _mm512_cmplt_epu32_mask(a, b) emulated::less(a, b)
 #define _mm512_movepi32_mask(a) emulated::signs(a)

@@ -142,17 +142,43 @@ def test_sums_are_in_rank_order(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", BLOCK_CODECS)
 def test_sums_of_any_bytes_are_the_reference_s(name: str, isa: str) -> None:
     rng, codec, numel = np.random.default_rng(7), BLOCK_CODECS[name], 1100  # 4 whole blocks of 256, and a short one
-    for count in [1, 2, 9] * 10:
-        payloads = rng.integers(0, 256, (count, codec.sections(numel)[3]), dtype=np.uint8)
+    size = codec.sections(numel)[3]
+    for count, zeros in [*[(count, False) for count in (1, 2, 9, 10, 19) * 6], (3, True)]:
+        payloads = np.zeros((count, size), dtype=np.uint8)
+        if not zeros:
+            payloads = rng.integers(0, 256, payloads.shape, dtype=np.uint8)
         decoded = [codec.decode(payload, numel) for payload in payloads]
-        out = torch.empty(numel)
+        out, again = torch.empty(numel), buffer(size)
         native_codecs.decode_sum(IDS[name], torch.from_numpy(payloads), out, divisor=4.0)
+        native_codecs.encode_sum(IDS[name], torch.from_numpy(payloads), numel, again, divisor=4.0)
         added = torch.from_numpy(rng.choice(special_values(), numel))
         with np.errstate(all="ignore"):
-            same(out.numpy(), reference_ops.decode_sum(decoded, 4.0))
+            expected = reference_ops.decode_sum(decoded, 4.0)
+            same(out.numpy(), expected)
+            np.testing.assert_array_equal(again.numpy(), codec.encode(expected))
             expected = reference_ops.decode_add(added.numpy().copy(), decoded[0], -0.3)
         native_codecs.decode_add(IDS[name], torch.from_numpy(payloads[0]), added, weight=-0.3)
         same(added.numpy(), expected)
+
+
+@pytest.mark.parametrize("name", BLOCK_CODECS)
+def test_what_exceeds_the_caches_is_the_same(name: str) -> None:
+    numel, piece, count = 1 << 24, 1 << 18, 8
+    payload, out = buffer(native_codecs.payload_bytes(IDS[name], numel)), torch.empty(numel)
+    part, expected = buffer(native_codecs.payload_bytes(IDS[name], piece)), torch.empty(piece)
+
+    def expect_pieces_of_the_same() -> None:
+        native_codecs.decode(IDS[name], payload, out)
+        native_codecs.decode(IDS[name], part, expected)
+        assert torch.equal(out.view(-1, piece), expected.expand(numel // piece, -1))
+
+    x = torch.randn(piece)
+    native_codecs.encode(IDS[name], x.repeat(numel // piece), payload)
+    native_codecs.encode(IDS[name], x, part)
+    expect_pieces_of_the_same()
+    native_codecs.encode_sum(IDS[name], payload.repeat(count, 1), numel, payload, divisor=3.0)
+    native_codecs.encode_sum(IDS[name], part.repeat(count, 1), piece, part, divisor=3.0)
+    expect_pieces_of_the_same()
 
 
 def test_casts_are_the_reference_s(isa: str) -> None:
