@@ -1,13 +1,28 @@
 // Finds the instruction sets of this machine and holds the table in use.
 #include <atomic>
+#include <cstring>
 #include <stdexcept>
 
 #include "kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace commlib {
 namespace {
 
 #if defined(__x86_64__)
+bool is_zen5() {
+  unsigned version = 0, vendor[3] = {}, unused = 0;
+  if (__get_cpuid(0, &unused, &vendor[0], &vendor[2], &vendor[1]) == 0) return false;
+  if (std::memcmp(vendor, "AuthenticAMD", sizeof vendor) != 0) return false;
+  unsigned features[3] = {};
+  if (__get_cpuid(1, &version, &features[0], &features[1], &features[2]) == 0) return false;
+  const unsigned family = (version >> 8 & 0xF) + (version >> 20 & 0xFF);
+  return family == 0x1A;
+}
+
 bool has_avx2() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -22,6 +37,9 @@ bool has_avx512() {
 #endif
 }
 #else
+bool is_zen5() {
+  return false;
+}
 bool has_avx2() {
   return false;
 }
@@ -50,6 +68,8 @@ std::atomic<const Kernels*>& active() {
 }
 
 }  // namespace
+
+const bool kPrefetchesToFirstCache = is_zen5();
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;

@@ -60,8 +60,10 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
   for (std::size_t at = begin; at < end; at += kTile) {
     if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
     const std::size_t m = end - at < kTile ? end - at : kTile, before = scan.count;
-    prefetch_behind(static_cast<const Byte*>(source.x) + at * size, m * size);
-    if (source.residual != nullptr) prefetch_behind(source.residual + at, m * sizeof(float));
+    if (!kPrefetchesToFirstCache) {  // where they are, scans are a twentieth faster without
+      prefetch_behind(static_cast<const Byte*>(source.x) + at * size, m * size);
+      if (source.residual != nullptr) prefetch_behind(source.residual + at, m * sizeof(float));
+    }
     const float* v = compensate(source.x, source.type, source.residual, source.beta, at, m, buffer);
     if (scan.high > scan.low) append_hits(v, at, m, scan);
     if (scan.writes) replace_tile_residuals(source, v, at, m, scan.keys + before, scan.count - before);
