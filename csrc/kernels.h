@@ -29,9 +29,9 @@ struct Kernels {
   const SparseKernels* sparse;
 };
 
-// Whether requests for memory that is read soon are for the first cache; else they are for the second. Found out here, as
-// processors differ: on AMD Zen 5 those for the second made encoding with feedback take up to 1.5 times as long as those
-// for the first, on Zen 4 those for the first up to twice as long, and so sums.
+// Whether requests for memory that is read soon are for the first cache; else they are for the second. Found out here,
+// as processors differ: on AMD Zen 5 those for the second made encoding with feedback take up to 1.5 times as long as
+// those for the first, on Zen 4 those for the first up to twice as long, and so sums.
 extern const bool kPrefetchesToFirstCache;
 
 // Each in a file of its own; null where the compiler's target has no such instruction set.

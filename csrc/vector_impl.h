@@ -40,9 +40,9 @@ static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
   std::memcpy(to + done, from + done, nbytes - done);
 }
 
-// Asks for the cache lines that lie `distance` behind the `nbytes` from `at`, by default a page, for the second cache or
-// the first (kPrefetchesToFirstCache); requests that spare the caches (prefetchnta) made sums take two to four times as
-// long (Intel Xeon). A hint: addresses beyond the end do no harm, and are therefore computed as integers. Always
+// Asks for the cache lines that lie `distance` behind the `nbytes` from `at`, by default a page, for the second cache
+// or the first (kPrefetchesToFirstCache); requests that spare the caches (prefetchnta) made sums take two to four times
+// as long (Intel Xeon). A hint: addresses beyond the end do no harm, and are therefore computed as integers. Always
 // inlined: GCC takes a function that does nothing else for one without effect, and drops its calls.
 COMMLIB_INLINE void prefetch_behind(const void* at, std::size_t nbytes, std::size_t distance = 4096) {
   constexpr std::size_t kLine = 64;
