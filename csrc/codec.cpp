@@ -45,8 +45,8 @@ constexpr CodecShape kShapes[kNumBlockCodecs] = {
 // A thread's part is not worth waking it for below this: some ten microseconds of work.
 constexpr std::size_t kElementsPerPart = 1 << 17;
 
-std::size_t grain_of(const CodecShape& shape) {
-  return std::max<std::size_t>(1, kElementsPerPart / shape.block);
+std::size_t grain_of(const CodecShape& shape, std::size_t num_inputs) {
+  return std::max<std::size_t>(1, kElementsPerPart / (shape.block * std::max<std::size_t>(1, num_inputs)));
 }
 
 void zero_gap(std::uint8_t* payload, std::size_t begin, std::size_t end) {
@@ -115,7 +115,7 @@ void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads) {
   if (job.numel == 0) return;
   const CodecShape& shape = kShapes[static_cast<int>(codec)];
   const CodecKernels& kernels = *active_kernels().codecs;
-  const std::size_t grain = grain_of(shape);
+  const std::size_t grain = grain_of(shape, job.num_inputs);
   zero_gaps(shape, job);
   if (shape.is_one_block) store_range(kernels, job, grain, num_threads);
   const EncodeFn encode = kernels.encode[static_cast<int>(codec)];
@@ -133,7 +133,7 @@ void rotate_chunk(const RotateJob& job, int num_threads) {
 void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads) {
   const CodecShape& shape = kShapes[static_cast<int>(codec)];
   const DecodeFn decode = active_kernels().codecs->decode[static_cast<int>(codec)];
-  parallel_for(job.layout.blocks, grain_of(shape), num_threads,
+  parallel_for(job.layout.blocks, grain_of(shape, job.num_inputs), num_threads,
                [&](std::size_t begin, std::size_t end) { decode(job, begin, end); });
 }
 

@@ -15,24 +15,38 @@
 namespace commlib {
 namespace {
 
-// The parts of one job, taken one by one by whoever is free.
+// The parts of one job: a region for each thread, so that from job to job a core finds in its caches what it left
+// there. Who is done with his own takes parts of the others'.
 class Parts {
  public:
-  Parts(std::size_t count, std::size_t size, PartFn work) : count_(count), size_(size), work_(work) {}
+  static constexpr std::size_t kMostRegions = 64;
 
-  void take_all() {
+  Parts(std::size_t count, std::size_t grain, std::size_t num_regions, PartFn work)
+      : count_(count), num_regions_(num_regions), work_(work) {
+    constexpr std::size_t kPartsOfRegion = 4;
+    const std::size_t grains = (count + grain - 1) / grain;
+    const std::size_t grains_of_region = (grains + num_regions - 1) / num_regions;
+    region_ = grains_of_region * grain;
+    part_ = (grains_of_region + kPartsOfRegion - 1) / kPartsOfRegion * grain;
+  }
+
+  void take_all(std::size_t thread) {
     const ExactFloatScope exact;
-    for (;;) {
-      const std::size_t begin = next_.fetch_add(size_, std::memory_order_relaxed);
-      if (begin >= count_) return;
-      work_.call(work_.context, begin, std::min(begin + size_, count_));
+    for (std::size_t i = 0; i < num_regions_; ++i) {
+      const std::size_t region = (thread + i) % num_regions_;
+      const std::size_t end = std::min((region + 1) * region_, count_);
+      for (;;) {
+        const std::size_t begin = region * region_ + taken_[region].fetch_add(part_, std::memory_order_relaxed);
+        if (begin >= end) break;
+        work_.call(work_.context, begin, std::min(begin + part_, end));
+      }
     }
   }
 
  private:
-  std::size_t count_, size_;
+  std::size_t count_, num_regions_, region_, part_;
   PartFn work_;
-  std::atomic<std::size_t> next_{0};
+  std::atomic<std::size_t> taken_[kMostRegions] = {};
 };
 
 // Calls `is_so` again and again until it says true, which is returned, or some time has passed. A thread that sleeps
@@ -60,19 +74,19 @@ class Pool {
   std::mutex in_use;
 
   // Does not wait for helpers that come when all parts are taken.
-  void run(Parts& parts, int helpers) {
+  void run(Parts& parts, std::size_t helpers) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int>(num_threads_) < helpers) {
+      while (num_threads_ < helpers) {
         std::thread(&Pool::serve, this, num_threads_).detach();
         ++num_threads_;
       }
       parts_ = &parts;
-      wanted_ = static_cast<std::size_t>(helpers);
+      wanted_ = helpers;
       job_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
-    parts.take_all();
+    parts.take_all(0);
     std::unique_lock<std::mutex> lock(mutex_);
     parts_ = nullptr;
     lock.unlock();
@@ -94,7 +108,7 @@ class Pool {
       Parts* parts = parts_;
       busy_.fetch_add(1, std::memory_order_relaxed);
       lock.unlock();
-      parts->take_all();
+      parts->take_all(index + 1);
       lock.lock();
       if (busy_.fetch_sub(1, std::memory_order_release) == 1) done_.notify_one();
     }
@@ -131,21 +145,19 @@ Pool& pool_of_this_process() {
 void run_parts(std::size_t count, std::size_t grain, int num_threads, PartFn work) {
   if (count == 0) return;
   const std::size_t grains = (count + grain - 1) / grain;
-  const auto threads = static_cast<std::size_t>(std::max(num_threads, 1));
-  if (threads == 1 || grains == 1) {
-    Parts(count, count, work).take_all();
-    return;
+  const std::size_t threads =
+      std::min({static_cast<std::size_t>(std::max(num_threads, 1)), grains, Parts::kMostRegions});
+  if (threads > 1) {
+    Pool& helpers = pool_of_this_process();
+    const std::unique_lock<std::mutex> owned(helpers.in_use, std::try_to_lock);
+    if (owned.owns_lock()) {
+      Parts parts(count, grain, threads, work);
+      helpers.run(parts, threads - 1);
+      return;
+    }
   }
-  Pool& helpers = pool_of_this_process();
-  const std::unique_lock<std::mutex> owned(helpers.in_use, std::try_to_lock);
-  if (!owned.owns_lock()) {
-    Parts(count, count, work).take_all();
-    return;
-  }
-  const std::size_t parts_per_thread = 4;
-  const std::size_t size = (grains + threads * parts_per_thread - 1) / (threads * parts_per_thread) * grain;
-  Parts parts(count, size, work);
-  helpers.run(parts, static_cast<int>(std::min(threads, grains)) - 1);
+  const ExactFloatScope exact;
+  work.call(work.context, 0, count);
 }
 
 }  // namespace commlib
