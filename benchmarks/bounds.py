@@ -1,14 +1,32 @@
-"""The lower bound of an algorithm: its bytes through its collectives, without its work."""
+"""The lower bound of an algorithm: its bytes, in the way that it sends them, without its work."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from commlib.algorithms import Algorithm, BucketView, Context
+from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
+from commlib.algorithms._published import Copy
+from commlib.algorithms._shard_server import Rule
+from commlib.algorithms.async_sgd import _PUSH, _Shard, _Worker
+from commlib.algorithms.base import Attachment, Runner
 from commlib.transport.base import Communication, Communicator, Request
+from commlib.transport.mailbox import Message
+
+
+def bound_of(algorithm: Algorithm) -> Algorithm:
+    """Return the lower bound of an algorithm.
+
+    Raises:
+        ValueError: It sends by itself, in a way that is not known here.
+    """
+    if isinstance(algorithm, AsyncSGD):
+        return AsyncBound(algorithm)
+    if algorithm.traits.tensors == "none":
+        raise ValueError(f"{type(algorithm).__name__} sends by itself, and has no lower bound")
+    return Bound(algorithm)
 
 
 class Bound(Algorithm):
@@ -46,3 +64,45 @@ class Bound(Algorithm):
         for request in self.inner.communicate(bucket, comm):
             rounds[-1].append(request)
             yield request
+
+
+class AsyncBound(Algorithm):
+    """Sends what `AsyncSGD` sends, as often and to the same ranks, and neither adds nor updates nor takes over.
+
+    Args:
+        inner: Its period and rest count.
+    """
+
+    def __init__(self, inner: AsyncSGD) -> None:
+        self.inner = inner
+        self.traits = inner.traits
+
+    def attach(self, attachment: Attachment) -> Runner:
+        """Connect the ranks."""
+        return _Courier(attachment, self.inner.period, self.inner.rest)
+
+
+class _Package(_Shard):
+    """A shard whose contents do not matter."""
+
+    def add(self, gradients: Sequence[torch.Tensor]) -> None:
+        self.num_pending += 1
+
+    def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
+        self.num_pending = 0
+        self._ask(Message(_PUSH, 0, self._sending.payload), ask)
+
+    def take_over(self, weights: Sequence[torch.Tensor]) -> None:
+        self._end()
+
+
+class _Courier(_Worker):
+    """Answers every push with the same bytes."""
+
+    def __init__(self, attachment: Attachment, period: int, rest: float) -> None:
+        super().__init__(attachment, Rule(lr_scale=1.0, max_staleness=1, drops=False), period, rest)
+        self._shards = [_Package(shard.owner, shard.pieces, self._weights, rest) for shard in self._shards]
+        self._empty = Copy(self._server.layout)
+
+    def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
+        reply(Message(message.kind, 0, self._empty.payload))

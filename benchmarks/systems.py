@@ -9,6 +9,7 @@ torchft                             torchft's DistributedDataParallel, where it 
 torchft:local_sgd(sync_every=8), torchft:diloco(sync_every=50)     its LocalSGD and DiLoCo
 commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
+bound:async_sgd                     its messages, without its work
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
 commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
 """
@@ -158,9 +159,9 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
 
     algorithm = _algorithm(system)
     if system.kind == "bound":
-        from bounds import Bound
+        from bounds import bound_of
 
-        algorithm = Bound(algorithm)
+        algorithm = bound_of(algorithm)
     return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb), optimizer
 
 

@@ -18,6 +18,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import bounds  # noqa: E402
 import convergence  # noqa: E402
 import final_loss  # noqa: E402
 import intervals  # noqa: E402
@@ -428,6 +429,21 @@ def test_step_measures_real_training(tmp_path):
     assert bare["peak_bytes"] < ddp["peak_bytes"]
     assert commlib["loss"] == own_group["loss"] == ddp["loss"] != bare["loss"]
     assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
+
+
+@pytest.mark.timeout(180)
+def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
+    out, options = tmp_path / "out.json", "(period=1,rest=0.0)"
+    names = f"none,commlib:async_sgd{options},bound:async_sgd{options}"
+    short = ("--reps", "5", "--block", "20", "--warmup", "5", "--memory-steps", "0")
+    done = run("step.py", "--systems", names, *short, "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    bare, own, bound = json.loads(out.read_text())["rows"]
+    assert own["to_lower_bound"] > 0
+    assert bare["wire_bytes"] < 0.01 * bound["wire_bytes"]
+    assert 0.5 < bound["wire_bytes"] / own["wire_bytes"] < 2
+    with pytest.raises(ValueError, match="PassiveGossip sends by itself"):
+        bounds.bound_of(commlib.algorithms.get("passive_gossip")())
 
 
 @pytest.mark.timeout(180)
