@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
-from commlib.algorithms._published import Copy
 from commlib.algorithms._shard_server import Rule
 from commlib.algorithms.async_sgd import _PUSH, _Shard, _Worker
 from commlib.algorithms.base import Attachment, Runner
@@ -97,12 +96,12 @@ class _Package(_Shard):
 
 
 class _Courier(_Worker):
-    """Answers every push with the same bytes."""
+    """Answers a push with what was pushed, which is as large as the weights."""
 
     def __init__(self, attachment: Attachment, period: int, rest: float) -> None:
         super().__init__(attachment, Rule(lr_scale=1.0, max_staleness=1, drops=False), period, rest)
         self._shards = [_Package(shard.owner, shard.pieces, self._weights, rest) for shard in self._shards]
-        self._empty = Copy(self._server.layout)
 
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
-        reply(Message(message.kind, 0, self._empty.payload))
+        # nothing of this class's own is read here: peers ask as soon as they are connected, before __init__ ends
+        reply(Message(message.kind, 0, message.payload or bytes(self._server.layout.nbytes)))

@@ -173,6 +173,13 @@ class _State:
         self.is_closing = False
         self.error: BaseException | None = None
         self.bytes_sent = 0.0
+        self._counting = threading.Lock()
+
+    def send(self, connection: socket.socket, message: Message) -> None:
+        """Send a message, whose payload counts first: whoever has received it finds it counted."""
+        with self._counting:
+            self.bytes_sent += len(message.payload)
+        _send(connection, message)
 
     def set_presence(self, peer: int, presence: Presence, why: str = "") -> None:
         """Note how a peer ended; the first word counts."""
@@ -198,8 +205,7 @@ class _Line:
                 with self.sending:
                     if state.is_closing:  # the goodbye is the last message
                         return
-                    _send(self.connection, message)
-                state.bytes_sent += len(message.payload)
+                    state.send(self.connection, message)
                 on_reply(_receive(self.connection, lambda nbytes, into=into: _room(into, nbytes)))
                 del job, message, on_reply, into  # an idle thread must not keep a model alive
         except (OSError, EOFError, _Malformed) as error:
@@ -251,8 +257,7 @@ def _serve(state: _State, peer: int, connection: socket.socket) -> None:
 
     def reply(message: Message) -> None:
         with contextlib.suppress(OSError):  # the peer has ended; its goodbye, if it said one, is still to be read
-            _send(connection, message)
-            state.bytes_sent += len(message.payload)
+            state.send(connection, message)
 
     try:
         while (message := _receive(connection, room)).kind < _LEFT:
