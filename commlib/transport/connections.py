@@ -22,6 +22,9 @@ _MAGIC = b"CMC1"
 #: How long a foreign connection may take to say who it is, in seconds.
 _HELLO_S = 5.0
 
+#: What has to be there before a thread is woken. The kernel's buffer grows to twice as much.
+_WAKE_BYTES = 1 << 20
+
 
 def connect_all(transport: Transport) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Connect to every peer, and take every peer's connection. Collective; nothing listens after it.
@@ -56,15 +59,17 @@ def connect_all(transport: Transport) -> tuple[dict[int, socket.socket], dict[in
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:
-    """Receive exactly as many bytes as `view` holds, in one call where nothing disturbs it.
+    """Receive exactly as many bytes as `view` holds.
 
-    A thread that came back for every few packets would ask for the interpreter's lock each time, against training.
+    The thread is woken when `_WAKE_BYTES` or the rest are there, not for every few packets: each time it would take the
+    core from training, and ask for the interpreter's lock.
 
     Raises:
         EOFError: The connection ended before.
     """
     while len(view):
-        received = connection.recv_into(view, 0, socket.MSG_WAITALL)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), _WAKE_BYTES))
+        received = connection.recv_into(view)
         if received == 0:
             raise EOFError("the connection ended")
         view = view[received:]
