@@ -9,8 +9,9 @@ import torch
 
 from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
 from commlib.algorithms._shard_server import Rule
-from commlib.algorithms.async_sgd import _PUSH, _Shard, _Worker
+from commlib.algorithms.async_sgd import _Shard, _Worker
 from commlib.algorithms.base import Attachment, Runner
+from commlib.codecs.base import BlockCodec
 from commlib.transport.base import Communication, Communicator, Request
 from commlib.transport.mailbox import Message
 
@@ -69,7 +70,7 @@ class AsyncBound(Algorithm):
     """Sends what `AsyncSGD` sends, as often and to the same ranks, and neither adds nor updates nor takes over.
 
     Args:
-        inner: Its period and rest count.
+        inner: Its period, rest and codec count.
     """
 
     def __init__(self, inner: AsyncSGD) -> None:
@@ -78,29 +79,39 @@ class AsyncBound(Algorithm):
 
     def attach(self, attachment: Attachment) -> Runner:
         """Connect the ranks."""
-        return _Courier(attachment, self.inner.period, self.inner.rest)
+        rule = Rule(lr_scale=1.0, max_staleness=1, drops=False)
+        return _Courier(attachment, rule, self.inner.period, self.inner.rest, self.inner.codec)
 
 
 class _Package(_Shard):
     """A shard whose contents do not matter."""
+
+    def __init__(self, like: _Shard, weights: Sequence[torch.Tensor], rest: float) -> None:
+        super().__init__(like.owner, like.pieces, weights, rest)
+        self._question, self._into = like._packed()
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
         self.num_pending += 1
 
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
         self.num_pending = 0
-        self._ask(Message(_PUSH, 0, self._sending.payload), ask)
+        self._ask(*self._packed(), ask)
+
+    def _packed(self) -> tuple[Message, memoryview]:
+        return self._question, self._into
+
+    def _unpack(self) -> None: ...
 
     def take_over(self, weights: Sequence[torch.Tensor]) -> None:
         self._end()
 
 
 class _Courier(_Worker):
-    """Answers a push with what was pushed, which is as large as the weights."""
+    """Answers a push with what was pushed, which is as large as the answer."""
 
-    def __init__(self, attachment: Attachment, period: int, rest: float) -> None:
-        super().__init__(attachment, Rule(lr_scale=1.0, max_staleness=1, drops=False), period, rest)
-        self._shards = [_Package(shard.owner, shard.pieces, self._weights, rest) for shard in self._shards]
+    def __init__(self, attachment: Attachment, rule: Rule, period: int, rest: float, codec: BlockCodec | None) -> None:
+        super().__init__(attachment, rule, period, rest, codec)
+        self._shards = [_Package(shard, self._weights, rest) for shard in self._shards]
 
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
         # nothing of this class's own is read here: peers ask as soon as they are connected, before __init__ ends

@@ -15,13 +15,21 @@ _ALIGNMENT = 16
 class Layout:
     """Where tensors of any shapes and dtypes lie in one buffer of bytes in host memory.
 
+    Args:
+        tensors: What lies there.
+        dtype: That of all of them in the buffer, where they follow one another without gaps; None for each its own.
+
     Attributes:
         nbytes: The buffer's size.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._kinds = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        dtypes = [dtype or tensor.dtype for tensor in tensors]
+        self._kinds = [
+            (each.shape, kind, each.numel() * kind.itemsize) for each, kind in zip(tensors, dtypes, strict=True)
+        ]
+        alignment = _ALIGNMENT if dtype is None else dtype.itemsize
+        sizes = [-(-nbytes // alignment) * alignment for _, _, nbytes in self._kinds]
         self._offsets = [0, *itertools.accumulate(sizes)]
         self.nbytes = self._offsets[-1]
 
@@ -52,6 +60,11 @@ class Copy:
     def payload(self) -> memoryview:
         """The buffer's bytes, for a message."""
         return self.buffer.numpy().data
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The elements of all tensors, of a layout in fp32: [nbytes / 4]."""
+        return self.buffer.view(torch.float32)
 
 
 class Published:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from commlib.algorithms._published import Copy, Layout
+from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 
 #: Optimizers that treat every element by itself, so that a shard's update is the shard of the update.
@@ -94,6 +95,7 @@ class ShardServer:
             read again at every update, so that learning rates follow a schedule.
         num_workers: How many ranks push.
         rule: How gradients are taken.
+        codec: Of what is pushed and of the changes of the weights; None sends both in the weights' dtypes.
     """
 
     def __init__(
@@ -103,13 +105,20 @@ class ShardServer:
         optimizer: torch.optim.Optimizer,
         num_workers: int,
         rule: Rule,
+        codec: BlockCodec | None = None,
     ) -> None:
         self._user = optimizer
         self._rule = rule
         self.version = 0
         tensors = [parameter.data for parameter in parameters]
         self.weights = [piece.detach().to("cpu", copy=True) for piece in cut(tensors, pieces)]
-        self.layout = Layout(self.weights)
+        self.layout = Layout(self.weights, None if codec is None else torch.float32)
+        self._codec = codec
+        self.push_bytes = self.layout.nbytes
+        if codec is not None:
+            self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
+            self._scratch = Copy(self.layout)
+            self._changes = [torch.empty(self.push_bytes, dtype=torch.uint8) for _ in range(num_workers)]
         for weight in self.weights:
             weight.requires_grad_()
         self._optimizer = self._own_optimizer(pieces, parameters) if pieces else None
@@ -149,6 +158,14 @@ class ShardServer:
         copy.number = self.version
         return copy
 
+    def gradient(self, payload: Any) -> list[torch.Tensor]:
+        """Return the gradient that a push of `push_bytes` bytes carries; good until the next is asked for."""
+        received = torch.frombuffer(payload, dtype=torch.uint8)
+        if self._codec is None:
+            return self.layout.views(received)
+        self._codec.decode(received, self._scratch.flat)
+        return self._scratch.tensors
+
     @torch.no_grad()
     def push(self, worker: int, version: int, gradient: Sequence[torch.Tensor]) -> None:
         """Update the shard with a gradient that `worker` computed on weights of `version`.
@@ -169,7 +186,7 @@ class ShardServer:
         for own, idx in zip(self._optimizer.param_groups, self._group_indices, strict=True):
             own.update(self._options(self._user.param_groups[idx]))
         for weight, each in zip(self.weights, gradient, strict=True):
-            weight.grad = each
+            weight.grad = each.to(weight.dtype)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.version += 1
@@ -180,13 +197,34 @@ class ShardServer:
 
     @torch.no_grad()
     def reply(self, worker: int) -> Copy:
-        """Return a copy of the newest weights for `worker`; it stays as it is until the worker's next but one reply."""
-        replies = self._replies[worker]
-        copy = replies.popleft()
+        """Return a copy of the newest weights for `worker`; it stays as it is until the worker's next reply."""
+        copy = self._next_reply(worker)
         torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
-        copy.number = self.version
-        replies.append(copy)
         return copy
+
+    @torch.no_grad()
+    def change(self, worker: int) -> torch.Tensor:
+        """Return what the weights have changed by since the last reply to `worker`, encoded.
+
+        The copy of what the worker has is changed by what that decodes to, as the worker's own is. So what the codec
+        loses is part of the next change. [push_bytes] uint8; it stays as it is until the worker's next reply.
+        """
+        assert self._codec is not None
+        last, payload = self._replies[worker][-1], self._changes[worker]
+        copy = self._next_reply(worker)
+        copy.buffer.copy_(last.buffer)
+        torch._foreach_copy_(self._scratch.tensors, [weight.detach() for weight in self.weights])
+        torch.sub(self._scratch.flat, copy.flat, out=self._scratch.flat)
+        self._codec.encode(self._scratch.flat, payload)
+        self._codec.decode_add(payload, copy.flat)
+        return payload
+
+    def _next_reply(self, worker: int) -> Copy:
+        """Return the copy of the worker's oldest reply, as its latest, with the version of now."""
+        replies = self._replies[worker]
+        replies.rotate(-1)
+        replies[-1].number = self.version
+        return replies[-1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the weights, the optimizer's state and the version."""
@@ -202,6 +240,8 @@ class ShardServer:
             weight.copy_(saved)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        if self._codec is not None:
+            return  # the workers still have what they were answered, to which the next change is relative
         for worker, replies in enumerate(self._replies):
             for _ in range(len(replies)):
                 self.reply(worker)

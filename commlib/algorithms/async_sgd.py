@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,12 +16,18 @@ from typing_extensions import override
 from commlib.algorithms._published import Copy, Layout
 from commlib.algorithms._shard_server import Piece, Rule, ShardServer, check_elementwise, cut, shards
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.codecs.base import BlockCodec, Feedback
+from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 from commlib.transport.mailbox import Message
 
 _log = logging.getLogger("commlib")
 
-_PUSH, _PULL = 1, 2
+#: Questions: a gradient, answered with the whole weights; nothing, answered so; a gradient, answered with their change.
+_PUSH, _PULL, _PUSH_FOR_CHANGE = 1, 2, 3
+
+#: What parameters a codec takes; they are accumulated and sent in fp32.
+_CODED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AsyncSGD(Algorithm):
@@ -41,6 +48,10 @@ class AsyncSGD(Algorithm):
     took (the shorter of the last two), so that a slow network is not busy all the time. Staleness is the number of
     updates of the shard since the W that the rank had taken over when it computed the first gradient of a push; with N
     ranks of the same speed it is about 2N where nothing is added up.
+
+    With a codec C both ways are compressed. The push is C(g + e), where e is what the push before has lost; the answer
+    is C(W - W_r), where W_r is the sum of the owner's answers to rank r, so what the rank has. The first answer is W
+    itself, as are those of `commlib.synchronize`.
 
     The owner's update is that of the user's optimizer: its class, its hyper-parameters, its learning rate as it is at
     that time on the shard's owner, and a state of its own. Adam with `fused=True` is fused there too, on the CPU.
@@ -64,6 +75,7 @@ class AsyncSGD(Algorithm):
         on_stale: What happens to older gradients: "damp" or "drop".
         delay_compensation: The factor lambda; 0 for none. It needs a second copy of the shard per rank.
         lr_scale: What the learning rate is multiplied by; None means 1 / N.
+        codec: Any block codec or its name, for gradients and weights; None sends them in the parameters' dtypes.
 
     Raises:
         ConfigError: An option is out of range; when it is attached: the optimizer is not elementwise (SGD, Adam,
@@ -81,6 +93,7 @@ class AsyncSGD(Algorithm):
         on_stale: Literal["damp", "drop"] = "damp",
         delay_compensation: float = 0.0,
         lr_scale: float | None = None,
+        codec: BlockCodec | str | None = None,
     ) -> None:
         if period < 1 or not rest >= 0:
             raise ConfigError(f"AsyncSGD: expected period >= 1 and rest >= 0, got {period!r} and {rest!r}")
@@ -99,6 +112,7 @@ class AsyncSGD(Algorithm):
         self.on_stale = on_stale
         self.delay_compensation = delay_compensation
         self.lr_scale = lr_scale
+        self.codec = None if codec is None else block_codec(codec)
 
     @override
     def attach(self, attachment: Attachment) -> Runner:
@@ -109,25 +123,40 @@ class AsyncSGD(Algorithm):
             drops=self.on_stale == "drop",
             compensation=self.delay_compensation,
         )
-        return _Worker(attachment, rule, self.period, self.rest)
+        return _Worker(attachment, rule, self.period, self.rest, self.codec)
 
 
-class _Shard:
+class _Shard(ABC):
     """What a worker has to do with one shard: the gradients for it, and its newest weights."""
 
-    def __init__(self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], rest: float) -> None:
+    def __init__(
+        self,
+        owner: int,
+        pieces: Sequence[Piece],
+        tensors: Sequence[torch.Tensor],
+        rest: float,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.owner = owner
         self._rest = rest
         self._asked_s = self._rests_until_s = 0.0
         self._took_s = math.inf  # from the last question to its answer
         self.pieces = pieces
-        layout = Layout(cut(tensors, pieces))
-        self._pending, self._sending, self._received = Copy(layout), Copy(layout), Copy(layout)
+        self._layout = Layout(cut(tensors, pieces), dtype)
+        self._pending, self._received = Copy(self._layout), Copy(self._layout)
         self._at_push = [torch.empty_like(piece) for piece in cut(tensors, pieces)]
         self.num_pending = 0  # gradients added up in `_pending`
         self.version = 0  # of the weights that were taken over last
         self.is_under_way = False
         self.has_arrived = threading.Event()
+
+    @abstractmethod
+    def _packed(self) -> tuple[Message, memoryview]:
+        """Return what is pending as a push, and where its answer goes; `_pending` may be written again."""
+
+    @abstractmethod
+    def _unpack(self) -> None:
+        """Make `_received` the weights that have arrived."""
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
         """Add gradients of all parameters, of which the shard's are taken."""
@@ -141,23 +170,23 @@ class _Shard:
 
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
         """Send what is pending, and remember the weights. Returns at once."""
-        self._pending, self._sending, self.num_pending = self._sending, self._pending, 0
         torch._foreach_copy_(self._at_push, cut(weights, self.pieces))
-        self._ask(Message(_PUSH, self._sending.number, self._sending.payload), ask)
+        self.num_pending = 0
+        self._ask(*self._packed(), ask)
 
     def pull(self, ask: Callable[..., None]) -> None:
         """Ask for the newest weights. Returns at once."""
-        self._ask(Message(_PULL, self.version, b""), ask)
+        self._ask(Message(_PULL, self.version, b""), self._received.payload, ask)
 
     def has_rested(self) -> bool:
         """Return whether the next push may begin."""
         return time.monotonic() >= self._rests_until_s
 
-    def _ask(self, message: Message, ask: Callable[..., None]) -> None:
+    def _ask(self, message: Message, into: memoryview, ask: Callable[..., None]) -> None:
         self.is_under_way = True
         self._asked_s = time.monotonic()
         self.has_arrived.clear()
-        ask(self.owner, message, self._on_reply, self._received.payload)
+        ask(self.owner, message, self._on_reply, into)
 
     def _on_reply(self, message: Message) -> None:
         self._received.number = message.number
@@ -168,13 +197,14 @@ class _Shard:
 
     def take_over(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the parameters the weights that have arrived, and what was done to them since the push."""
+        self._unpack()
         own = cut(weights, self.pieces)
         torch._foreach_sub_(own, self._at_push)
         torch._foreach_add_(own, [each.to(o.device) for each, o in zip(self._received.tensors, own, strict=True)])
         self._end()
 
     def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
-        """Make the parameters the weights that have arrived."""
+        """Make the parameters the weights that have arrived, after `pull`."""
         torch._foreach_copy_(cut(weights, self.pieces), self._received.tensors)
         self._end()
 
@@ -184,10 +214,55 @@ class _Shard:
         self.has_arrived.clear()
 
 
+class _WholeShard(_Shard):
+    """Gradients and weights go as they are."""
+
+    def __init__(self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], rest: float) -> None:
+        super().__init__(owner, pieces, tensors, rest)
+        self._sending = Copy(self._layout)
+
+    @override
+    def _packed(self) -> tuple[Message, memoryview]:
+        self._pending, self._sending = self._sending, self._pending
+        return Message(_PUSH, self._sending.number, self._sending.payload), self._received.payload
+
+    @override
+    def _unpack(self) -> None:
+        pass
+
+
+class _CompressedShard(_Shard):
+    """Gradients go through a codec, with error feedback; of the weights what has changed since the last answer."""
+
+    def __init__(
+        self, owner: int, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor], rest: float, codec: BlockCodec
+    ) -> None:
+        super().__init__(owner, pieces, tensors, rest, torch.float32)
+        self._codec = codec
+        numel = self._pending.flat.numel()
+        self._residual = torch.zeros(numel)
+        self._push, self._change = (torch.empty(codec.payload_bytes(numel), dtype=torch.uint8) for _ in range(2))
+        self._has_base = False  # whether the owner knows what is in `_received`
+        self._asked_for_change = False
+
+    @override
+    def _packed(self) -> tuple[Message, memoryview]:
+        self._codec.encode(self._pending.flat, self._push, feedback=Feedback(self._residual))
+        self._asked_for_change = self._has_base
+        kind, into = (_PUSH_FOR_CHANGE, self._change) if self._has_base else (_PUSH, self._received.buffer)
+        return Message(kind, self._pending.number, self._push.numpy().data), into.numpy().data
+
+    @override
+    def _unpack(self) -> None:
+        if self._asked_for_change:
+            self._codec.decode_add(self._change, self._received.flat)
+        self._has_base = True
+
+
 class _Worker(Runner):
     """The rank's part: its own shard, and its questions to the owners of all."""
 
-    def __init__(self, attachment: Attachment, rule: Rule, period: int, rest: float) -> None:
+    def __init__(self, attachment: Attachment, rule: Rule, period: int, rest: float, codec: BlockCodec | None) -> None:
         self._attachment = attachment
         self._period = period
         optimizer = attachment.optimizer
@@ -197,12 +272,21 @@ class _Worker(Runner):
         self._parameters = [parameter for _, parameter in named]
         for name, parameter in named:
             _check_dense(name, parameter)
+            if codec is not None and parameter.dtype not in _CODED:
+                known = ", ".join(str(each) for each in _CODED)
+                raise ConfigError(f"async_sgd with a codec takes parameters of {known}; {name!r} is {parameter.dtype}")
         self._lock = threading.Lock()
         rank, world_size = attachment.comm.rank, attachment.comm.world_size
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
-        self._shards = [_Shard(r, pieces, self._weights, rest) for r, pieces in enumerate(of_ranks) if pieces]
-        self._server = ShardServer(of_ranks[rank], self._parameters, optimizer, world_size, rule)
-        self._mailbox = attachment.connect(self._answer, self._server.layout.nbytes)
+        self._shards = [
+            _WholeShard(r, pieces, self._weights, rest)
+            if codec is None
+            else _CompressedShard(r, pieces, self._weights, rest, codec)
+            for r, pieces in enumerate(of_ranks)
+            if pieces
+        ]
+        self._server = ShardServer(of_ranks[rank], self._parameters, optimizer, world_size, rule, codec)
+        self._mailbox = attachment.connect(self._answer, self._server.push_bytes)
 
     @property
     def _weights(self) -> list[torch.Tensor]:
@@ -218,11 +302,14 @@ class _Worker(Runner):
     @torch.no_grad()
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
         with self._lock:
-            if message.kind == _PUSH:
-                gradient = self._server.layout.views(torch.frombuffer(message.payload, dtype=torch.uint8))
-                self._server.push(peer, message.number, gradient)
-            newest = self._server.reply(peer)
-        reply(Message(message.kind, newest.number, newest.payload))
+            if message.kind != _PULL:
+                self._server.push(peer, message.number, self._server.gradient(message.payload))
+            if message.kind == _PUSH_FOR_CHANGE:
+                payload = self._server.change(peer).numpy().data
+            else:
+                payload = self._server.reply(peer).payload
+            version = self._server.version
+        reply(Message(message.kind, version, payload))
 
     # --- the steps --------------------------------------------------------------------------------------------------
 

@@ -18,17 +18,17 @@ from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, r
 from tests.multi.pool import on_ranks
 
 AVERAGING = ["async_averaging", "passive_gossip"]
-NAMES = [*AVERAGING, "async_sgd"]
+NAMES = [*AVERAGING, "async_sgd", "async_sgd with int8"]
 
 
 #: What these are made with, whatever a test asks for: not all of its options exist for them.
-OPTIONS = {"async_sgd": {"period": 1}, "hogwild": {}}
+OPTIONS = {"async_sgd": {"period": 1}, "async_sgd with int8": {"period": 1, "codec": "int8"}, "hogwild": {}}
 
 
 def make(name: str, **options: Any) -> Any:
     from commlib import algorithms
 
-    return algorithms.get(name)(**options)
+    return algorithms.get(name.split()[0])(**options)
 
 
 def wrapped(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from commlib.algorithms import AsyncSGD, PassiveGossip
+from commlib.algorithms.async_sgd import _PUSH, _PUSH_FOR_CHANGE
 from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.codecs.base import BlockCodec, Feedback
 from commlib.errors import ConfigError
 from commlib.transport.base import Communicator
 from commlib.transport.mailbox import Message
@@ -84,19 +86,25 @@ class ScriptedMailbox:
 def set_gradients(parameters: Sequence[torch.nn.Parameter], gradient: np.ndarray) -> None:
     start = 0
     for parameter in parameters:
-        parameter.grad = torch.tensor(gradient[start : start + parameter.numel()].reshape(parameter.shape))
+        part = gradient[start : start + parameter.numel()].reshape(parameter.shape)
+        parameter.grad = torch.tensor(part, dtype=parameter.dtype)
         start += parameter.numel()
 
 
 def flat(parameters: Sequence[torch.Tensor]) -> np.ndarray:
-    return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in parameters])
+    return np.concatenate([parameter.detach().to(torch.float32).numpy().reshape(-1) for parameter in parameters])
 
 
 class Ranks:
     """The ranks' parameters, optimizers and runners; a step's gradient is given."""
 
     def __init__(
-        self, algorithm: Algorithm, world_size: int, make: Callable[..., torch.optim.Optimizer], alike: bool
+        self,
+        algorithm: Algorithm,
+        world_size: int,
+        make: Callable[..., torch.optim.Optimizer],
+        alike: bool,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.network = Network(world_size)
         self.parameters, self.optimizers, self.runners = [], [], []
@@ -104,7 +112,7 @@ class Ranks:
             values = np.random.default_rng(0 if alike else rank).standard_normal(NUMEL).astype(np.float32)
             pieces = np.split(values, np.cumsum([np.prod(shape) for shape in SHAPES])[:-1])
             own = [
-                torch.nn.Parameter(torch.tensor(piece.reshape(shape)))
+                torch.nn.Parameter(torch.tensor(piece.reshape(shape), dtype=dtype))
                 for piece, shape in zip(pieces, SHAPES, strict=True)
             ]
             self.parameters.append(own)
@@ -158,6 +166,30 @@ def script(world_size: int, seed: int, length: int) -> list[tuple[int, int | Non
 # --- asynchronous SGD ------------------------------------------------------------------------------------------------
 
 
+KEPT = 0.75
+
+
+class Shrinking(BlockCodec):
+    """Loses a quarter of every value: much, but as a continuous function, so that rounding stays rounding."""
+
+    name, block = "shrinking", 1
+
+    def payload_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, **_: Any) -> None:
+        whole = x if feedback is None else x + feedback.residual
+        out.view(torch.float32).copy_(KEPT * whole)
+        if feedback is not None:
+            feedback.residual.copy_(whole - out.view(torch.float32))
+
+    def decode(self, payload: torch.Tensor, out: torch.Tensor, **_: Any) -> None:
+        out.copy_(payload.view(torch.float32))
+
+    def decode_add(self, payload: torch.Tensor, out: torch.Tensor, **_: Any) -> None:
+        out.add_(payload.view(torch.float32))
+
+
 class ReferenceSgd:
     """Parameter servers with momentum SGD, in float64, one number after the other."""
 
@@ -175,6 +207,8 @@ class ReferenceSgd:
         self.pending: list[list[np.ndarray | None]] = [[None] * world_size for _ in range(world_size)]
         self.num_pending = [[0] * world_size for _ in range(world_size)]
         self.line: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
+        self.residual = [[np.zeros(where.stop - where.start) for where in self.ranges] for _ in range(world_size)]
+        self.told: list[list[np.ndarray | None]] = [[None] * world_size for _ in range(world_size)]
         self.stale: list[int] = []
 
     def step(self, rank: int, gradient: np.ndarray) -> None:
@@ -195,7 +229,11 @@ class ReferenceSgd:
                 line = None
             if line is None and self.num_pending[rank][shard] >= self.options.get("period", 1):
                 pushed_on = self.computed_on[rank][shard]
-                line = ("push", pushed_on, self.pending[rank][shard], self.local[rank][where].copy())
+                pushed = self.pending[rank][shard]
+                if self.options.get("codec"):
+                    pushed = KEPT * (pushed + self.residual[rank][shard])
+                    self.residual[rank][shard] += self.pending[rank][shard] - pushed
+                line = ("push", pushed_on, pushed, self.local[rank][where].copy())
                 self.pending[rank][shard] = None
                 self.num_pending[rank][shard] = 0
             self.line[rank][shard] = line
@@ -219,8 +257,11 @@ class ReferenceSgd:
             self.velocity[self.ranges[shard]] = velocity
             self.server[self.ranges[shard]] = now - LR / self.size * velocity
             self.versions[shard] += 1
-        newest = (self.versions[shard], self.server[self.ranges[shard]].copy())
-        self.line[rank][shard] = ("reply", newest, at_push)
+        newest, told = self.server[self.ranges[shard]].copy(), self.told[rank][shard]
+        if self.options.get("codec") and told is not None:
+            newest = told + KEPT * (newest - told)
+        self.told[rank][shard] = newest
+        self.line[rank][shard] = ("reply", (self.versions[shard], newest), at_push)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +272,10 @@ class ReferenceSgd:
         {"max_staleness": 1, "on_stale": "drop", "delay_compensation": 0.0},
         {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3},
         {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3, "period": 3},
+        {"max_staleness": 100, "on_stale": "damp", "delay_compensation": 0.0, "codec": Shrinking()},
+        {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3, "period": 3, "codec": Shrinking()},
     ],
-    ids=["fresh", "damp", "drop", "compensated", "seldom"],
+    ids=["fresh", "damp", "drop", "compensated", "seldom", "coded", "coded-compensated"],
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
@@ -251,6 +294,69 @@ def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any
             np.testing.assert_allclose(ranks.weights(each), reference.local[each], rtol=1e-5, atol=1e-6)
     assert len(reference.stale) > 30 / options.get("period", 1)
     assert world_size < 3 or max(reference.stale) > 2, "the script never made a gradient stale"
+
+
+def test_async_sgd_with_int8_leaves_every_rank_with_what_the_owners_know() -> None:
+    """Bit by bit, and near the owners' weights; the errors of the pushes stay below a step of the codec."""
+    ranks = Ranks(AsyncSGD(period=1, rest=0, codec="int8"), 3, lambda p: torch.optim.Adam(p, LR), alike=False)
+    for number, (rank, shard) in enumerate(script(3, seed=5, length=400)):
+        if shard is None:
+            ranks.step(rank, gradient_of(ranks.weights(rank), number, rank))
+        else:
+            ranks.network.deliver(rank, shard)
+    zero = np.zeros(NUMEL, np.float32)
+    for rank, runner in enumerate(ranks.runners):
+        while any(ranks.network.deliver(rank, owner) for owner in range(3)):
+            pass
+        ranks.step(rank, zero)
+        for shard in runner._shards:
+            server = ranks.runners[shard.owner]._server
+            assert shard.version == server._replies[rank][-1].number > 20
+            # the zero gradient has been pushed, and is not answered yet: what came before is what the owner knows
+            assert torch.equal(shard._received.buffer, server._replies[rank][-1].buffer)
+            away = (shard._received.flat - torch.cat([w.detach() for w in server.weights])).abs().max()
+            assert away < 1.0
+            assert shard._residual.abs().max() < 0.1
+            assert shard._residual.any(), "int8 lost nothing, so the test shows nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_async_sgd_with_a_codec_takes_other_dtypes(dtype: torch.dtype) -> None:
+    ranks = Ranks(AsyncSGD(period=1, rest=0, codec="int8"), 2, lambda p: torch.optim.SGD(p, LR), True, dtype)
+    before = ranks.weights(0)
+    for _ in range(3):
+        ranks.step(0, np.ones(NUMEL, np.float32))
+        assert ranks.network.deliver(0, 0)
+        assert ranks.network.deliver(0, 1)
+    np.testing.assert_allclose(server_weights(ranks), before - 1.5 * LR, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(ranks.weights(0), before - 2 * LR, rtol=0.02, atol=0.02)
+
+
+def test_async_sgd_with_a_codec_asks_for_whole_weights_once() -> None:
+    """Also a rank that goes back to a saved state alone, between a question and its answer, does not lose track."""
+    ranks = Ranks(AsyncSGD(period=1, rest=0, codec="int8"), 2, lambda p: torch.optim.SGD(p, LR), alike=False)
+    kinds, saved = [], {}
+    for number in range(12):
+        if number == 1:
+            saved = ranks.runners[0].state_dict()
+        for rank in (0, 1):
+            ranks.step(rank, np.full(NUMEL, 1.0 if number < 4 else 0.0, np.float32))
+        kinds.append({questions[-1][0].kind for questions in ranks.network.under_way.values()})
+        if number == 3:
+            ranks.runners[0].load_state_dict(saved)
+        for pair in itertools.product((0, 1), (0, 1)):
+            assert ranks.network.deliver(*pair)
+    assert kinds == [{_PUSH}] + 11 * [{_PUSH_FOR_CHANGE}]
+    for rank in (0, 1):
+        ranks.step(rank, np.zeros(NUMEL, np.float32))
+        np.testing.assert_allclose(ranks.weights(rank), server_weights(ranks), atol=1e-3)
+    for weight, before in zip(ranks.runners[0]._server.weights, saved["server"]["weights"], strict=True):
+        assert (weight - before).abs().max() < 0.3, "the saved weights were not taken over"
+
+
+def test_async_sgd_with_a_codec_refuses_complex_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"with a codec takes parameters of .*'p0' is torch.complex64"):
+        Ranks(AsyncSGD(codec="int8"), 2, lambda p: torch.optim.SGD(p, LR), True, torch.complex64)
 
 
 def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
