@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import select
 import socket
 import struct
 import time
@@ -62,14 +63,24 @@ def fill(connection: socket.socket, view: memoryview) -> None:
     """Receive exactly as many bytes as `view` holds.
 
     The thread is woken when `_WAKE_BYTES` or the rest are there, not for every few packets: each time it would take the
-    core from training, and ask for the interpreter's lock.
+    core from training, and ask for the interpreter's lock. It waits in `poll`: a blocking receive takes what is there
+    and then waits for as much again, which may never come.
 
     Raises:
         EOFError: The connection ended before.
+        TimeoutError: The connection has a timeout, and nothing came for so long.
     """
+    limit_s = connection.gettimeout()
+    ready = select.poll()
+    ready.register(connection, select.POLLIN)
     while len(view):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(len(view), _WAKE_BYTES))
-        received = connection.recv_into(view)
+        if not ready.poll(None if limit_s is None else 1000 * limit_s):
+            raise TimeoutError("nothing was received in time")
+        try:
+            received = connection.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            continue
         if received == 0:
             raise EOFError("the connection ended")
         view = view[received:]

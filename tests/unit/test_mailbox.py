@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import resource
 import socket
 import threading
 import time
@@ -279,3 +280,72 @@ def test_a_loopback_address_is_replaced_where_others_are_elsewhere(monkeypatch: 
 def test_a_rank_asks_itself(ranks: Ranks) -> None:
     reply, payload = ranks.ask(1, 1, Message(2, 5, b"xyz"))
     assert (reply.number, payload) == (6, b"zyx")
+
+
+# --- receiving -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        yield sender, receiver
+
+
+@pytest.mark.parametrize("sizes", [[600_000, 900_000], [1 << 20, 1 << 20, 1], [5], [3_000_000], [1] * 7 + [1_500_000]])
+def test_a_message_is_received_whole_wherever_it_is_cut(
+    wire: tuple[socket.socket, socket.socket], sizes: list[int]
+) -> None:
+    sender, receiver = wire
+    sent = bytes(range(251)) * (sum(sizes) // 251 + 1)
+    got = bytearray(sum(sizes))
+    with ThreadPoolExecutor(1) as pool:
+        first, done = 0, None
+        for size in sizes:
+            sender.sendall(sent[first : first + size])
+            first += size
+            time.sleep(0.05)
+            done = done or pool.submit(connections.fill, receiver, memoryview(got))  # which finds the first part
+            time.sleep(0.05)
+        assert done is not None
+        try:
+            done.result(LIMIT_S)
+        finally:
+            sender.close()
+    assert got == sent[: len(got)]
+
+
+def test_a_message_that_ends_or_stops_early_is_an_error(wire: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = wire
+    receiver.settimeout(0.1)
+    sender.sendall(b"abc")
+    with pytest.raises(TimeoutError):
+        connections.fill(receiver, memoryview(bytearray(4)))
+    receiver.settimeout(None)
+    sender.sendall(b"abc")
+    sender.close()
+    with pytest.raises(EOFError):
+        connections.fill(receiver, memoryview(bytearray(9)))
+
+
+def test_a_large_message_wakes_its_receiver_seldom(wire: tuple[socket.socket, socket.socket]) -> None:
+    """Sent in 1,024 portions with pauses between, 16 MiB wake the thread about 16 times."""
+    sender, receiver = wire
+    portion, got, woken = bytes(1 << 14), bytearray(1 << 24), []
+
+    def receive() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        connections.fill(receiver, memoryview(got))
+        woken.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for idx in range(len(got) // len(portion)):
+        sender.sendall(portion)
+        if idx % 4 == 0:
+            time.sleep(0.0005)
+    thread.join(LIMIT_S)
+    assert woken
+    assert woken[0] < 100
