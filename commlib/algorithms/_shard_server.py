@@ -108,6 +108,7 @@ class ShardServer:
         codec: BlockCodec | None = None,
     ) -> None:
         self._user = optimizer
+        self._growth = 1.0 if isinstance(optimizer, torch.optim.SGD) else 0.5
         self._rule = rule
         self.version = 0
         tensors = [parameter.data for parameter in parameters]
@@ -167,8 +168,11 @@ class ShardServer:
         return self._scratch.tensors
 
     @torch.no_grad()
-    def push(self, worker: int, version: int, gradient: Sequence[torch.Tensor]) -> None:
-        """Update the shard with a gradient that `worker` computed on weights of `version`.
+    def push(self, worker: int, version: int, gradient: Sequence[torch.Tensor], num_steps: int = 1) -> None:
+        """Update the shard with the mean gradient of `num_steps` steps of `worker`, the first on weights of `version`.
+
+        The learning rate grows with them as for a larger batch: in proportion for SGD, which makes it their sum; for
+        Adam, to which a sum is no more than one gradient, by the square root.
 
         With staleness s, the number of updates since: a gradient with s > max_staleness is dropped, or scaled by
         max_staleness / s. Compensation adds lambda g * g * (w - w_version) to g, element by element.
@@ -185,6 +189,7 @@ class ShardServer:
             torch._foreach_mul_(gradient, self._rule.max_staleness / staleness)
         for own, idx in zip(self._optimizer.param_groups, self._group_indices, strict=True):
             own.update(self._options(self._user.param_groups[idx]))
+            own["lr"] *= num_steps**self._growth
         for weight, each in zip(self.weights, gradient, strict=True):
             weight.grad = each.to(weight.dtype)
         self._optimizer.step()

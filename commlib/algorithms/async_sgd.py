@@ -36,18 +36,20 @@ class AsyncSGD(Algorithm):
     The parameters are cut into one shard per rank. Each rank trains with its own optimizer as if it were alone, and
     sends each shard's gradient to the shard's owner, where a thread applies it to weights W, in the order of arrival,
 
-        W <- Optimizer(W, g, lr / N)            version <- version + 1
+        W <- Optimizer(W, g, s(k) lr / N)       version <- version + 1
 
     and answers with the newest W. At the first step end at which it is there the rank's weights w become
 
         w <- W + (w - w_at_push)
 
     so that what its own optimizer has done since the push is kept until it comes back from the owner. Nobody waits: at
-    most one push per shard is under way, and gradients that find it so are added up for the next one, as are those of
+    most one push per shard is under way, and gradients that find it so are averaged for the next one, as are those of
     `period` steps, and those of the time that a shard rests after an answer: `rest` times as long as push and answer
-    took (the shorter of the last two), so that a slow network is not busy all the time. Staleness is the number of
-    updates of the shard since the W that the rank had taken over when it computed the first gradient of a push; with N
-    ranks of the same speed it is about 2N where nothing is added up.
+    took (the shorter of the last two), so that a slow network is not busy all the time. The mean of k gradients counts
+    as a batch k times as large: s(k) is k for SGD, so that they count as their sum, and sqrt(k) for Adam, which goes no
+    further with a sum than with one of them. Staleness is the number of updates of the shard since the W that the rank
+    had taken over when it computed the first gradient of a push; with N ranks of the same speed it is about 2N where
+    nothing is averaged.
 
     With a codec C both ways are compressed. The push is C(g + e), where e is what the push before has lost; the answer
     is C(W - W_r), where W_r is the sum of the owner's answers to rank r, so what the rank has. The first answer is W
@@ -58,9 +60,10 @@ class AsyncSGD(Algorithm):
 
     Paper: Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012 (Downpour SGD). Damping: Zhang et al.,
     "Staleness-aware Async-SGD", IJCAI 2016. Delay compensation: Zheng et al., "Asynchronous Stochastic Gradient
-    Descent with Delay Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old).
+    Descent with Delay Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old). The square root: Malladi et
+    al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022.
 
-    Deviations: Downpour overwrites w with W, and so forgets for a while what is on its way. The learning rate of W is
+    Deviations: Downpour overwrites w with W, and so forgets for a while what is on its way, and sends sums. The learning rate of W is
     divided by the number of ranks N, so that a step of all ranks goes about as far as one with their mean gradient;
     Downpour leaves that to the user. Only gradients older than `max_staleness` are damped, by
     `max_staleness / staleness`; in the paper all are, by 1 / staleness. A parameter without a gradient counts as one
@@ -152,7 +155,7 @@ class _Shard(ABC):
 
     @abstractmethod
     def _packed(self) -> tuple[Message, memoryview]:
-        """Return what is pending as a push, and where its answer goes; `_pending` may be written again."""
+        """Return the mean in `_pending` as a push, and where its answer goes; `_pending` may be written again."""
 
     @abstractmethod
     def _unpack(self) -> None:
@@ -171,8 +174,11 @@ class _Shard(ABC):
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
         """Send what is pending, and remember the weights. Returns at once."""
         torch._foreach_copy_(self._at_push, cut(weights, self.pieces))
+        if self.num_pending > 1:
+            torch._foreach_mul_(self._pending.tensors, 1 / self.num_pending)
+        message, into = self._packed()
         self.num_pending = 0
-        self._ask(*self._packed(), ask)
+        self._ask(message, into, ask)
 
     def pull(self, ask: Callable[..., None]) -> None:
         """Ask for the newest weights. Returns at once."""
@@ -224,7 +230,7 @@ class _WholeShard(_Shard):
     @override
     def _packed(self) -> tuple[Message, memoryview]:
         self._pending, self._sending = self._sending, self._pending
-        return Message(_PUSH, self._sending.number, self._sending.payload), self._received.payload
+        return Message(_PUSH, self._sending.number, self._sending.payload, self.num_pending), self._received.payload
 
     @override
     def _unpack(self) -> None:
@@ -250,7 +256,8 @@ class _CompressedShard(_Shard):
         self._codec.encode(self._pending.flat, self._push, feedback=Feedback(self._residual))
         self._asked_for_change = self._has_base
         kind, into = (_PUSH_FOR_CHANGE, self._change) if self._has_base else (_PUSH, self._received.buffer)
-        return Message(kind, self._pending.number, self._push.numpy().data), into.numpy().data
+        message = Message(kind, self._pending.number, self._push.numpy().data, self.num_pending)
+        return message, into.numpy().data
 
     @override
     def _unpack(self) -> None:
@@ -303,7 +310,7 @@ class _Worker(Runner):
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
         with self._lock:
             if message.kind != _PULL:
-                self._server.push(peer, message.number, self._server.gradient(message.payload))
+                self._server.push(peer, message.number, self._server.gradient(message.payload), message.num_terms)
             if message.kind == _PUSH_FOR_CHANGE:
                 payload = self._server.change(peer).numpy().data
             else:

@@ -39,7 +39,7 @@ from commlib.transport.connections import connect_all, fill
 
 _log = logging.getLogger("commlib")
 
-_HEADER = struct.Struct("<4sBqQ")  # magic, kind, number, bytes of payload
+_HEADER = struct.Struct("<4sBqIQ")  # magic, kind, number, number of terms, bytes of payload
 _MAGIC = b"CMM1"
 _LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
 
@@ -58,11 +58,13 @@ class Message(NamedTuple):
         kind: The algorithm's own word, 0 to 253.
         number: A version, a round: the algorithm's own, 64 bits.
         payload: Bytes; of a received message a view of a buffer that the next message on that connection overwrites.
+        num_terms: How many things the payload sums up: the algorithm's own, 32 bits without a sign.
     """
 
     kind: int
     number: int = 0
     payload: Any = b""
+    num_terms: int = 0
 
 
 #: Answers a question of `rank`: calls `reply` once; the reply's payload may be changed again when that returns.
@@ -283,7 +285,7 @@ class _Malformed(Exception):
 
 
 def _send(connection: socket.socket, message: Message) -> None:
-    connection.sendall(_HEADER.pack(_MAGIC, message.kind, message.number, len(message.payload)))
+    connection.sendall(_HEADER.pack(_MAGIC, message.kind, message.number, message.num_terms, len(message.payload)))
     if len(message.payload):
         connection.sendall(message.payload)
 
@@ -297,13 +299,13 @@ def _receive(connection: socket.socket, room: Callable[[int], memoryview]) -> Me
     """
     header = bytearray(_HEADER.size)
     fill(connection, memoryview(header))
-    magic, kind, number, nbytes = _HEADER.unpack(header)
+    magic, kind, number, num_terms, nbytes = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise _Malformed(f"a message that begins with {bytes(magic)!r}")
     payload = room(nbytes) if nbytes else memoryview(b"")
     if nbytes:
         fill(connection, payload)
-    return Message(kind, number, payload)
+    return Message(kind, number, payload, num_terms)
 
 
 def _room(into: Any, nbytes: int) -> memoryview:

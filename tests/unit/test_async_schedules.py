@@ -229,11 +229,12 @@ class ReferenceSgd:
                 line = None
             if line is None and self.num_pending[rank][shard] >= self.options.get("period", 1):
                 pushed_on = self.computed_on[rank][shard]
-                pushed = self.pending[rank][shard]
+                count = self.num_pending[rank][shard]
+                pushed = mean = self.pending[rank][shard] / count
                 if self.options.get("codec"):
-                    pushed = KEPT * (pushed + self.residual[rank][shard])
-                    self.residual[rank][shard] += self.pending[rank][shard] - pushed
-                line = ("push", pushed_on, pushed, self.local[rank][where].copy())
+                    pushed = KEPT * (mean + self.residual[rank][shard])
+                    self.residual[rank][shard] += mean - pushed
+                line = ("push", pushed_on, pushed, self.local[rank][where].copy(), count)
                 self.pending[rank][shard] = None
                 self.num_pending[rank][shard] = 0
             self.line[rank][shard] = line
@@ -242,7 +243,7 @@ class ReferenceSgd:
         line = self.line[rank][shard]
         if line is None or line[0] == "reply":
             return
-        _, (version, old), gradient, at_push = line
+        _, (version, old), gradient, at_push, count = line
         staleness = self.versions[shard] - version
         self.stale.append(staleness)
         limit = self.options["max_staleness"]
@@ -255,7 +256,7 @@ class ReferenceSgd:
             if self.versions[shard]:
                 velocity = self.momentum * self.velocity[self.ranges[shard]] + gradient
             self.velocity[self.ranges[shard]] = velocity
-            self.server[self.ranges[shard]] = now - LR / self.size * velocity
+            self.server[self.ranges[shard]] = now - count * LR / self.size * velocity
             self.versions[shard] += 1
         newest, told = self.server[self.ranges[shard]].copy(), self.told[rank][shard]
         if self.options.get("codec") and told is not None:
@@ -413,6 +414,20 @@ def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
     np.testing.assert_allclose(server_weights(ranks), of_owners, rtol=1e-6)
     ranks.step(0, ones)
     np.testing.assert_allclose(ranks.weights(0), of_owners - LR, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("make", "factor"), [(torch.optim.SGD, 3.0), (torch.optim.Adam, 3**0.5)])
+def test_a_push_of_several_steps_goes_as_far_as_a_larger_batch(
+    make: Callable[..., torch.optim.Optimizer], factor: float
+) -> None:
+    """Three gradients of 1, 2 and 3: their mean is 2, and Adam's first step is lr whatever the gradient."""
+    ranks = Ranks(AsyncSGD(period=3, rest=0, lr_scale=1.0), 1, lambda p: make(p, LR), alike=True)
+    before = ranks.weights(0)
+    for size in (1.0, 2.0, 3.0):
+        ranks.step(0, np.full(NUMEL, size, np.float32))
+    assert ranks.network.deliver(0, 0)
+    gone = before - server_weights(ranks)
+    np.testing.assert_allclose(gone, factor * LR * (2.0 if make is torch.optim.SGD else 1.0), rtol=1e-4)
 
 
 def server_weights(ranks: Ranks) -> np.ndarray:

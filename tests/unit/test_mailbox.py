@@ -187,7 +187,7 @@ def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n____________", mailboxes._HEADER.pack(mailboxes._MAGIC, 0, 0, 65)],
+    [b"GET / HTTP/1.1\r\n\r\n____________", mailboxes._HEADER.pack(mailboxes._MAGIC, 0, 0, 0, 65)],
     ids=["foreign", "too-long"],
 )
 def test_malformed_bytes_end_the_connection_with_a_log_line(
