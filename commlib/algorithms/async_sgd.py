@@ -63,9 +63,9 @@ class AsyncSGD(Algorithm):
     Descent with Delay Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old). The square root: Malladi et
     al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022.
 
-    Deviations: Downpour overwrites w with W, and so forgets for a while what is on its way, and sends sums. The learning rate of W is
-    divided by the number of ranks N, so that a step of all ranks goes about as far as one with their mean gradient;
-    Downpour leaves that to the user. Only gradients older than `max_staleness` are damped, by
+    Deviations: Downpour overwrites w with W, and so forgets for a while what is on its way; it sends sums. The learning
+    rate of W is divided by the number of ranks N, so that a step of all ranks goes about as far as one with their mean
+    gradient; Downpour leaves that to the user. Only gradients older than `max_staleness` are damped, by
     `max_staleness / staleness`; in the paper all are, by 1 / staleness. A parameter without a gradient counts as one
     with zeros. Shards live in host memory, also where the model is on CUDA (which has not been run). A rank that leaves
     takes its shard along: each of the others trains it alone from there on.
@@ -91,7 +91,7 @@ class AsyncSGD(Algorithm):
         self,
         *,
         period: int = 4,
-        rest: float = 3.0,
+        rest: float = 7.0,
         max_staleness: int | None = None,
         on_stale: Literal["damp", "drop"] = "damp",
         delay_compensation: float = 0.0,
