@@ -8,10 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
-from commlib.algorithms._shard_server import Rule
-from commlib.algorithms.async_sgd import _Shard, _Worker
+from commlib.algorithms._shard_client import Shard
+from commlib.algorithms.async_sgd import _Worker
 from commlib.algorithms.base import Attachment, Runner
-from commlib.codecs.base import BlockCodec
 from commlib.transport.base import Communication, Communicator, Request
 from commlib.transport.mailbox import Message
 
@@ -79,28 +78,22 @@ class AsyncBound(Algorithm):
 
     def attach(self, attachment: Attachment) -> Runner:
         """Connect the ranks."""
-        rule = Rule(lr_scale=1.0, max_staleness=1, drops=False)
-        return _Courier(attachment, rule, self.inner.period, self.inner.rest, self.inner.codec)
+        return _Courier(attachment, self.inner)
 
 
-class _Package(_Shard):
+class _Package(Shard):
     """A shard whose contents do not matter."""
 
-    def __init__(self, like: _Shard, weights: Sequence[torch.Tensor], rest: float) -> None:
-        super().__init__(like.owner, like.pieces, weights, rest)
-        self._question, self._into = like._packed()
-
-    def add(self, gradients: Sequence[torch.Tensor]) -> None:
+    def before_step(self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         self.num_pending += 1
 
+    def _fill(self, weights: list[torch.Tensor]) -> None: ...
+
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
+        if not self.version:
+            self._packed = self.wire.pack(self.num_pending)
         self.num_pending = 0
-        self._ask(*self._packed(), ask)
-
-    def _packed(self) -> tuple[Message, memoryview]:
-        return self._question, self._into
-
-    def _unpack(self) -> None: ...
+        self._ask(*self._packed, ask)
 
     def take_over(self, weights: Sequence[torch.Tensor]) -> None:
         self._end()
@@ -109,10 +102,11 @@ class _Package(_Shard):
 class _Courier(_Worker):
     """Answers a push with what was pushed, which is as large as the answer."""
 
-    def __init__(self, attachment: Attachment, rule: Rule, period: int, rest: float, codec: BlockCodec | None) -> None:
-        super().__init__(attachment, rule, period, rest, codec)
-        self._shards = [_Package(shard, self._weights, rest) for shard in self._shards]
+    def __init__(self, attachment: Attachment, algorithm: AsyncSGD) -> None:
+        super().__init__(attachment, algorithm)
+        shards, weights = self._shards, self._weights
+        self._shards = [_Package(each.owner, each.pieces, weights, algorithm.rest, each.wire) for each in shards]
 
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
         # nothing of this class's own is read here: peers ask as soon as they are connected, before __init__ ends
-        reply(Message(message.kind, 0, message.payload or bytes(self._server.layout.nbytes)))
+        reply(Message(message.kind, 1, message.payload or bytes(self._server.layout.nbytes)))

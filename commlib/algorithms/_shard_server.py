@@ -29,16 +29,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a server takes gradients.
+    """How a server takes pushes.
 
     Attributes:
-        lr_scale: What the learning rate of the user's optimizer is multiplied by.
-        max_staleness: The largest distance in versions at which a gradient counts in full.
+        scale: What an update, or the learning rate of the user's optimizer, is multiplied by.
+        max_staleness: The largest distance in versions at which a push counts in full.
         drops: Whether older ones are dropped; else they are scaled by `max_staleness / staleness`.
         compensation: The factor lambda of delay compensation; 0 for none.
     """
 
-    lr_scale: float
+    scale: float
     max_staleness: int
     drops: bool
     compensation: float = 0.0
@@ -85,64 +85,35 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class ShardServer:
-    """One rank's shard: its weights, its optimizer, and its version, which counts the updates. Not thread-safe.
+class _ShardOptimizer:
+    """The user's optimizer for a shard: its class, its hyper-parameters and its state so far.
 
-    Args:
-        pieces: Which elements of the parameters.
-        parameters: All parameters; the pieces are copied.
-        optimizer: The user's. Its class, hyper-parameters and state so far are taken over; its `param_groups` are
-            read again at every update, so that learning rates follow a schedule.
-        num_workers: How many ranks push.
-        rule: How gradients are taken.
-        codec: Of what is pushed and of the changes of the weights; None sends both in the weights' dtypes.
+    Its `param_groups` are read again at every step, so that learning rates follow a schedule.
     """
 
     def __init__(
         self,
+        user: torch.optim.Optimizer,
+        lr_scale: float,
         pieces: Sequence[Piece],
         parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        num_workers: int,
-        rule: Rule,
-        codec: BlockCodec | None = None,
+        weights: Sequence[torch.Tensor],
     ) -> None:
-        self._user = optimizer
-        self._growth = 1.0 if isinstance(optimizer, torch.optim.SGD) else 0.5
-        self._rule = rule
-        self.version = 0
-        tensors = [parameter.data for parameter in parameters]
-        self.weights = [piece.detach().to("cpu", copy=True) for piece in cut(tensors, pieces)]
-        self.layout = Layout(self.weights, None if codec is None else torch.float32)
-        self._codec = codec
-        self.push_bytes = self.layout.nbytes
-        if codec is not None:
-            self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
-            self._scratch = Copy(self.layout)
-            self._changes = [torch.empty(self.push_bytes, dtype=torch.uint8) for _ in range(num_workers)]
-        for weight in self.weights:
-            weight.requires_grad_()
-        self._optimizer = self._own_optimizer(pieces, parameters) if pieces else None
-        depth = 2 if rule.compensation else 1  # a gradient was computed on the reply before the last one
-        self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
-
-    def _own_optimizer(
-        self, pieces: Sequence[Piece], parameters: Sequence[torch.nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        """Make an optimizer of the user's class for the pieces, with the state that the user's has so far."""
-        user = self._user
+        self._user = user
+        self._lr_scale = lr_scale
+        self._weights = weights
+        self._growth = 1.0 if isinstance(user, torch.optim.SGD) else 0.5
         group_of = {id(p): idx for idx, group in enumerate(user.param_groups) for p in group["params"]}
         members: dict[int, list[torch.Tensor]] = {}
-        for piece, weight in zip(pieces, self.weights, strict=True):
-            members.setdefault(group_of[id(parameters[piece.index])], []).append(weight)
+        for piece, weight in zip(pieces, weights, strict=True):
+            members.setdefault(group_of[id(parameters[piece.index])], []).append(weight.requires_grad_())
         self._group_indices = list(members)
         groups = [{"params": own, **self._options(user.param_groups[idx])} for idx, own in members.items()]
-        made = type(user)(groups)  # pyright: ignore[reportCallIssue]
-        for piece, weight in zip(pieces, self.weights, strict=True):
+        self.own: torch.optim.Optimizer = type(user)(groups)  # pyright: ignore[reportCallIssue]
+        for piece, weight in zip(pieces, weights, strict=True):
             parameter = parameters[piece.index]
             state = user.state.get(parameter, {})
-            made.state[weight] = {key: _of_piece(value, parameter, piece) for key, value in state.items()}
-        return made
+            self.own.state[weight] = {key: _of_piece(value, parameter, piece) for key, value in state.items()}
 
     def _options(self, user: dict[str, Any]) -> dict[str, Any]:
         """Return the hyper-parameters of a group of the user's optimizer, as they are for tensors on the CPU."""
@@ -151,7 +122,66 @@ class ShardServer:
             options["capturable"] = False
         if isinstance(self._user, torch.optim.SGD) and options.get("fused"):
             options["fused"] = False  # torch's fused SGD fails where only some tensors have a momentum yet
-        return {**options, "lr": float(user["lr"]) * self._rule.lr_scale}
+        return {**options, "lr": float(user["lr"]) * self._lr_scale}
+
+    def step(self, gradient: Sequence[torch.Tensor], num_steps: int) -> None:
+        """Make a step with the mean gradient of `num_steps` steps.
+
+        The learning rate grows with them as for a larger batch: in proportion for SGD, which makes it their sum; for
+        Adam, to which a sum is no more than one gradient, by the square root.
+        """
+        for own, idx in zip(self.own.param_groups, self._group_indices, strict=True):
+            own.update(self._options(self._user.param_groups[idx]))
+            own["lr"] *= num_steps**self._growth
+        for weight, each in zip(self._weights, gradient, strict=True):
+            weight.grad = each.to(weight.dtype)
+        self.own.step()
+        self.own.zero_grad()
+
+
+class ShardServer:
+    """One rank's shard: its weights, and its version, which counts the updates. Not thread-safe.
+
+    Args:
+        pieces: Which elements of the parameters.
+        parameters: All parameters; the pieces are copied, those of half precision in fp32.
+        optimizer: The user's, of which the shard gets one of its own, where gradients are pushed; None where updates
+            are.
+        num_workers: How many ranks push.
+        rule: How pushes are taken.
+        codec: Of what is pushed and of the changes of the weights; None sends both in the parameters' dtypes.
+
+    Attributes:
+        weights: The pieces' newest values.
+        layout: Of an answer.
+        push_bytes: The size of a push.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        num_workers: int,
+        rule: Rule,
+        codec: BlockCodec | None = None,
+    ) -> None:
+        self._rule = rule
+        self.version = 0
+        own = cut([parameter.data for parameter in parameters], pieces)
+        self.weights = [piece.detach().to("cpu", _precise(piece.dtype, optimizer), copy=True) for piece in own]
+        self.layout = Layout(own, None if codec is None else torch.float32)
+        self._codec = codec
+        self.push_bytes = self.layout.nbytes
+        if codec is not None:
+            self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
+            self._scratch = Copy(self.layout)
+            self._changes = [torch.empty(self.push_bytes, dtype=torch.uint8) for _ in range(num_workers)]
+        self._optimizer = None
+        if optimizer is not None and pieces:
+            self._optimizer = _ShardOptimizer(optimizer, rule.scale, pieces, parameters, self.weights)
+        depth = 2 if rule.compensation else 1  # a gradient was computed on the reply before the last one
+        self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
 
     def _copy(self) -> Copy:
         copy = Copy(self.layout)
@@ -159,8 +189,8 @@ class ShardServer:
         copy.number = self.version
         return copy
 
-    def gradient(self, payload: Any) -> list[torch.Tensor]:
-        """Return the gradient that a push of `push_bytes` bytes carries; good until the next is asked for."""
+    def unpack(self, payload: Any) -> list[torch.Tensor]:
+        """Return what a push of `push_bytes` bytes carries; good until the next is unpacked."""
         received = torch.frombuffer(payload, dtype=torch.uint8)
         if self._codec is None:
             return self.layout.views(received)
@@ -168,37 +198,33 @@ class ShardServer:
         return self._scratch.tensors
 
     @torch.no_grad()
-    def push(self, worker: int, version: int, gradient: Sequence[torch.Tensor], num_steps: int = 1) -> None:
-        """Update the shard with the mean gradient of `num_steps` steps of `worker`, the first on weights of `version`.
+    def push(self, worker: int, version: int, pushed: Sequence[torch.Tensor], num_steps: int = 1) -> None:
+        """Take an update of the weights, or a mean gradient, of `num_steps` steps of `worker`.
 
-        The learning rate grows with them as for a larger batch: in proportion for SGD, which makes it their sum; for
-        Adam, to which a sum is no more than one gradient, by the square root.
-
-        With staleness s, the number of updates since: a gradient with s > max_staleness is dropped, or scaled by
-        max_staleness / s. Compensation adds lambda g * g * (w - w_version) to g, element by element.
+        With staleness s, the number of updates since `version`, on which the first of the steps was made: what has
+        s > max_staleness is dropped, or scaled by max_staleness / s. Compensation adds lambda g * g * (w - w_version)
+        to a gradient g, element by element.
         """
         staleness = max(0, self.version - version)
-        if self._optimizer is None or (staleness > self._rule.max_staleness and self._rule.drops):
+        if not self.weights or (staleness > self._rule.max_staleness and self._rule.drops):
             return
-        gradient = list(gradient)
-        if self._rule.compensation:
-            replies = self._replies[worker]
-            old = next((copy for copy in replies if copy.number == version), replies[0])
-            gradient = [self._compensated(*each) for each in zip(gradient, self.weights, old.tensors, strict=True)]
-        if staleness > self._rule.max_staleness:
-            torch._foreach_mul_(gradient, self._rule.max_staleness / staleness)
-        for own, idx in zip(self._optimizer.param_groups, self._group_indices, strict=True):
-            own.update(self._options(self._user.param_groups[idx]))
-            own["lr"] *= num_steps**self._growth
-        for weight, each in zip(self.weights, gradient, strict=True):
-            weight.grad = each.to(weight.dtype)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        factor = min(1.0, self._rule.max_staleness / max(1, staleness))
+        if self._optimizer is None:
+            torch._foreach_add_(self.weights, list(pushed), alpha=self._rule.scale * factor)
+        else:
+            gradient = self._compensated(worker, version, pushed) if self._rule.compensation else list(pushed)
+            if factor < 1:
+                torch._foreach_mul_(gradient, factor)
+            self._optimizer.step(gradient, num_steps)
         self.version += 1
 
-    def _compensated(self, gradient: torch.Tensor, now: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        squared = gradient * gradient.conj() if gradient.is_complex() else gradient * gradient
-        return gradient + self._rule.compensation * squared * (now - old)
+    def _compensated(self, worker: int, version: int, gradient: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        replies = self._replies[worker]
+        then = next((copy for copy in replies if copy.number == version), replies[0])
+        return [
+            g + self._rule.compensation * (g * g.conj() if g.is_complex() else g * g) * (now - old)
+            for g, now, old in zip(gradient, self.weights, then.tensors, strict=True)
+        ]
 
     @torch.no_grad()
     def reply(self, worker: int) -> Copy:
@@ -233,23 +259,35 @@ class ShardServer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the weights, the optimizer's state and the version."""
-        optimizer = None if self._optimizer is None else self._optimizer.state_dict()
+        optimizer = None if self._optimizer is None else self._optimizer.own.state_dict()
         weights = [weight.detach().clone() for weight in self.weights]
         return {"version": self.version, "weights": weights, "optimizer": _cloned(optimizer)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ConfigError: It was saved where updates were pushed and gradients are now, or the other way round.
+        """
+        if (state["optimizer"] is None) != (self._optimizer is None):
+            saved = ("updates", "gradients") if self._optimizer is None else ("gradients", "updates")
+            raise ConfigError(f"async_sgd: the state was saved with push={saved[1]!r}; this model has {saved[0]!r}")
         self.version = state["version"]
         for weight, saved in zip(self.weights, state["weights"], strict=True):
             weight.copy_(saved)
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._optimizer.own.load_state_dict(state["optimizer"])
         if self._codec is not None:
             return  # the workers still have what they were answered, to which the next change is relative
         for worker, replies in enumerate(self._replies):
             for _ in range(len(replies)):
                 self.reply(worker)
+
+
+def _precise(dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> torch.dtype:
+    """Return in which dtype a shard keeps weights: small updates of many ranks would be lost in half precision."""
+    return torch.float32 if optimizer is None and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _of_piece(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:

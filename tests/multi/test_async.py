@@ -18,11 +18,16 @@ from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, r
 from tests.multi.pool import on_ranks
 
 AVERAGING = ["async_averaging", "passive_gossip"]
-NAMES = [*AVERAGING, "async_sgd", "async_sgd with int8"]
+NAMES = [*AVERAGING, "async_sgd", "async_sgd of gradients", "async_sgd with int8"]
 
 
 #: What these are made with, whatever a test asks for: not all of its options exist for them.
-OPTIONS = {"async_sgd": {"period": 1}, "async_sgd with int8": {"period": 1, "codec": "int8"}, "hogwild": {}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "async_sgd": {"period": 1},
+    "async_sgd of gradients": {"period": 1, "push": "gradients"},
+    "async_sgd with int8": {"period": 1, "codec": "int8"},
+    "hogwild": {},
+}
 
 
 def make(name: str, **options: Any) -> Any:
@@ -342,7 +347,8 @@ def test_what_async_sgd_cannot_do_is_refused_and_leaves_the_model_bare() -> None
     model = seeded(Mlp)
     before = {thread.name for thread in threading.enumerate()}
     with raises_on_every_rank(ConfigError, "elementwise optimizer", "got Adagrad"):
-        commlib.wrap(model, "async_sgd", optimizer=torch.optim.Adagrad(model.parameters(), 0.1))
+        optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+        commlib.wrap(model, make("async_sgd", push="gradients"), optimizer=optimizer)
     assert type(model) is Mlp
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     commlib.wrap(model, "async_sgd", optimizer=optimizer)

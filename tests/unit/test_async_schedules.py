@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from commlib.algorithms import AsyncSGD, PassiveGossip
-from commlib.algorithms.async_sgd import _PUSH, _PUSH_FOR_CHANGE
+from commlib.algorithms._shard_client import PUSH, PUSH_FOR_CHANGE
 from commlib.algorithms.base import Algorithm, Attachment, Runner
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.errors import ConfigError
@@ -202,6 +202,7 @@ class ReferenceSgd:
         self.versions = [0] * world_size
         self.local = [self.server.copy() for _ in range(world_size)]
         self.own_velocity: list[np.ndarray | None] = [None] * world_size
+        self.origin = [self.server.copy() for _ in range(world_size)]
         self.installed = [[(0, self.server[r].copy()) for r in self.ranges] for _ in range(world_size)]
         self.computed_on: list[list[Any]] = [[None] * world_size for _ in range(world_size)]
         self.pending: list[list[np.ndarray | None]] = [[None] * world_size for _ in range(world_size)]
@@ -212,6 +213,9 @@ class ReferenceSgd:
         self.stale: list[int] = []
 
     def step(self, rank: int, gradient: np.ndarray) -> None:
+        for shard, where in enumerate(self.ranges):
+            if not self.num_pending[rank][shard]:
+                self.origin[rank][where] = self.local[rank][where]
         velocity = self.own_velocity[rank]
         self.own_velocity[rank] = gradient + (0 if velocity is None else self.momentum * velocity)
         self.local[rank] = self.local[rank] - LR * self.own_velocity[rank]
@@ -225,16 +229,20 @@ class ReferenceSgd:
             line = self.line[rank][shard]
             if line is not None and line[0] == "reply":
                 self.installed[rank][shard] = line[1]
-                self.local[rank][where] = line[1][1] + (self.local[rank][where] - line[2])
+                self.local[rank][where] += line[1][1] - self.origin[rank][where]
+                self.origin[rank][where] = line[1][1]
                 line = None
-            if line is None and self.num_pending[rank][shard] >= self.options.get("period", 1):
+            if line is None and self.num_pending[rank][shard] >= self.options["period"]:
                 pushed_on = self.computed_on[rank][shard]
                 count = self.num_pending[rank][shard]
                 pushed = mean = self.pending[rank][shard] / count
+                if self.options["push"] == "updates":
+                    pushed = mean = self.local[rank][where] - self.origin[rank][where]
+                self.origin[rank][where] = self.local[rank][where]
                 if self.options.get("codec"):
                     pushed = KEPT * (mean + self.residual[rank][shard])
                     self.residual[rank][shard] += mean - pushed
-                line = ("push", pushed_on, pushed, self.local[rank][where].copy(), count)
+                line = ("push", pushed_on, pushed, count)
                 self.pending[rank][shard] = None
                 self.num_pending[rank][shard] = 0
             self.line[rank][shard] = line
@@ -243,7 +251,7 @@ class ReferenceSgd:
         line = self.line[rank][shard]
         if line is None or line[0] == "reply":
             return
-        _, (version, old), gradient, at_push, count = line
+        _, (version, old), gradient, count = line
         staleness = self.versions[shard] - version
         self.stale.append(staleness)
         limit = self.options["max_staleness"]
@@ -252,35 +260,43 @@ class ReferenceSgd:
             gradient = gradient + self.options["delay_compensation"] * gradient * gradient * (now - old)
             if staleness > limit:
                 gradient = gradient * (limit / staleness)
-            velocity = gradient
-            if self.versions[shard]:
-                velocity = self.momentum * self.velocity[self.ranges[shard]] + gradient
-            self.velocity[self.ranges[shard]] = velocity
-            self.server[self.ranges[shard]] = now - count * LR / self.size * velocity
+            if self.options["push"] == "updates":
+                self.server[self.ranges[shard]] = now + gradient / self.size
+            else:
+                velocity = gradient
+                if self.versions[shard]:
+                    velocity = self.momentum * self.velocity[self.ranges[shard]] + gradient
+                self.velocity[self.ranges[shard]] = velocity
+                self.server[self.ranges[shard]] = now - count * LR / self.size * velocity
             self.versions[shard] += 1
         newest, told = self.server[self.ranges[shard]].copy(), self.told[rank][shard]
         if self.options.get("codec") and told is not None:
             newest = told + KEPT * (newest - told)
         self.told[rank][shard] = newest
-        self.line[rank][shard] = ("reply", (self.versions[shard], newest), at_push)
+        self.line[rank][shard] = ("reply", (self.versions[shard], newest))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_staleness": 100, "on_stale": "damp", "delay_compensation": 0.0},
-        {"max_staleness": 1, "on_stale": "damp", "delay_compensation": 0.0},
-        {"max_staleness": 1, "on_stale": "drop", "delay_compensation": 0.0},
-        {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3},
-        {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3, "period": 3},
-        {"max_staleness": 100, "on_stale": "damp", "delay_compensation": 0.0, "codec": Shrinking()},
-        {"max_staleness": 2, "on_stale": "damp", "delay_compensation": 0.3, "period": 3, "codec": Shrinking()},
+        {"max_staleness": 100},
+        {"max_staleness": 1},
+        {"max_staleness": 1, "on_stale": "drop"},
+        {"max_staleness": 2, "delay_compensation": 0.3},
+        {"max_staleness": 2, "delay_compensation": 0.3, "period": 3},
+        {"max_staleness": 100, "codec": Shrinking()},
+        {"max_staleness": 2, "delay_compensation": 0.3, "period": 3, "codec": Shrinking()},
+        {"push": "updates", "max_staleness": 100},
+        {"push": "updates", "max_staleness": 1},
+        {"push": "updates", "max_staleness": 1, "on_stale": "drop"},
+        {"push": "updates", "max_staleness": 2, "period": 3, "codec": Shrinking()},
     ],
-    ids=["fresh", "damp", "drop", "compensated", "seldom", "coded", "coded-compensated"],
+    ids=str,
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any]) -> None:
-    algorithm = AsyncSGD(rest=0, **{"period": 1, **options})
+    options = {"push": "gradients", "on_stale": "damp", "delay_compensation": 0.0, "period": 1, **options}
+    algorithm = AsyncSGD(rest=0, **options)
     ranks = Ranks(algorithm, world_size, lambda p: torch.optim.SGD(p, LR, momentum=0.5), alike=True)
     reference = ReferenceSgd(ranks.weights(0), world_size, 0.5, **options)
     for number, (rank, shard) in enumerate(script(world_size, seed=world_size, length=300)):
@@ -293,13 +309,16 @@ def test_async_sgd_follows_the_reference(world_size: int, options: dict[str, Any
             reference.deliver(rank, shard)
         for each in range(world_size):
             np.testing.assert_allclose(ranks.weights(each), reference.local[each], rtol=1e-5, atol=1e-6)
-    assert len(reference.stale) > 30 / options.get("period", 1)
+    assert len(reference.stale) > 30 / options["period"]
     assert world_size < 3 or max(reference.stale) > 2, "the script never made a gradient stale"
 
 
-def test_async_sgd_with_int8_leaves_every_rank_with_what_the_owners_know() -> None:
-    """Bit by bit, and near the owners' weights; the errors of the pushes stay below a step of the codec."""
-    ranks = Ranks(AsyncSGD(period=1, rest=0, codec="int8"), 3, lambda p: torch.optim.Adam(p, LR), alike=False)
+@pytest.mark.parametrize("push", ["updates", "gradients"])
+def test_async_sgd_with_int8_leaves_every_rank_with_what_the_owners_know(push: Any) -> None:
+    """Bit by bit, and near the owners' weights; errors of pushes are below a step of the codec."""
+    ranks = Ranks(
+        AsyncSGD(push=push, period=1, rest=0, codec="int8"), 3, lambda p: torch.optim.Adam(p, LR), alike=False
+    )
     for number, (rank, shard) in enumerate(script(3, seed=5, length=400)):
         if shard is None:
             ranks.step(rank, gradient_of(ranks.weights(rank), number, rank))
@@ -314,11 +333,11 @@ def test_async_sgd_with_int8_leaves_every_rank_with_what_the_owners_know() -> No
             server = ranks.runners[shard.owner]._server
             assert shard.version == server._replies[rank][-1].number > 20
             # the zero gradient has been pushed, and is not answered yet: what came before is what the owner knows
-            assert torch.equal(shard._received.buffer, server._replies[rank][-1].buffer)
-            away = (shard._received.flat - torch.cat([w.detach() for w in server.weights])).abs().max()
+            assert torch.equal(shard.wire.received.buffer, server._replies[rank][-1].buffer)
+            away = (shard.wire.received.flat - torch.cat([w.detach() for w in server.weights])).abs().max()
             assert away < 1.0
-            assert shard._residual.abs().max() < 0.1
-            assert shard._residual.any(), "int8 lost nothing, so the test shows nothing"
+            assert shard.wire.residual.abs().max() < 0.1
+            assert shard.wire.residual.any(), "int8 lost nothing, so the test shows nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -331,6 +350,45 @@ def test_async_sgd_with_a_codec_takes_other_dtypes(dtype: torch.dtype) -> None:
         assert ranks.network.deliver(0, 1)
     np.testing.assert_allclose(server_weights(ranks), before - 1.5 * LR, rtol=0.02, atol=0.02)
     np.testing.assert_allclose(ranks.weights(0), before - 2 * LR, rtol=0.02, atol=0.02)
+
+
+def test_small_updates_of_half_precision_weights_add_up_at_the_owner() -> None:
+    """An update of 1/128 of which the owner takes half: in bf16 1 + 1/256 is 1, however often it is added."""
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 2, lambda p: torch.optim.SGD(p, 1 / 128), True, torch.bfloat16)
+    for parameter in ranks.parameters[0]:
+        parameter.data.fill_(1.0)
+    for runner in ranks.runners:
+        for weight in runner._server.weights:
+            weight.fill_(1.0)
+    for _ in range(8):
+        ranks.step(0, -np.ones(NUMEL, np.float32))
+        assert ranks.network.deliver(0, 0)
+        assert ranks.network.deliver(0, 1)
+    assert server_weights(ranks).min() > 1.02
+
+
+def test_the_owner_of_updates_takes_any_optimizer_and_no_state_of_another_kind() -> None:
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, lambda p: torch.optim.Adagrad(p, LR), alike=True)
+    before = ranks.weights(0)
+    ranks.step(0, np.ones(NUMEL, np.float32))
+    assert ranks.network.deliver(0, 0)
+    np.testing.assert_allclose(server_weights(ranks), ranks.weights(0), rtol=1e-6)
+    assert np.abs(server_weights(ranks) - before).min() > 0.5 * LR
+    other = Ranks(AsyncSGD(push="gradients"), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
+    with pytest.raises(ConfigError, match="saved with push='updates'; this model has 'gradients'"):
+        other.runners[0].load_state_dict(ranks.runners[0].state_dict())
+    with pytest.raises(ConfigError, match="saved with push='gradients'; this model has 'updates'"):
+        ranks.runners[0].load_state_dict(other.runners[0].state_dict())
+
+
+def test_weights_that_were_loaded_between_steps_are_no_update() -> None:
+    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
+    before = ranks.weights(0)
+    for parameter in ranks.parameters[0]:
+        parameter.data.add_(100.0)
+    ranks.step(0, np.ones(NUMEL, np.float32))
+    assert ranks.network.deliver(0, 0)
+    np.testing.assert_allclose(server_weights(ranks), before - LR, atol=1e-4)
 
 
 def test_async_sgd_with_a_codec_asks_for_whole_weights_once() -> None:
@@ -347,7 +405,7 @@ def test_async_sgd_with_a_codec_asks_for_whole_weights_once() -> None:
             ranks.runners[0].load_state_dict(saved)
         for pair in itertools.product((0, 1), (0, 1)):
             assert ranks.network.deliver(*pair)
-    assert kinds == [{_PUSH}] + 11 * [{_PUSH_FOR_CHANGE}]
+    assert kinds == [{PUSH}] + 11 * [{PUSH_FOR_CHANGE}]
     for rank in (0, 1):
         ranks.step(rank, np.zeros(NUMEL, np.float32))
         np.testing.assert_allclose(ranks.weights(rank), server_weights(ranks), atol=1e-3)
@@ -363,7 +421,7 @@ def test_async_sgd_with_a_codec_refuses_complex_parameters() -> None:
 def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times as long as push and answer took; after one that took long, as long as after the one before."""
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("commlib.algorithms.async_sgd.time", clock)
+    monkeypatch.setattr("commlib.algorithms._shard_client.time", clock)
     ranks = Ranks(AsyncSGD(period=1, rest=3.0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
     ones = np.ones(NUMEL, np.float32)
     pushed_at_s = []
@@ -389,8 +447,8 @@ def test_async_sgd_alone_is_adam(options: dict[str, bool]) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, LR, weight_decay=0.01, **options)
 
-    ranks = Ranks(AsyncSGD(period=1, rest=0), 1, make, alike=True)
-    assert {key: ranks.runners[0]._server._optimizer.param_groups[0][key] for key in options} == options
+    ranks = Ranks(AsyncSGD(push="gradients", period=1, rest=0), 1, make, alike=True)
+    assert {key: ranks.runners[0]._server._optimizer.own.param_groups[0][key] for key in options} == options
     plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
     optimizer = make(plain)
     for number in range(20):
@@ -404,7 +462,7 @@ def test_async_sgd_alone_is_adam(options: dict[str, bool]) -> None:
 
 
 def test_async_sgd_follows_the_learning_rate_of_the_owners_optimizer() -> None:
-    ranks = Ranks(AsyncSGD(period=1, rest=0), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
+    ranks = Ranks(AsyncSGD(push="gradients", period=1, rest=0), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
     before, ones = ranks.weights(0), np.ones(NUMEL, np.float32)
     ranks.optimizers[1].param_groups[0]["lr"] = 0.5
     ranks.step(0, ones)
@@ -421,7 +479,7 @@ def test_a_push_of_several_steps_goes_as_far_as_a_larger_batch(
     make: Callable[..., torch.optim.Optimizer], factor: float
 ) -> None:
     """Three gradients of 1, 2 and 3: their mean is 2, and Adam's first step is lr whatever the gradient."""
-    ranks = Ranks(AsyncSGD(period=3, rest=0, lr_scale=1.0), 1, lambda p: make(p, LR), alike=True)
+    ranks = Ranks(AsyncSGD(push="gradients", period=3, rest=0, lr_scale=1.0), 1, lambda p: make(p, LR), alike=True)
     before = ranks.weights(0)
     for size in (1.0, 2.0, 3.0):
         ranks.step(0, np.full(NUMEL, size, np.float32))
@@ -444,7 +502,7 @@ def test_async_sgd_takes_over_the_state_of_the_users_optimizer() -> None:
         optimizer.step()
         return optimizer
 
-    ranks = Ranks(AsyncSGD(period=1, lr_scale=1.0), 2, make, alike=True)
+    ranks = Ranks(AsyncSGD(push="gradients", period=1, lr_scale=1.0), 2, make, alike=True)
     plain = [torch.nn.Parameter(parameter.detach().clone()) for parameter in ranks.parameters[0]]
     optimizer = torch.optim.Adam(plain, LR)
     optimizer.load_state_dict(copy.deepcopy(ranks.optimizers[0].state_dict()))
@@ -466,7 +524,7 @@ def test_async_sgd_takes_over_momenta_that_only_some_parameters_have() -> None:
         optimizer.step()
         return optimizer
 
-    ranks = Ranks(AsyncSGD(period=1), 1, make, alike=True)
+    ranks = Ranks(AsyncSGD(push="gradients", period=1), 1, make, alike=True)
     used = ranks.parameters[0][0]
     before, first = ranks.weights(0), used.numel()
     for hook in (ranks.runners[0].before_step, ranks.optimizers[0].step, ranks.runners[0].after_step):
@@ -487,9 +545,9 @@ def test_async_sgd_resumes_from_its_state() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, LR)
 
-    kept = Ranks(AsyncSGD(period=1, rest=0), 2, make, alike=True)
+    kept = Ranks(AsyncSGD(push="gradients", period=1, rest=0), 2, make, alike=True)
     run(kept, range(6))
-    resumed = Ranks(AsyncSGD(period=1, rest=0), 2, make, alike=True)
+    resumed = Ranks(AsyncSGD(push="gradients", period=1, rest=0), 2, make, alike=True)
     for rank in (0, 1):
         resumed.runners[rank].load_state_dict(kept.runners[rank].state_dict())
         servers = [ranks.runners[rank]._server for ranks in (kept, resumed)]
@@ -512,12 +570,14 @@ def test_async_sgd_resumes_from_its_state() -> None:
 )
 def test_async_sgd_refuses_what_it_cannot_cut(make: Callable[..., Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Ranks(AsyncSGD(), 2, make, alike=True)
+        Ranks(AsyncSGD(push="gradients"), 2, make, alike=True)
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        {"push": "weights"},
+        {"delay_compensation": 0.1},
         {"period": 0},
         {"rest": -1.0},
         {"rest": math.nan},
