@@ -36,14 +36,14 @@ class AsyncSGD(Algorithm):
     """Push what a rank has done to the ranks that own its parameters' shards; take over what has come of all pushes.
 
     The parameters are cut into one shard per rank. Each rank trains with its own optimizer as if it were alone, and
-    sends to each shard's owner how far its weights w have gone from an origin o. There a thread adds it to weights W, in
-    the order of arrival, and answers with the newest W:
+    sends to each shard's owner how far its weights w have gone from an origin o. There a thread adds it to weights W,
+    in the order of arrival, and answers with the newest W:
 
         push:                              W <- W + (w - o) / N,    version <- version + 1,    o <- w
         end of the step when W is there:   w <- W + (w - o),    o <- W
 
-    so that what the rank has done since the push is kept. Nobody waits: at most one push per shard is under way, and the
-    next covers all steps since: `period` at least, and those of the time that a shard rests after an answer, `rest`
+    so that what the rank has done since the push is kept. Nobody waits: at most one push per shard is under way, and
+    the next covers all steps since: `period` at least, and those of the time that a shard rests after an answer, `rest`
     times as long as push and answer took (the shorter of the last two), so that a slow network is not busy all the
     time. Staleness is the number of updates of the shard since the W that the rank had taken over at the first step of
     a push; with N ranks of the same speed it is about 2N with a push in every step.
@@ -73,8 +73,8 @@ class AsyncSGD(Algorithm):
     that a step of all ranks goes about as far as one with their mean gradient; Downpour leaves that to the user, and
     sends sums. Only what is older than `max_staleness` is damped, by `max_staleness / staleness`; in the paper all is,
     by 1 / staleness. A parameter without a gradient counts as one with zeros. Shards live in host memory, also where
-    the model is on CUDA (which has not been run). A rank that leaves takes its shard along: each of the others trains it
-    alone from there on.
+    the model is on CUDA (which has not been run). A rank that leaves takes its shard along: each of the others trains
+    it alone from there on.
 
     Args:
         push: "updates" of the weights, or "gradients".
