@@ -80,8 +80,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
         raise ConfigError(
-            f"optimizer: async_sgd updates shards of parameters, which needs an elementwise optimizer: one of {known}, "
-            f"got {type(optimizer).__name__}"
+            f"optimizer: async_sgd(push='gradients') updates shards of parameters: it needs an elementwise optimizer: "
+            f"one of {known}, got {type(optimizer).__name__}. push='updates' takes any"
         )
 
 

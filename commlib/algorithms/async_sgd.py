@@ -165,12 +165,12 @@ class _Worker(Runner):
         self._lock = threading.Lock()
         rank, world_size = attachment.comm.rank, attachment.comm.world_size
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
+        make = GradientShard if self._pushes_gradients else UpdateShard
         self._shards: list[Shard] = []
         for owner, pieces in enumerate(of_ranks):
-            own = cut(self._weights, pieces)
-            wire = WholeWire(own) if codec is None else CodedWire(own, codec)
-            make = GradientShard if self._pushes_gradients else UpdateShard
             if pieces:
+                own = cut(self._weights, pieces)
+                wire = WholeWire(own) if codec is None else CodedWire(own, codec)
                 self._shards.append(make(owner, pieces, self._weights, algorithm.rest, wire))
         self._server = ShardServer(
             of_ranks[rank],
