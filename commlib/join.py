@@ -43,28 +43,28 @@ class JoinState:
         self._divides_by_initial = divides_by_initial
         return _ShadowHook(replica)
 
-    def announce(self, engine: Engine, syncs_buffers: bool, syncs_gradients: bool) -> None:
-        """Tell the ranks that have joined what this iteration will communicate."""
+    def announce(self, engine: Engine, syncs: bool) -> None:
+        """Tell the ranks that have joined whether this iteration will communicate."""
         Join.notify_join_context(self._joinable)
-        self.exchange(engine, True, syncs_buffers, syncs_gradients)
+        self.exchange(engine, True, syncs)
 
-    def exchange(self, engine: Engine, active: bool, buffers: bool, gradients: bool) -> tuple[bool, bool]:
-        """Tell the others, and return whether any rank communicates buffers and gradients in this iteration."""
-        own = torch.tensor([active, buffers, gradients], dtype=torch.uint8, device=engine.device)
-        everyone = own.new_empty(3 * self._comm.world_size)
+    def exchange(self, engine: Engine, active: bool, syncs: bool) -> bool:
+        """Tell the others, and return whether any rank communicates in this iteration."""
+        own = torch.tensor([active, syncs], dtype=torch.uint8, device=engine.device)
+        everyone = own.new_empty(2 * self._comm.world_size)
         engine.run("the exchange of who still has data", _gather(everyone, own, self._comm))
-        table = everyone.view(-1, 3).tolist()
+        table = everyone.view(-1, 2).tolist()
         ranks = [rank for rank, row in enumerate(table) if row[0]]
-        self.source = ranks[0] if ranks else 0
+        self.source = engine.buffer_source = ranks[0] if ranks else 0
         self._comm.num_active = self._comm.world_size if self._divides_by_initial else max(1, len(ranks))
-        return any(row[1] for row in table), any(row[2] for row in table)
+        return any(row[1] for row in table)
 
-    def leave(self) -> None:
+    def leave(self, engine: Engine) -> None:
         """The context has ended: everyone counts again."""
         self.config = _JoinConfig.construct_disabled_join_config()
         self._joinable = None
         self._comm.num_active = self._comm.world_size
-        self.source = 0
+        self.source = engine.buffer_source = 0
 
 
 class _ShadowHook(JoinHook):
@@ -73,19 +73,16 @@ class _ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one iteration of the ranks that still have data."""
-        replica, engine = self._replica, self._replica.engine
-        buffers, gradients = replica.join.exchange(engine, False, False, False)
-        if buffers:
-            replica.copy_buffers(replica.join.source)
-        if gradients:
+        engine = self._replica.engine
+        if self._replica.join.exchange(engine, False, False):
             engine.shadow_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last to all ranks."""
         replica = self._replica
-        replica.join.exchange(replica.engine, is_last_joiner, False, False)
+        replica.join.exchange(replica.engine, is_last_joiner, False)
         replica.broadcast_model(replica.join.source)
-        replica.join.leave()
+        replica.join.leave(replica.engine)
 
 
 def _gather(output: torch.Tensor, own: torch.Tensor, comm: Communicator) -> Communication:

@@ -1,57 +1,88 @@
-"""What a wrapped model is: the methods that its class gains, and what its forward does beside the user's."""
+"""What a wrapped model is: the methods that its class gains, and what its forward does beside the user's.
+
+[Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
+only adds methods. What belongs to the wrapping is kept for the object, in `_registry`: another object of that class,
+which a method of the model made by `type(self)(...)`, is an ordinary model.
+
+[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's class
+has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is wrapped.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import copy
 import dataclasses
-import types
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import dataclasses
+
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from commlib import verify
 from commlib.engine.engine import Engine
-from commlib.errors import CommlibError, ConfigError
+from commlib.errors import ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
 from commlib.tuner import Tuner
 
-KEY = "_commlib_replica"
-
-#: Of all wrapped models, so that no parameter is communicated twice.
-replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
-
 
 class Replica:
-    """What belongs to one wrapped model: its engine, its buffers, and what its forward does beside the user's."""
+    """What belongs to one wrapped model: its engine, its buffers, and what its forward does beside the user's.
+
+    Args:
+        engine: Communicates for it.
+        model: The model, not extended yet.
+        ignored: Names of parameters and buffers that are left alone.
+        broadcast_buffers: Whether rank 0's buffers are everyone's after each synchronised backward.
+        group: The user's process group.
+        options: What `wrap` was given, for copies.
+    """
 
     def __init__(
-        self, engine: Engine, model: nn.Module, ignored: set[str], broadcast_buffers: bool, group: Any
+        self,
+        engine: Engine,
+        model: nn.Module,
+        ignored: set[str],
+        broadcast_buffers: bool,
+        group: Any,
+        options: Mapping[str, Any],
     ) -> None:
         self.engine = engine
         self.group: Callable[[], Any] = weakref.ref(group)  # does not keep a destroyed group's threads
         self.original_class = model.__class__
         self.ignored = ignored
-        self.options: dict[str, Any] = {}
-        self.restore: Callable[..., nn.Module]  # set by `wrap`: makes a copy of the model from `bare` and `options`
-        self.structure = verify.Structure(model)
+        self.options = options
+        self.bare = bare_of(model, model.__class__)
+        self.structure = self._observed()
         self.join = JoinState(engine.comm)
         self.is_running = False
         self.tuner: Tuner | None = None
-        self._broadcasts_buffers = broadcast_buffers
-        self._after_sync = True  # as in DDP, buffers are copied before each forward that follows a synchronised one
-        bare = object.__new__(model.__class__)
-        bare.__dict__ = model.__dict__
-        self.bare: nn.Module = bare
+        if broadcast_buffers and engine.comm.world_size > 1:
+            own = weakref.ref(self)
+            engine.buffers = lambda: replica._buffers() if (replica := own()) is not None else []
+
+    @property
+    def require_sync(self) -> bool:
+        """Whether the next backwards are synchronised."""
+        return self.engine.require_sync
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None:
+        self.engine.require_sync = value
 
     @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model; a call from within (recursion, or `forward` from `__call__`) is the user's alone."""
-        if self.is_running:
+        if self.is_running or is_local():
             return forward(*args, **kwargs)
         self.before_forward()
         self.is_running = True
@@ -64,40 +95,50 @@ class Replica:
 
     @torch._disable_dynamo
     def before_forward(self) -> None:
-        """Check that the model is as the engine knows it, and copy the buffers of rank 0, as DDP does."""
+        """Before a forward with gradients: check that the model is as the engine knows it."""
         engine = self.engine
-        if torch._C._current_graph_task_id() != -1:
-            return  # backward runs this forward again
-        if torch.is_grad_enabled():
-            self._check(engine)
-            if self.tuner is not None and engine.require_sync:
-                self.tuner.forward_begins()
-        syncs_buffers, self._after_sync = self._broadcasts_buffers and self._after_sync, engine.require_sync
-        if self.join.enabled and torch.is_grad_enabled():
-            self.join.announce(engine, syncs_buffers, engine.require_sync)
-        if syncs_buffers:
-            self.copy_buffers(self.join.source)
-
-    def _check(self, engine: Engine) -> None:
-        if engine.in_backward and engine.error is None:
-            engine.abandon(
-                CommlibError(
-                    "the previous backward did not finish (an exception in it?), so the ranks no longer agree on what "
-                    "was communicated. Restart from a checkpoint on all ranks"
-                )
-            )
+        if not torch.is_grad_enabled():
+            return
+        self._refuse_other_wrappers()
+        engine.forget_failed_backward()
         engine.check()
         self.structure.check(self.bare, engine.parameters)
-        if self.structure.was_unfrozen() or engine.found_frozen or engine.layout_changed():
+        if self.structure.was_unfrozen() or engine.has_idle_parameters() or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
+        if self.tuner is not None and engine.require_sync:
+            with engine.wholly():
+                self.tuner.forward_begins()
+        if self.join.enabled:
+            self.join.announce(engine, engine.require_sync)
+
+    def _refuse_other_wrappers(self) -> None:
+        outer = DistributedDataParallel._active_ddp_module
+        if outer is not None and outer.module is not self.bare and _shares_parameters(outer, self.engine):
+            raise ConfigError(f"DistributedDataParallel is around {_REFUSAL}")
+        if _is_in_distributed_autograd():
+            raise ConfigError(
+                "torch.distributed.autograd keeps gradients in contexts of its own, where commlib does not see them. "
+                "Call the model outside of dist_autograd.context(), and loss.backward()"
+            )
+
+    def _observed(self) -> verify.Structure:
+        return verify.Structure(self.bare, {id(p.param) for p in self.engine.parameters}, self.ignored)
 
     def _adopt_parameters(self) -> None:
-        """Parameters were frozen, unfrozen, moved or cast: check that all ranks agree, and plan anew."""
-        self.structure = verify.Structure(self.bare)
-        parameters = verify.parameters_of(self.bare, self.ignored)
-        verify.agree(self.engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
-        self.engine.adopt(parameters)
+        """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
+        engine = self.engine
+        known = engine.names_to_keep()
+        parameters = verify.parameters_of(self.bare, self.ignored, known)
+        try:
+            verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
+        except ConfigError:  # alike on all ranks, and nothing has changed
+            raise
+        except BaseException as error:
+            engine.abandon(error)
+            raise
+        engine.adopt(parameters)
+        self.structure = self._observed()
 
     @torch._disable_dynamo
     def after_forward(self, output: Any) -> None:
@@ -117,19 +158,18 @@ class Replica:
     def _buffers(self) -> list[torch.Tensor]:
         return self.structure.buffers(self.bare, self.ignored)
 
-    def copy_buffers(self, source: int = 0) -> None:
-        """Copy the buffers of rank `source` to all ranks."""
-        if buffers := self._buffers():
-            self._broadcast("the broadcast of buffers (every rank must call forward)", buffers, source, here=True)
+    def _copied_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers that are to be rank 0's on all ranks."""
+        return list(self.engine.buffers())
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
         parameters = [p.data for name, p in self.bare.named_parameters() if name not in self.ignored]
-        self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._buffers()], source)
+        self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._copied_buffers()], source)
 
-    def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int, here: bool = False) -> None:
-        if self.engine.comm.world_size > 1:
-            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source), here)
+    def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
+        if tensors and self.engine.comm.world_size > 1:
+            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source))
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
@@ -138,42 +178,153 @@ class Replica:
             self.engine.run("the mean of the weights", weights.mean_of_weights())
         if self.engine.attached is not None:
             self.engine.attached.runner.synchronize()
-        self.copy_buffers()
+        self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
+
+    def close(self) -> None:
+        """End the communication."""
+        self.engine.close()
+
+
+class Copy:
+    """What belongs to a copy of a wrapped model until its first forward with gradients; see [Note: copies].
+
+    Attributes:
+        bare: The copy as an object of the user's class.
+        options: What `wrap` is to be given.
+        require_sync: Whether the first backwards are synchronised.
+    """
+
+    #: Set by `commlib.wrap`'s module: wraps a copy, or raises.
+    wrap_copy: Callable[[nn.Module, Mapping[str, Any]], None]
+
+    def __init__(self, model: nn.Module, original_class: type, options: Mapping[str, Any]) -> None:
+        self.model: Callable[[], Any] = weakref.ref(model)
+        self.original_class = original_class
+        self.bare = bare_of(model, original_class)
+        self.options = options
+        self.require_sync = True
+        self.is_running = False
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model; where it may train beside other ranks, wrap it first."""
+        if self.is_running or is_local() or not self._may_train():
+            return forward(*args, **kwargs)
+        return self.join_ranks().run(forward, args, kwargs)
+
+    def _may_train(self) -> bool:
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.bare.parameters())
+        return trains and not is_alone
+
+    def join_ranks(self) -> Replica:
+        """Wrap the copy. Collective.
+
+        Raises:
+            ConfigError: It cannot be: it needs an optimizer, or there is no process group.
+        """
+        model = self.model()
+        Copy.wrap_copy(model, self.options)
+        replica = _registry.get(model)
+        assert isinstance(replica, Replica)
+        replica.engine.require_sync = self.require_sync
+        return replica
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+Wrapped = Replica | Copy
+
+
+class _Registry:
+    """What belongs to each wrapped model and each copy of one, as long as the model is there.
+
+    By the identity of the model's attributes, which the bare object shares.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[nn.Module], Wrapped]] = {}
+
+    def put(self, model: nn.Module, wrapped: Wrapped) -> None:
+        key, entries = id(model.__dict__), self._entries
+        entries[key] = (weakref.ref(model, lambda _: entries.pop(key, None)), wrapped)
+
+    def get(self, model: Any) -> Wrapped | None:
+        entry = self._entries.get(id(model.__dict__))
+        return entry[1] if entry is not None and entry[0]() is model else None
+
+    def discard(self, model: nn.Module) -> None:
+        self._entries.pop(id(model.__dict__), None)
+
+    def replicas(self) -> Iterator[Replica]:
+        """Yield what belongs to each wrapped model."""
+        for _, wrapped in list(self._entries.values()):
+            if isinstance(wrapped, Replica):
+                yield wrapped
+
+
+_registry = _Registry()
+
+
+class _Refusal:
+    """Stands where `DistributedDataParallel` looks for names to ignore, and says that it must not wrap this model."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(f"DistributedDataParallel would be around {_REFUSAL}")
+
+
+_REFUSAL = (
+    "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
+    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to)"
+)
 
 
 @Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's
 class Parallel:
     """What a wrapped model's class gains; `super()` is the user's class. Each wrapped model has a class of its own."""
 
-    _commlib_replica: Replica
+    _ddp_params_and_buffers_to_ignore = _Refusal()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Leave the user's `__init_subclass__` out: he has made no class."""
 
     @torch._disable_dynamo(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, ready for a synchronised backward."""
-        return self._commlib_replica.run(super().__call__, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward; a direct call is ready for a synchronised backward too."""
-        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        if self._commlib_replica.is_running:
-            return forward(*args, **kwargs)
-        return self._commlib_replica.run(forward, args, kwargs)
+        forward = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = _registry.get(self)
+        return forward(*args, **kwargs) if wrapped is None else wrapped.run(forward, args, kwargs)
 
     @property
     def module(self) -> Any:
         """The model as an object of its original class, sharing everything with this one; a submodule so named wins."""
         own = self.__dict__.get("_modules", {}).get("module")
-        return self._commlib_replica.bare if own is None else own
+        wrapped = _registry.get(self)
+        if own is None and wrapped is None:
+            raise AttributeError("module")
+        return own if own is not None else cast("Wrapped", wrapped).bare
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backwards are synchronised, as in DDP; `no_sync` sets it for a while."""
+        wrapped = _registry.get(self)
+        if wrapped is None:
+            raise AttributeError("require_backward_grad_sync")
+        return wrapped.require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        _wrapped(self).require_sync = bool(value)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
-        engine = self._commlib_replica.engine
-        before, engine.require_sync = engine.require_sync, False
+        before = _wrapped(self).require_sync
+        _wrapped(self).require_sync = False
         try:
             yield
         finally:
-            engine.require_sync = before
+            _wrapped(self).require_sync = before  # of a copy that has been wrapped meanwhile, too
 
     def join(
         self,
@@ -192,13 +343,13 @@ class Parallel:
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that shadows this model's collectives once the rank has joined."""
-        replica = self._commlib_replica
+        replica = _joined(self)
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
         """The device of `Join`'s own collectives."""
-        return self._commlib_replica.engine.device
+        return _joined(self).engine.device
 
     @property
     def join_process_group(self) -> Any:
@@ -207,42 +358,168 @@ class Parallel:
         Raises:
             ConfigError: It has been destroyed.
         """
-        group = self._commlib_replica.group()
+        group = _joined(self).group()
         if group is None:
             raise ConfigError("join: the process group of the model has been destroyed")
         return group
 
     @property
     def _join_config(self) -> Any:
-        return self._commlib_replica.join.config
+        return _joined(self).join.config
 
     @_join_config.setter
     def _join_config(self, config: Any) -> None:
-        self._commlib_replica.join.set_config(config, self)
+        _joined(self).join.set_config(config, self)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew."""
+        result = super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = _registry.get(self)
+        if isinstance(wrapped, Replica):
+            wrapped.engine.weights_were_loaded()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        wrapped = _registry.get(self)
+        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.deepcopy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare, memo)
+        memo[id(self)] = copied
+        return copied if wrapped is None else copy_of(copied, dict(wrapped.options))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        replica = self._commlib_replica
-        return replica.restore, (replica.bare, replica.options)
+        wrapped = _registry.get(self)
+        if wrapped is None:  # an ordinary object, of a class that cannot be named
+            original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+            return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
+        return copy_of, (wrapped.bare, dict(wrapped.options))
 
 
-def extend(model: nn.Module, replica: Replica) -> None:
-    """Give the model's class the methods of `Parallel`, for this object only."""
-    cls = model.__class__
-    replicas.add(replica)
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, KEY: replica}
-    model.__class__ = types.new_class(cls.__name__, (Parallel, cls), exec_body=lambda body: body.update(members))
+def bare_of(model: nn.Module, cls: type) -> nn.Module:
+    """Return an object of class `cls` that shares everything with the model."""
+    bare = object.__new__(cls)
+    bare.__dict__ = model.__dict__
+    return bare
+
+
+def extend(model: nn.Module, wrapped: Wrapped) -> None:
+    """Give the model, an object of the user's class, the methods of `Parallel`; see [Note: object and class]."""
+    cls = wrapped.original_class
+    members: dict[str, Any] = {
+        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
+        "_commlib_class": cls,
+        "forward": _forward_of(cls),
+    }
+    if issubclass(cls, torch.fx.GraphModule):
+        members["recompile"] = _recompile
+    # Not by calling the metaclass: nobody's registry of classes is to hear of it.
+    make = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
+    model.__class__ = make(type(cls), cls.__name__, (Parallel, cls), members)
+    _registry.put(model, wrapped)
+
+
+def _forward_of(cls: type) -> Callable[..., Any]:
+    """Return `forward` for a wrapped model's class, with the signature of the user's."""
+
+    @functools.wraps(cls.forward)
+    @torch._disable_dynamo(recursive=False)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = super(Parallel, self).forward  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = _registry.get(self)
+        if wrapped is None or wrapped.is_running:
+            return own(*args, **kwargs)
+        return wrapped.run(own, args, kwargs)
+
+    return forward
+
+
+def _recompile(self: Any) -> Any:
+    """Let torch.fx write the code that it generates to the class that it made, not to the wrapped model's."""
+    extended = type(self)
+    self.__class__ = extended._commlib_class
+    try:
+        return self.recompile()
+    finally:
+        self.__class__ = extended
+
+
+def restore_class(model: nn.Module) -> None:
+    """Make a wrapped model or a copy an ordinary object of the user's class again."""
+    wrapped = _registry.get(model)
+    if wrapped is not None:
+        _registry.discard(model)
+        model.__class__ = wrapped.original_class
+
+
+def copy_of(bare: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
+    if _registry.get(bare) is None:
+        extend(bare, Copy(bare, bare.__class__, options))
+    return bare
+
+
+def find(model: Any) -> Wrapped | None:
+    """Return what belongs to a wrapped model or a copy of one; None for any other object."""
+    return _registry.get(model) if isinstance(model, nn.Module) else None
+
+
+def replicas() -> Iterator[Replica]:
+    """Yield what belongs to each wrapped model of this process."""
+    return _registry.replicas()
 
 
 def replica_of(model: Any) -> Replica:
     """Return what belongs to a wrapped model.
 
     Raises:
-        ConfigError: The model is not wrapped.
+        ConfigError: The model is not wrapped, or is a copy that has not trained yet.
     """
-    replica = getattr(type(model), KEY, None)
-    if replica is None:
+    wrapped = _wrapped(model)
+    if isinstance(wrapped, Copy):
+        raise ConfigError(
+            f"the {type(model).__name__} is a copy of a wrapped model, which is wrapped in its first forward with "
+            "gradients; call commlib.wrap(model, ...) to have it done now"
+        )
+    return wrapped
+
+
+def _wrapped(model: Any) -> Wrapped:
+    wrapped = find(model)
+    if wrapped is None:
         raise ConfigError(f"the {type(model).__name__} is not wrapped; call commlib.wrap(model, ...) first")
-    return replica
+    return wrapped
+
+
+def _joined(model: Any) -> Replica:
+    """Return what belongs to a wrapped model; a copy is wrapped now, as all ranks come here together."""
+    wrapped = _wrapped(model)
+    return wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped
+
+
+def is_local() -> bool:
+    """Return whether a forward now is no step of training: traced, transformed, or run again by backward."""
+    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False):
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
+
+
+def _is_in_distributed_autograd() -> bool:
+    rpc = sys.modules.get("torch.distributed.rpc.api")
+    if rpc is None or not rpc._is_current_rpc_agent_set():
+        return False
+    try:
+        torch._C._distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _shares_parameters(outer: nn.Module, engine: Engine) -> bool:
+    own = {id(parameter.param) for parameter in engine.parameters}
+    ignored = getattr(outer, "parameters_to_ignore", ())
+    return any(id(p) in own for name, p in outer.module.named_parameters() if name not in ignored)
 
 
 def tensors_in(output: Any) -> Iterable[torch.Tensor]:

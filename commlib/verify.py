@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _functional_call
 
 from commlib.algorithms.base import Algorithm
 from commlib.codecs import BlockCodec, SparseCodec
@@ -46,8 +48,14 @@ def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> se
     return names
 
 
-def parameters_of(model: nn.Module, ignored: set[str]) -> list[Parameter]:
-    """Return the parameters to communicate: those that require a gradient and are not ignored, tied ones once."""
+def parameters_of(model: nn.Module, ignored: set[str], known: Collection[str] = ()) -> list[Parameter]:
+    """Return the parameters to communicate: those that require a gradient or are known, tied ones once.
+
+    Args:
+        model: The model.
+        ignored: Names of parameters that are left alone.
+        known: Names of those that are communicated whether or not they require a gradient now.
+    """
     sparse = {
         id(module.weight)
         for module in model.modules()
@@ -56,7 +64,7 @@ def parameters_of(model: nn.Module, ignored: set[str]) -> list[Parameter]:
     return [
         Parameter(name, parameter, id(parameter) in sparse)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if (parameter.requires_grad or name in known) and name not in ignored
     ]
 
 
@@ -158,22 +166,33 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 class Structure:
-    """The model's parameters and buffers as they were, to notice cheaply at each forward that they changed."""
+    """The model's parameters and buffers as they were, to notice cheaply at each forward that they changed.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The model.
+        known: The identities of the parameters that are communicated.
+        ignored: Names of parameters that may change.
+    """
+
+    def __init__(self, model: nn.Module, known: Collection[int] = (), ignored: Collection[str] = ()) -> None:
         modules = list(model.modules())
+        self._known, self._ignored = known, ignored
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._filled = [table for table in self._tables if table]
         self._lengths = list(map(len, self._tables))
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
-        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._frozen = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad and id(parameter) not in known and name not in ignored
+        ]
         self._buffer_tables = [module._buffers for module in modules]
         self._buffer_entries: list[torch.Tensor | None] = []
         self._buffers: list[torch.Tensor] = []
 
-    def buffers(self, model: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+    def buffers(self, model: nn.Module, ignored: Collection[str]) -> list[torch.Tensor]:
         """Return the buffers whose names are not ignored, tied ones once."""
-        # This runs before every forward: only after a change there is a walk through the model.
+        # This runs in every step: only after a change there is a walk through the model.
         if not any(self._buffer_tables):
             return []
         entries = list(itertools.chain.from_iterable(map(dict.values, self._buffer_tables)))
@@ -189,7 +208,7 @@ class Structure:
         return list(map(len, self._tables)) == self._lengths and all(map(is_, entries, self._entries))
 
     def was_unfrozen(self) -> bool:
-        """Return whether a parameter that was frozen requires a gradient now."""
+        """Return whether a parameter that was frozen, and is not communicated, requires a gradient now."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def check(self, model: nn.Module, parameters: Sequence[Parameter]) -> None:
@@ -202,18 +221,28 @@ class Structure:
         Raises:
             ConfigError: Names them.
         """
-        if self._is_same():
+        if self._is_same() or self._are_lent():
             return
         now = dict(model.named_parameters())
-        known, kept = set(map(id, self._entries)), set(map(id, now.values()))
-        added = [name for name, parameter in now.items() if id(parameter) not in known]
+        before, kept = set(map(id, self._entries)), set(map(id, now.values()))
+        added = [name for name, parameter in now.items() if id(parameter) not in before and name not in self._ignored]
         removed = [parameter.name for parameter in parameters if id(parameter.param) not in kept]
         if not added and not removed:
-            self.__init__(model)  # modules moved about, with the same parameters
+            self.__init__(model, self._known, self._ignored)  # modules moved about, with the same parameters
             return
         changes = [f"added: {name_some(added)}"] if added else []
         changes += [f"removed: {name_some(removed)}"] if removed else []
         raise ConfigError(
             f"the model's parameters changed after wrapping ({'; '.join(changes)}), so they would not be communicated. "
-            "Call commlib.unwrap(model), change the model, and wrap it again on all ranks"
+            "Call commlib.unwrap(model), change the model (fully_shard does, too), and wrap it again on all ranks"
         )
+
+    def _are_lent(self) -> bool:
+        """Return whether other tensors take the parameters' places for one call only (`torch.func.functional_call`)."""
+        entries = itertools.chain.from_iterable(map(dict.values, self._filled))
+        if any(isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter) for each in entries):
+            return True
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not _functional_call.__code__:
+            frame = frame.f_back
+        return frame is not None

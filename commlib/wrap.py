@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from commlib import algorithms, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
 from commlib.engine.attached import Attached
@@ -20,16 +23,18 @@ from commlib.engine.bucket import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.replica import KEY, Replica, extend, replica_of, replicas
+from commlib.replica import Copy, Replica, extend, find, replica_of, replicas, restore_class
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
 from commlib.tuner import Tuner, candidates_of
+
+_log = logging.getLogger("commlib")
 
 
 def wrap(
     model: nn.Module,
     algorithm: str | Algorithm = "allreduce",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     process_group: Any = None,
     bucket_cap_mb: float | None = None,
     broadcast_buffers: bool = True,
@@ -49,14 +54,17 @@ def wrap(
         model: The model, on its device; changed in place.
         algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` instance with options, which is
             copied.
-        optimizer: Required by algorithms that act on weights or optimizer state; its steps are then counted.
+        optimizer: Required by algorithms that act on weights or optimizer state. Where it is given, its steps are what
+            warm-ups, periods and schedules count. Of a list (Muon beside AdamW) a step ends when each has made one.
+            What a proxy such as accelerate's passes its steps to is found.
         process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
         bucket_cap_mb: Size of a bucket in MiB. None lets commlib measure and plan the buckets.
-        broadcast_buffers: Whether rank 0's buffers are copied to all ranks before each forward that follows a
-            synchronised one, evaluation included, as in DDP.
+        broadcast_buffers: Whether rank 0's buffers are copied to all ranks at the end of each synchronised backward, so
+            that all have DDP's in the next forward. No forward copies any.
         init_sync: Whether rank 0's parameters and buffers are copied to all ranks now.
         ignored_parameters: Parameters, or names of parameters and buffers, that commlib leaves alone.
-        scaler: The `GradScaler`, for algorithms that keep residuals.
+        scaler: The `GradScaler`, for algorithms that keep residuals and for those that act on weights: a step that it
+            skips on one rank counts on all.
         timeout: Seconds (or a timedelta) that a collective waits for its peers; None takes the group's.
 
     Returns:
@@ -68,61 +76,61 @@ def wrap(
         TransportError: A rank did not take part within the timeout.
     """
     group = resolve_group(process_group)
-    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb)
+    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler)
     duration, error = _timeout(timeout, group, setup)
-    transport = TorchTransport(group, setup.device, duration)
-    try:
+    with contextlib.ExitStack() as undo:
+        transport = TorchTransport(group, setup.device, duration)
+        undo.callback(transport.close)
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         verify.agree(transport, lambda: setup.pairs(options), setup.error or error)
-    except BaseException:
-        transport.close()
-        raise
-    assert setup.algorithm is not None
-    cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
-    prototype = setup.algorithm
-    algorithm = copy.deepcopy(prototype)  # what it remembers is this model's
-    engine = Engine(setup.parameters, transport, algorithm, cap_bytes, optimizer, scaler)
-    traits = setup.algorithm.traits
-    if optimizer is not None and not (traits.on_gradients or traits.runs_itself):
-        engine.follow_optimizer(optimizer, TorchTransport(group, setup.device, duration))
-    replica = Replica(engine, model, setup.ignored, broadcast_buffers, group)
-    replica.restore = restore
-    replica.options = {
-        "algorithm": prototype,
-        "bucket_cap_mb": bucket_cap_mb,
-        "broadcast_buffers": broadcast_buffers,
-        "ignored_parameters": tuple(sorted(setup.ignored)),
-        "timeout": timeout,
-    }
-    if isinstance(algorithm, Auto) and transport.world_size > 1:
+        assert setup.algorithm is not None
+        cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        own = copy.deepcopy(setup.algorithm)  # what it remembers is this model's
+        engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
+        undo.callback(engine.close)
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
-        replica.tuner = Tuner(engine, algorithm, connect, replica.synchronize)
-    extend(model, replica)
-    if init_sync:
-        replica.broadcast_model()
-    if optimizer is not None and traits.runs_itself:
-        try:
-            engine.attached = Attached(engine, optimizer)
-        except BaseException:
-            unwrap(model)
-            raise
+        traits = own.traits
+        if setup.optimizer is not None and not (traits.on_gradients or traits.runs_itself):
+            engine.follow_optimizer(connect())
+        again = {
+            "algorithm": setup.algorithm,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "ignored_parameters": tuple(sorted(setup.ignored)),
+            "timeout": timeout,
+        }
+        restore_class(model)  # of a copy
+        replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
+        if isinstance(own, Auto) and transport.world_size > 1:
+            replica.tuner = Tuner(engine, own, connect, replica.synchronize)
+        extend(model, replica)
+        undo.callback(restore_class, model)
+        if init_sync:
+            replica.broadcast_model()
+        if setup.optimizer is not None and traits.runs_itself:
+            engine.attached = Attached(engine, setup.optimizer)
+        undo.pop_all()
     return model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
 
-    Every rank calls it. Background rounds are taken first; gradients and parameters stay.
+    Every rank calls it. Background rounds are taken first; gradients and parameters stay. A copy of a wrapped model
+    becomes an ordinary model.
 
     Raises:
         ConfigError: The model is not wrapped.
     """
-    replica = replica_of(model)
-    if replica.engine.weights is not None and replica.engine.error is None:
-        replica.engine.weights.drain()
-    replicas.discard(replica)
-    replica.engine.close()
-    model.__class__ = replica.original_class
+    wrapped = find(model)
+    if wrapped is None:
+        replica_of(model)  # raises
+    if isinstance(wrapped, Replica) and wrapped.engine.weights is not None and wrapped.engine.error is None:
+        wrapped.engine.weights.drain()
+    if isinstance(wrapped, Replica):
+        wrapped.engine.close()
+    restore_class(model)
     return model
 
 
@@ -132,6 +140,10 @@ def stats(model: nn.Module) -> Stats:
     Raises:
         ConfigError: The model is not wrapped.
     """
+    wrapped = find(model)
+    if isinstance(wrapped, Copy):
+        group = torch.distributed.group.WORLD
+        return statistics.of_copy(wrapped.options["algorithm"].name, 1 if group is None else group.size())
     return statistics.collect(replica_of(model).engine)
 
 
@@ -139,7 +151,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the communication's state on this rank: the algorithm's own, its phase, and the bucket plan.
 
     Save it beside `model.state_dict()`, per rank; with it a resumed run is bit-identical to one that never stopped.
-    (Within the first three synchronised backwards there is no plan to save yet: the resumed run makes its own.)
+    While bucket plans are still tried, this ends it: from the next round on all ranks stay with that round's plan.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -191,10 +203,17 @@ class _SetUp:
     """What one rank finds out by itself before it meets the others; an error is kept, to be raised on all of them."""
 
     def __init__(
-        self, model: Any, algorithm: Any, optimizer: Any, ignored: Sequence[str | nn.Parameter], bucket_cap_mb: Any
+        self,
+        model: Any,
+        algorithm: Any,
+        optimizer: Any,
+        ignored: Sequence[str | nn.Parameter],
+        bucket_cap_mb: Any,
+        scaler: Any,
     ) -> None:
         self.model = model
         self.algorithm: Algorithm | None = None
+        self.optimizer: Any = None
         self.parameters: list[Any] = []
         self.ignored: set[str] = set()
         self.error: Exception | None = None
@@ -207,9 +226,13 @@ class _SetUp:
             self.device = self.parameters[0].param.device
             _check_notowned(self.parameters)
             self.algorithm = algorithms.create(algorithm)
-            _check_optimizer(self.algorithm, optimizer)
+            self.optimizer = optimizers.resolve(optimizer)
+            _check_optimizer(self.algorithm, self.optimizer, self.parameters)
+            _check_repeatable(self.algorithm)
+            if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+                raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
             if isinstance(self.algorithm, Auto):
-                candidates_of(self.algorithm, optimizer)
+                candidates_of(self.algorithm, self.optimizer)
             if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:
@@ -229,14 +252,14 @@ def _check_wrappable(model: Any) -> None:
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
     for name, module in model.named_modules():
         what = f"its submodule {name!r}" if name else "the model"
-        if hasattr(type(module), KEY):
+        if isinstance(find(module), Replica):
             raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConfigError(f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead")
 
 
 def _check_notowned(parameters: Sequence[Any]) -> None:
-    owned = {id(parameter.param) for replica in replicas for parameter in replica.engine.parameters}
+    owned = {id(parameter.param) for replica in replicas() for parameter in replica.engine.parameters}
     twice = [parameter.name for parameter in parameters if id(parameter.param) in owned]
     if twice:
         raise ConfigError(
@@ -245,17 +268,47 @@ def _check_notowned(parameters: Sequence[Any]) -> None:
         )
 
 
-def _check_optimizer(algorithm: Algorithm, optimizer: Any) -> None:
+def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any]) -> None:
     needed = algorithm.traits.needs_optimizer or not algorithm.traits.on_gradients
-    if optimizer is None and needed:
-        raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer is None:
+        if needed:
+            raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
+        return
+    missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
+    if missing and needed:
+        raise ConfigError(
+            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their steps. "
+            "Pass all optimizers, as a list, or name these parameters in ignored_parameters"
+        )
+    if missing:
+        _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)
 
 
-def restore(bare: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """Unpickle or copy: wrap again on the default group, where there is one and no optimizer is needed."""
-    on_gradients = options["algorithm"].traits.on_gradients and not options["algorithm"].traits.needs_optimizer
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and on_gradients:
-        return wrap(bare, init_sync=False, **options)
-    return bare
+def _check_repeatable(algorithm: Algorithm) -> None:
+    """Where runs are to repeat themselves, refuse what depends on clocks."""
+    depends = algorithm.traits.asynchronous or algorithm.traits.runs_itself or isinstance(algorithm, Auto)
+    if not depends or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = f"the algorithm {algorithm.name!r} depends on clocks, so no two runs are alike"
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise ConfigError(f"{message}, and torch.use_deterministic_algorithms is on. Choose another algorithm")
+    _log.warning("%s, though torch.use_deterministic_algorithms is on", message)
+
+
+def wrap_copy(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Wrap a copy of a wrapped model. Collective.
+
+    Raises:
+        ConfigError: Its algorithm needs an optimizer, which no copy has.
+    """
+    traits = options["algorithm"].traits
+    if traits.needs_optimizer or not traits.on_gradients:
+        raise ConfigError(
+            f"this {type(model).__name__} is a copy of a model wrapped with {options['algorithm'].name!r}, which needs the "
+            "optimizer of the copy. Call commlib.wrap(copy, ..., optimizer=...) to train it on all ranks, or "
+            "commlib.unwrap(copy) to train it on this rank alone"
+        )
+    wrap(model, init_sync=False, **options)
+
+
+Copy.wrap_copy = staticmethod(wrap_copy)

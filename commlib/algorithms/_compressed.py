@@ -55,7 +55,8 @@ class Compressed(Algorithm, Generic[E]):
             raise ConfigError(f"{type(self).__name__}.op: expected 'mean' or 'sum', got {op!r}")
         self.op = op
         self.compress = compress
-        self.traits = dataclasses.replace(self.traits, hierarchical=hierarchical)
+        accumulates = self.traits.accumulates and op == "mean"
+        self.traits = dataclasses.replace(self.traits, hierarchical=hierarchical, accumulates=accumulates)
         self._exchanges: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}

@@ -45,7 +45,7 @@ class QuantizedMomentum(Quantized):
         super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical)
         self.exactness = "any"  # another optimizer
         self.traits = dataclasses.replace(
-            self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False
+            self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False, accumulates=False
         )
         self._gradient_units = Units()
         self._optimizer: FrozenVarianceAdam | None = None

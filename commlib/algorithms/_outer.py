@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -92,7 +92,17 @@ class OuterSGD(Quantized):
         self._loaded = {"common": {}, "velocity": {}}
         # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
-        self._loaded = saved
+        self._loaded = {kind: _of(self._buckets.values(), pieces) for kind, pieces in saved.items()}
+
+    @override
+    def forget(self) -> None:
+        self._common.clear()
+        self._velocity.clear()
+        self._loaded = {kind: {} for kind in self._loaded}
+        for exchange in self._exchanges.values():
+            exchange.forget()
+        for stage in self._stages.values():
+            stage.owed = None
 
     def _has_common(self, bucket: BucketView) -> bool:
         is_mean = self.outer_lr == 1 and self.outer_momentum == 0
@@ -156,3 +166,9 @@ class OuterSGD(Quantized):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
         return saved
+
+
+def _of(buckets: Iterable[BucketView], pieces: Pieces) -> Pieces:
+    """Return the pieces of parameters that are in the buckets: others begin anew when they come back."""
+    names = {part.name for bucket in buckets for part in bucket.parts}
+    return {name: piece for name, piece in pieces.items() if name in names}

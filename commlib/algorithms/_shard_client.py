@@ -87,6 +87,7 @@ class Shard(ABC):
         self.num_pending = 0  # steps that the next push is of
         self.version = 0  # of the weights that were taken over last
         self.is_under_way = False
+        self.is_stale = False  # what is under way is of weights that the user has replaced
         self.has_arrived = threading.Event()
 
     @abstractmethod
@@ -129,10 +130,20 @@ class Shard(ABC):
         """Make the parameters the weights that have arrived, and what was done to them since the push."""
         self.wire.unpack()
         own = cut(weights, self.pieces)
+        if self.is_stale:
+            torch._foreach_copy_(self._origin, own)
+            self._end()
+            return
         torch._foreach_sub_(own, self._origin)
         torch._foreach_copy_(self._origin, self.wire.received.tensors)
         torch._foreach_add_(own, self._origin)
         self._end()
+
+    def begin_anew(self, weights: Sequence[torch.Tensor]) -> None:
+        """The user has loaded weights: nothing that was done to others is pushed or taken over."""
+        torch._foreach_copy_(self._origin, cut(weights, self.pieces))
+        self.num_pending = 0
+        self.is_stale = self.is_under_way
 
     def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the parameters the weights that have arrived, after `pull`."""
@@ -141,7 +152,7 @@ class Shard(ABC):
 
     def _end(self) -> None:
         self.version = self.wire.received.number
-        self.is_under_way = False
+        self.is_under_way = self.is_stale = False
         self.has_arrived.clear()
 
 

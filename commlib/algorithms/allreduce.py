@@ -64,6 +64,7 @@ class AllReduce(Algorithm):
             prompt=is_prompt,
             single=is_prompt,
             hierarchical=hierarchical,
+            accumulates=op == "mean",
             window=_ALL_IN_FLIGHT if is_prompt else self.traits.window,
         )
         self._wires: dict[int, torch.Tensor] = {}

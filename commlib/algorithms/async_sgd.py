@@ -150,7 +150,7 @@ class _Worker(Runner):
     def __init__(self, attachment: Attachment, algorithm: AsyncSGD) -> None:
         self._attachment = attachment
         self._period = algorithm.period
-        self._pushes_gradients = algorithm.push == "gradients"
+        self._pushes_gradients = self.needs_gradients = algorithm.push == "gradients"
         optimizer, codec = attachment.optimizer, algorithm.codec
         if self._pushes_gradients:
             check_elementwise(optimizer)
@@ -172,8 +172,9 @@ class _Worker(Runner):
                 own = cut(self._weights, pieces)
                 wire = WholeWire(own) if codec is None else CodedWire(own, codec)
                 self._shards.append(make(owner, pieces, self._weights, algorithm.rest, wire))
+        self._own_pieces = of_ranks[rank]
         self._server = ShardServer(
-            of_ranks[rank],
+            self._own_pieces,
             self._parameters,
             optimizer if self._pushes_gradients else None,
             world_size,
@@ -209,11 +210,11 @@ class _Worker(Runner):
 
     @override
     def before_step(self) -> None:
-        gradients = [parameter.grad for parameter in self._parameters]
-        if all(gradient is None for gradient in gradients):
-            return
         laid_out: list[torch.Tensor] = []
         if self._pushes_gradients:
+            gradients = [parameter.grad for parameter in self._parameters]
+            if all(gradient is None for gradient in gradients):
+                return
             if getattr(self._attachment.optimizer, "grad_scale", None) is not None:
                 raise ConfigError(
                     "async_sgd(push='gradients') takes gradients before the optimizer's step, and a fused optimizer "
@@ -253,6 +254,14 @@ class _Worker(Runner):
             _log.warning("ranks %s have left; each rank trains their shards of the parameters alone from here on", gone)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
+
+    @override
+    def weights_were_loaded(self) -> None:
+        own = [piece.detach() for piece in cut(self._weights, self._own_pieces)]
+        with self._lock:
+            self._server.overwrite(own)
+        for shard in self._shards:
+            shard.begin_anew(self._weights)
 
     @override
     def synchronize(self) -> None:

@@ -73,6 +73,9 @@ class Traits:
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
+        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has two
+            synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
+            `communicate` leaves is no mean of gradients but, say, of momentum; such gradients are refused then.
         prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
             bucket ready then issues it itself.
         single: Whether `communicate` asks for one collective only and has next to nothing to do after it; the thread
@@ -95,6 +98,7 @@ class Traits:
     warmup_steps: int = 0
     needs_optimizer: bool = False
     reduces_flags: bool = False
+    accumulates: bool = True
     prompt: bool = False
     single: bool = False
     idle_alone: bool = False
@@ -206,6 +210,9 @@ class Runner:
     #: Exchanges so far whose result this rank has taken.
     num_rounds: int = 0
 
+    #: Whether `before_step` looks at gradients, so that a closure of the optimizer's step would make them too late.
+    needs_gradients: bool = False
+
     @property
     def bytes_sent(self) -> float:
         """Bytes that this rank has sent."""
@@ -216,6 +223,9 @@ class Runner:
 
     def after_step(self) -> None:
         """The optimizer has made its step; the only place where weights may change."""
+
+    def weights_were_loaded(self) -> None:
+        """The user has loaded other weights: go on from these; what is under way of the old ones comes to nothing."""
 
     def synchronize(self) -> None:
         """Give all ranks the same weights, in which what every rank has done is contained. Collective."""
@@ -262,6 +272,12 @@ class Algorithm:
 
         That is the first optimizer step after the warm-up, when all ranks hold what `wrap` broadcast or was loaded
         since. Called again for all buckets, before the next step, after they were made anew or state was loaded.
+        """
+
+    def forget(self) -> None:
+        """For weights: the user has loaded others, on all ranks; forget what is of the old ones.
+
+        `begin` follows before the next step that is counted.
         """
 
     def divisor(self, comm: Communicator) -> float:

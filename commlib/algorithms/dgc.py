@@ -63,7 +63,7 @@ class DGC(Sparse):
         ratio: The part of a bucket's elements that is sent after the warm-up, above 0 and at most 1.
         momentum: m above.
         clip: The norm that the gradient of the whole model is clipped to on each rank; None does not clip.
-        ratio_warmup_steps: Rounds in which the ratio falls from 0.25 to `ratio`, by the same factor at each quarter.
+        ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio falls from 0.25 to `ratio`, by the same factor at each quarter.
         hierarchical: Whether gradients are summed inside each node first, in full precision; a node is a worker then.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default. The gradients of the
             others are averaged in full precision, and the momentum comes after.
@@ -73,7 +73,7 @@ class DGC(Sparse):
     momentum.
     """
 
-    traits = Traits()  # one rank alone has a momentum too
+    traits = Traits(accumulates=False)  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 
     def __init__(
@@ -134,7 +134,7 @@ class DGC(Sparse):
         return MomentumExchange(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio of round `step`."""
+        """Return the ratio of the optimizer's step of this number (of the round, where no optimizer is known)."""
         if step >= self.ratio_warmup_steps or self.ratio >= _FIRST_RATIO:
             return self.ratio
         quarter = 4 * step // self.ratio_warmup_steps
@@ -158,7 +158,7 @@ class DGC(Sparse):
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
-        codec = codecs.TopK(self.ratio_at(comm.step))
+        codec = codecs.TopK(self.ratio_at(comm.optimizer_step))
         assert isinstance(exchange, MomentumExchange)
         scale = self._units.scale
         own, everyone = exchange.payloads(codec)

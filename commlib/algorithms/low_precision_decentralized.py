@@ -88,6 +88,10 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
             yield from choco(tensor, exchange, peers, self.consensus_step)
 
     @override
+    def forget(self) -> None:
+        self.load_state_dict({"replica": {}, "pull": {}})  # the next round makes the new weights known
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"replica": {}, "pull": {}}
         for index, exchange in self._exchanges.items():

@@ -155,6 +155,10 @@ class _Gossiping(Runner):
     def synchronize(self) -> None:
         comm = self._attachment.comm
         self._attachment.run("the mean of the weights", mean_all(self._weights, comm))
+        self.weights_were_loaded()
+
+    @override
+    def weights_were_loaded(self) -> None:
         # What was asked for before is of the time before: it is dropped, now or when it comes.
         self._fetches = [_Fetch(self._published)]
         self._publish()

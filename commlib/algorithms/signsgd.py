@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,7 @@ class SignSGD(Quantized):
         super().__init__(
             OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
         )
+        self.traits = dataclasses.replace(self.traits, accumulates=feedback)  # a vote is no gradient
 
     @override
     def _exchange(

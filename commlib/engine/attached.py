@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Attached:
-    """The runner of an algorithm with `Traits(tensors="none")`, and the optimizer's hooks that drive it.
+    """The runner of an algorithm with `Traits(tensors="none")`, driven by the optimizer's steps.
 
     Args:
         engine: The model's engine, whose communicator carries what is collective.
@@ -42,23 +42,21 @@ class Attached:
                 timeout_s=engine.transport.timeout_s,
             )
         )
-        own: weakref.ref[Attached] = weakref.ref(self)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda _, args, kwargs: _call(own, lambda a: a._before(args, kwargs))),
-            optimizer.register_step_post_hook(lambda *_: _call(own, lambda a: a._after())),
-        ]
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer is about to make a step, with these arguments."""
         if self._schedule.warming_up:
             return
-        if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
+        has_closure = kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:])
+        if has_closure and self.runner.needs_gradients:
             raise ConfigError(
                 f"optimizer.step(closure) computes gradients inside the step, and the algorithm "
-                f"{self._engine.algorithm.name!r} acts before it. Call backward(), then optimizer.step()"
+                f"{self._engine.algorithm.name!r} takes them before it. Call backward(), then optimizer.step()"
             )
         self._guarded(self.runner.before_step)
 
-    def _after(self) -> None:
+    def end_step(self) -> None:
+        """The optimizer has made its step."""
         was_warm_up = self._schedule.warming_up
         self._schedule.end_step()
         if not was_warm_up:
@@ -86,15 +84,8 @@ class Attached:
         )
 
     def close(self) -> None:
-        """Remove the hooks and end what is under way. Harmless when called twice."""
-        for hook in self._hooks:
-            hook.remove()
+        """End what is under way. Harmless when called twice."""
         self.runner.close()
-
-
-def _call(reference: weakref.ref[Attached], act: Callable[[Attached], None]) -> None:
-    if (attached := reference()) is not None:
-        act(attached)
 
 
 def _run(reference: weakref.ref[Engine], what: str, communication: Any) -> None:

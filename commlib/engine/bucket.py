@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,7 +63,10 @@ class Slot:
     def hook(self, engine: Callable[[], Engine | None]) -> None:
         """Tell `engine` of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
         self.engine = engine
+        requires_grad = self.param.requires_grad
+        self.param.requires_grad_(True)  # else torch takes no hook
         self.param.register_post_accumulate_grad_hook(self)
+        self.param.requires_grad_(requires_grad)
 
     def unhook(self) -> None:
         """Undo `hook`. Harmless when called twice, or without it."""
@@ -136,6 +140,10 @@ class FlatRun(Run):
             ConfigError: A gradient is sparse.
         """
         gradients = [slot.param.grad for slot in self.slots]
+        with explaining_sizes(self.slots):
+            self._place(gradients, divisor)
+
+    def _place(self, gradients: list[torch.Tensor | None], divisor: float) -> None:
         if not self._pack_natively(gradients, divisor):
             self._pack_with_torch(gradients, divisor)
         self.is_placed = self.is_plain = True
@@ -307,17 +315,17 @@ class Bucket:
     def release(self) -> None:
         """Let go of the buffer now: runs and views refer to each other, and a collection may be far away."""
         self.runs.clear()
-        for slot in self.slots:
-            slot.view, slot.run = _NO_VIEW, None
         self.flat = self.flags = self.payload = _NO_VIEW
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `tensors` (the weights, or entries of the optimizer's state) into the flat buffer."""
-        torch._foreach_copy_([slot.view for slot in self.slots], list(tensors))
+        with explaining_sizes(self.slots):
+            torch._foreach_copy_([slot.view for slot in self.slots], list(tensors))
 
     def store(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the flat buffer into `tensors`."""
-        torch._foreach_copy_(list(tensors), [slot.view for slot in self.slots])
+        with explaining_sizes(self.slots):
+            torch._foreach_copy_(list(tensors), [slot.view for slot in self.slots])
 
 
 class SparseBucket:
@@ -362,6 +370,27 @@ def name_some(names: Sequence[str], limit: int = 3) -> str:
     """Return the first names, quoted, and how many more there are."""
     shown = ", ".join(map(repr, names[:limit]))
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+@contextlib.contextmanager
+def explaining_sizes(slots: Sequence[Slot]) -> Iterator[None]:
+    """Where copying fails because parameters were resized or cast, say so instead.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        changed = [s for s in slots if (s.param.shape, s.param.dtype) != (s.view.shape, s.view.dtype)]
+        if not changed:
+            raise
+        first = changed[0]
+        raise ConfigError(
+            f"parameters were resized or cast after wrapping: {name_some([slot.name for slot in changed])}; the first "
+            f"from {tuple(first.view.shape)} {first.view.dtype} to {tuple(first.param.shape)} {first.param.dtype}. Call "
+            "commlib.unwrap(model) first, and wrap the changed model again on all ranks"
+        ) from error
 
 
 def flat_numel(slots: Sequence[Slot]) -> int:

@@ -25,6 +25,7 @@ class GradientRound:
         comm: The group.
         transport: Carries the round.
         driver: Runs it.
+        tail: What is communicated beside the buckets, once backward has ended.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class GradientRound:
         comm: Communicator,
         transport: Transport,
         driver: Driver,
+        tail: Sequence[Task] = (),
     ) -> None:
         self._buckets = buckets
         self._dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
@@ -47,17 +49,24 @@ class GradientRound:
         self._sends_flags = self._last is not None and not algorithm.traits.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
-        self._round = Round(transport, tasks, algorithm.traits.window)
+        self._num_gradient_tasks = len(tasks)
+        self._round = Round(transport, [*tasks, *tail], algorithm.traits.window)
         driver.open(self._round)
 
     @property
     def tasks(self) -> list[Task]:
-        """The round's tasks: one per bucket, in plan order, and perhaps one for the flags."""
-        return self._round.tasks
+        """The tasks that carry gradients: one per bucket, in plan order, and perhaps one for the flags."""
+        return self._round.tasks[: self._num_gradient_tasks]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has been given to the driver."""
+        return any(self._launched)
 
     def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
         if isinstance(bucket, SparseBucket):
-            return lambda: sparse_sum(bucket.gradient(), bucket.slots[0].param, self._comm, bucket.result)
+            own = bucket.gradient if self._comm.contributes else _no_gradient
+            return lambda: sparse_sum(own(), bucket.slots[0].param, self._comm, bucket.result)
         return lambda: self._algorithm.communicate(bucket, self._comm)
 
     def _communicate_flags(self) -> Communication:
@@ -78,13 +87,19 @@ class GradientRound:
         """Launch what is left: backward has ended, and some parameter had no gradient in it."""
         for bucket in [*(b for b in self._buckets if b is not self._last), *([self._last] if self._last else [])]:
             self.launch(bucket)
+        self._launch_tail()
+
+    def _launch_tail(self) -> None:
+        for idx in range(self._num_gradient_tasks, len(self._round.tasks)):
+            self._driver.ready(self._round, idx)
 
     def contribute_nothing(self) -> None:
         """Launch every bucket with zeros: what a rank without data does."""
         for bucket in self._dense:
             bucket.zero()
-        for idx in range(len(self.tasks)):
+        for idx in range(self._num_gradient_tasks):
             self._driver.ready(self._round, idx)
+        self._launch_tail()
 
     def _send(self, bucket: Bucket | SparseBucket) -> None:
         self._launched[bucket.index] = True
@@ -114,11 +129,15 @@ class GradientRound:
         """End the round, which cannot go on."""
         self._driver.cancel(self._round, error)
 
-    def publish(self) -> bool:
-        """Make the results the parameters' gradients; return whether a parameter does not require one any more."""
+    def discard(self) -> None:
+        """Forget the round, of which nothing was given to the driver."""
+        self._driver.discard(self._round)
+
+    def publish(self) -> frozenset[int]:
+        """Make the results the parameters' gradients; return the places of parameters that do not require one now."""
         divisor = self._algorithm.divisor(self._comm)
         is_used: list[bool] | None = None
-        found_frozen = False
+        frozen: set[int] = set()
         start = 0
         for bucket in self._buckets:
             if isinstance(bucket, SparseBucket):
@@ -127,9 +146,19 @@ class GradientRound:
             if not bucket.is_plain:  # the flags are read, on CUDA by waiting, only where they matter
                 is_used = is_used or [value > 0 for value in self._dense[-1].flags.tolist()]
                 bucket.finish(is_used[start : start + len(bucket.slots)])
-                found_frozen |= any(not slot.param.requires_grad for slot in bucket.slots)
+                frozen.update(slot.idx for slot in bucket.slots if not slot.param.requires_grad)
             start += len(bucket.slots)
-        return found_frozen
+        return frozenset(frozen)
+
+    def drop(self) -> None:
+        """Leave the parameters' gradients as they are."""
+        for bucket in self._buckets:
+            if isinstance(bucket, SparseBucket):
+                bucket.result.clear()
+
+
+def _no_gradient() -> None:
+    return None
 
 
 def _kind(algorithm: Algorithm, bucket: Bucket | SparseBucket) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Plan:
     Attributes:
         buckets: Indices of each bucket's parameters.
         kind: "initial", "trial" (one of several that are timed), "planned" (the fastest of them), "fixed" (by
-            `bucket_cap_mb`) or "restored" (from a checkpoint).
+            `bucket_cap_mb`), "settled" (by a checkpoint, before it was planned) or "restored" (from a checkpoint).
         ready_s: Per parameter, seconds from the start of backward until its gradient was ready, on rank 0.
         cost: What communication was measured to cost, for "trial" and "planned".
     """
@@ -65,6 +66,11 @@ def initial(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
     order = list(range(len(parameters)))  # within a bucket as registered, as in DDP's first step
     ready_s = [float(len(order) - idx) for idx in range(len(order))]
     return Plan(_cut(parameters, order, ready_s, _by_size(cap_bytes)), "initial")
+
+
+def by_sizes(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
+    """Return a plan that no measurement has a say in: by size, the last registered parameters first."""
+    return dataclasses.replace(initial(parameters, cap_bytes), kind="settled")
 
 
 def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[float]) -> Plan:

@@ -157,6 +157,11 @@ class Driver(ABC):
             round_.end()
             self._leave(round_)
 
+    def discard(self, round_: Round) -> None:
+        """Forget a round of which no task was ready: nothing has been sent for it."""
+        round_.end()
+        self._leave(round_)
+
     @abstractmethod
     def close(self) -> None:
         """Give the driver up. Harmless when called twice."""

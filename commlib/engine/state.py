@@ -18,6 +18,7 @@ def save(engine: Engine) -> dict[str, Any]:
     """Return the engine's state on this rank; see `commlib.state_dict`."""
     if engine.weights is not None:
         engine.weights.drain()
+    engine.settle()
     names = [parameter.name for parameter in engine.parameters]
     pending = engine.next_plan or engine.plan
     return {
@@ -29,9 +30,9 @@ def save(engine: Engine) -> dict[str, Any]:
         "num_rounds": engine.num_rounds,
         "num_weight_rounds": engine.weights.num_started if engine.weights else 0,
         "plan": None
-        if pending.kind in ("initial", "trial")
+        if pending.kind == "initial"
         else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
-        "hook_counts": engine.hook_counts(),
+        "hook_counts": engine.hook_counts(),  # None before they are known
         "state": _keeper(engine).state_dict(),
     }
 
@@ -53,15 +54,15 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
     plan = _plan(engine, state["plan"])
-    if plan is not None:
+    with engine.wholly():
         engine.restore(plan, state["hook_counts"])
-    _keeper(engine).load_state_dict(state["state"])
-    engine.schedule.step = int(state["step"])
-    engine.num_rounds = int(state["num_rounds"])
-    if engine.weights is not None:
-        engine.weights.begins = True
-        if not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
-            engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
+        _keeper(engine).load_state_dict(state["state"])
+        engine.schedule.step = int(state["step"])
+        engine.num_rounds = int(state["num_rounds"])
+        if engine.weights is not None:
+            engine.weights.loaded_state()
+            if not engine.algorithm.traits.asynchronous:  # where ranks may be a round apart
+                engine.weights.num_started = engine.weights.num_rounds = int(state["num_weight_rounds"])
 
 
 def _keeper(engine: Engine) -> Algorithm | Runner:

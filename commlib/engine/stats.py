@@ -120,6 +120,11 @@ def collect(engine: Engine) -> Stats:
     )
 
 
+def of_copy(algorithm: str, world_size: int) -> Stats:
+    """Return those of a copy of a wrapped model, which has not communicated yet."""
+    return Stats(algorithm, world_size, "initial", 0, 0, 0.0, 0.0, 0.0, 1.0, None, 0.0, None, ())
+
+
 def _of_bucket(engine: Engine, bucket: Bucket | SparseBucket) -> BucketStats:
     ready_s = engine.plan.ready_s
     has_last = bucket.index < len(engine.last_sent)

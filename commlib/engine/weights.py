@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from commlib.engine.policy import Schedule
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.engine.votes import Votes
 from commlib.errors import CommlibError
+from commlib.primitives.replicate import mean_all
 from commlib.transport.base import Communication, Communicator, Transport
 
 #: Where steps wait for their round, how far it moved the weights is measured once in this many steps.
@@ -37,11 +37,17 @@ class WeightRounds:
         schedule: Says when rounds start and are taken; shared with the engine.
         transport: A communicator used by these rounds alone.
         driver: The device's driver.
-        optimizer: Its step ends what `Traits` counts.
+        optimizer: Whose state may be what is communicated, and whose step ends are reported to `end_step`.
         cap_bytes: Size of a bucket.
 
     Attributes:
         error: What ended the rounds, if anything did.
+
+    [Note: frozen layers] A parameter that is frozen stays where it is: results are not written to it, and from the next
+    round on it is in no bucket, so that no outer momentum reaches it. One that two losses freeze in turns is frozen at
+    the end of every other step, perhaps of all steps with a round, and is to be averaged all the same: after it came back
+    once, it counts as frozen only after a whole period. When a parameter comes back the ranks may differ in it, if they
+    froze it between two rounds, so it becomes their mean first.
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class WeightRounds:
         schedule: Schedule,
         transport: Transport,
         driver: Driver,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         cap_bytes: int = INITIAL_CAP_BYTES,
     ) -> None:
         self._algorithm = algorithm
@@ -69,32 +75,41 @@ class WeightRounds:
         self._votes = Votes(transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
         self.error: BaseException | None = None
+        self._drops_result = False  # of the round under way: it is of weights that were replaced
+        self._has_loaded_state = False  # since the last step
         self.adopt(parameters)
-        own = weakref.ref(self)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: (rounds := own()) and rounds.begin_step()),
-            optimizer.register_step_post_hook(lambda *_: (rounds := own()) and rounds.end_step()),
-        ]
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on; the result of a round under way is waited for and dropped.
 
         Asynchronous rounds are settled before: a rank may be in one to which others have not come.
         """
-        if self._round is not None:  # it works on the algorithm's state, which moves into other buckets now
+        self._drop_round()
+        self._parameters = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
+        self._frozen = _Frozen([p.param for p in parameters], self._traits.period)
+        self._resting: frozenset[int] = frozenset()
+        self._build()
+
+    def _drop_round(self) -> None:
+        """Wait for a round under way and drop its result: it works on state that moves into other buckets now."""
+        if self._round is not None:
             self._schedule.drain()
             round_, self._round = self._round, None
             self._driver.wait(round_)
-        dense = [Parameter(p.name, p.param, sparse=False, group=p.group) for p in parameters]
-        num_bytes = sum(p.param.nbytes for p in dense)
+
+    def _build(self) -> None:
+        """Make the buckets of all parameters but those that rest."""
+        moving = [p for p in self._parameters if id(p.param) not in self._resting]
+        num_bytes = sum(p.param.nbytes for p in moving)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._traits.fragments) or 1)
-        built = plans.build(plans.initial(dense, cap_bytes), dense, plans.make_slots(dense))
-        self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
-        self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._traits.in_background else []
+        built = plans.build(plans.initial(moving, cap_bytes), moving, plans.make_slots(moving))
+        buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
+        copies = [torch.empty_like(b.flat) for b in buckets] if self._traits.in_background else []
+        self._algorithm.setup(Context(self._comm, buckets, buckets[0].flat.device, self._optimizer))
+        self.buckets, self._copies = buckets, copies
         self._moved: dict[int, torch.Tensor] = {}  # per bucket, the square of how far its last round moved it
         self._carried: list[Bucket] = []  # by the round under way
         self.begins = True  # the algorithm has yet to see the weights
-        self._algorithm.setup(Context(self._comm, self.buckets, self.buckets[0].flat.device, self._optimizer))
 
     @property
     def bytes_sent(self) -> float:
@@ -111,8 +126,12 @@ class WeightRounds:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Before an optimizer step: show the algorithm the weights, if it has not seen those of these buckets."""
+        self._has_loaded_state = False
         if not self.begins or self._schedule.warming_up or self._traits.tensors != "weights":
             return
+        self._begin()
+
+    def _begin(self) -> None:
         self.begins = False
         for bucket in self.buckets:
             bucket.load(self._tensors(bucket))
@@ -130,6 +149,7 @@ class WeightRounds:
             raise
 
     def _end_step(self) -> None:
+        self._frozen.end_step()
         has_arrived = self._round is not None and self._driver.has_arrived(self._round)
         is_over = self._votes is not None and self._is_over(self._votes, has_arrived)
         due = self._schedule.end_step(has_arrived and not is_over)
@@ -150,6 +170,29 @@ class WeightRounds:
         """
         has_failed = has_arrived and self._round is not None and self._round.error is not None
         return votes.have_ended() or (has_failed and votes.explains_soon())
+
+    def abandon(self, error: BaseException) -> None:
+        """End the rounds for good; peers that wait for this rank are told by the abort."""
+        self.error = self.error or error
+        self._transport.abort()
+
+    def forget(self) -> None:
+        """The weights were loaded: they are what the algorithm begins with, and a round under way comes to nothing.
+
+        State that was loaded since the last step is of these weights, so it stays.
+        """
+        if self._has_loaded_state or self.error is not None:
+            return
+        if self._traits.asynchronous:  # peers may come to the round much later
+            self._drops_result = self._round is not None
+        else:
+            self._drop_round()
+        self._algorithm.forget()
+        self.begins = True
+
+    def loaded_state(self) -> None:
+        """Take note that the algorithm's state was loaded: it is of weights that are, or will be, loaded too."""
+        self._has_loaded_state = self.begins = True
 
     @torch.no_grad()
     def drain(self) -> None:
@@ -189,8 +232,6 @@ class WeightRounds:
 
         An asynchronous round is not waited for: peers may come to it much later, or not at all.
         """
-        for hook in self._hooks:
-            hook.remove()
         if self._votes is not None:
             self._votes.close()
         if self._round is not None:
@@ -202,6 +243,7 @@ class WeightRounds:
         self._transport.close()
 
     def _start(self) -> None:
+        self._follow_freezing()
         self._comm.step = self.num_started
         self._carried = self.buckets[self.num_started % self._traits.fragments :: self._traits.fragments]
         self.num_started += 1
@@ -232,16 +274,49 @@ class WeightRounds:
         assert round_ is not None
         self._driver.wait(round_)
         self.num_rounds += 1
+        is_dropped, self._drops_result = self._drops_result, False
+        if is_dropped:
+            return
+        resting = self._frozen.resting()
         for bucket in self._carried:
-            tensors, results = self._tensors(bucket), [slot.view for slot in bucket.slots]
+            tensors = self._tensors(bucket)
             self._measure(bucket, tensors)
-            if self._traits.mixing is not None:
-                torch._foreach_lerp_(tensors, results, 1.0 - self._traits.mixing)
-            elif self._copies:
+            if self._traits.mixing is None and self._copies:
                 bucket.flat.sub_(self._copies[bucket.index])
-                torch._foreach_add_(tensors, results)
-            else:
-                bucket.store(tensors)
+            pairs = zip(bucket.slots, tensors, strict=True)
+            moving = [(tensor, slot.view) for slot, tensor in pairs if id(slot.param) not in resting]
+            if moving:
+                self._apply(*zip(*moving, strict=True))
+
+    def _apply(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        if self._traits.mixing is not None:
+            torch._foreach_lerp_(tensors, results, 1.0 - self._traits.mixing)
+        elif self._copies:
+            torch._foreach_add_(tensors, results)
+        else:
+            torch._foreach_copy_(tensors, results)
+
+    def _follow_freezing(self) -> None:
+        """Leave parameters out that are frozen for good, and take those in that are not any more.
+
+        See [Note: frozen layers]. All ranks alike; where they may be a round apart, in the tensors' own pace, buckets stay.
+        """
+        resting = self._frozen.resting()
+        if resting == self._resting or self._traits.asynchronous or len(resting) == len(self._parameters):
+            return
+        back = [p.param.data for p in self._parameters if id(p.param) in self._resting - resting]
+        self._resting = resting
+        self._build()
+        if back:
+            self._run("the mean of parameters that are not frozen any more", mean_all(back, self._comm))
+        if self._traits.tensors == "weights":
+            self._begin()
+
+    def _run(self, what: str, communication: Communication) -> None:
+        round_ = Round(self._transport, [Task(lambda: what, lambda: communication)], window=1)
+        self._driver.open(round_)
+        self._driver.ready(round_, 0)
+        self._driver.wait(round_)
 
     def _measure(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         """Note how far the round moved the bucket: on a copy in every round, else now and then, as it costs a pass."""
@@ -262,6 +337,37 @@ class WeightRounds:
             bucket.flat.div_(self._comm.world_size)
             self._moved[bucket.index] = _distance_squared(weights, bucket)
             bucket.store(weights)
+        resting = [p.param.data for p in self._parameters if id(p.param) in self._resting]
+        yield from mean_all(resting, self._comm)
+
+
+class _Frozen:
+    """Which parameters are frozen for good; see [Note: frozen layers] in `WeightRounds`.
+
+    Args:
+        parameters: The parameters.
+        period: Steps after which one that takes turns counts as frozen.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], period: int) -> None:
+        self._parameters = parameters
+        self._period = period
+        self._steps: dict[int, int] = {}  # at whose ends a parameter was frozen, in a row
+        self._takes_turns: set[int] = set()
+
+    def end_step(self) -> None:
+        """Look at the parameters at the end of a step."""
+        now = [id(parameter) for parameter in self._parameters if not parameter.requires_grad]
+        if not now and not self._steps:
+            return
+        self._takes_turns.update(self._steps.keys() - now)
+        self._steps = {key: self._steps.get(key, 0) + 1 for key in now}
+
+    def resting(self) -> frozenset[int]:
+        """Return the identities of those that are frozen for good."""
+        return frozenset(
+            key for key, count in self._steps.items() if key not in self._takes_turns or count > self._period
+        )
 
 
 def _distance_squared(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:

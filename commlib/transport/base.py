@@ -165,6 +165,7 @@ class Communicator:
             `divide_by_initial_world_size=False` was asked for. Means divide by it.
         contributes: Whether this rank has data in this round; one that has joined early sends zeros.
         step: Rounds so far, the same on all ranks and after a resume; what random numbers are drawn for.
+        optimizer_step: Steps of the optimizer so far, or rounds where it is not known: what schedules count.
     """
 
     def __init__(self, rank: int, world_size: int, group: str = "all") -> None:
@@ -174,7 +175,7 @@ class Communicator:
         self.across: Communicator | None = None
         self.num_active = world_size
         self.contributes = True
-        self.step = 0
+        self.step = self.optimizer_step = 0
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> AllReduce:

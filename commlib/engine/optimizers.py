@@ -1,0 +1,169 @@
+"""The user's optimizers: what of a proxy is one, several as one, and what counts as a step of theirs."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.errors import ConfigError
+
+
+class Joint:
+    """Several optimizers, such as Muon beside AdamW, seen as one: for algorithms that read groups or state."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, the first optimizer's first."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The state of all, by parameter."""
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+
+
+def resolve(optimizer: Any) -> Any:
+    """Return the optimizer meant by `optimizer`: None, an optimizer, a proxy of one, or a sequence of those.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, list | tuple):
+        found = [_plain(each) for each in optimizer]
+        if not found or len(set(map(id, found))) < len(found):
+            raise ConfigError(f"optimizer: expected different optimizers, got a sequence of {len(found)}")
+        return found[0] if len(found) == 1 else Joint(found)
+    return _plain(optimizer)
+
+
+def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers of what `resolve` returned."""
+    if optimizer is None:
+        return ()
+    return optimizer.optimizers if isinstance(optimizer, Joint) else (optimizer,)
+
+
+def left_out(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of the parameters that are in no group of the optimizer."""
+    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in named if id(parameter) not in inside]
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer itself, or the one that a proxy (accelerate's, Lightning's) passes its steps to."""
+    given = optimizer
+    for _ in range(8):
+        is_whole = isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
+        inner = None if optimizer is None else vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
+        if is_whole and not isinstance(inner, torch.optim.Optimizer):
+            return optimizer
+        if inner is None:
+            break
+        optimizer = inner
+    raise ConfigError(
+        f"optimizer: expected a torch.optim.Optimizer, a sequence of them, or a proxy with one as its attribute "
+        f"`optimizer`, got {type(given).__name__}"
+    )
+
+
+class Steps:
+    """Tells of the user's steps: each begins with the first of his optimizers, and ends when each has made one.
+
+    A step that a `GradScaler` skips counts where the scaler is known: it calls no hook of the optimizer, so its method
+    `step` is watched. Nothing else of the optimizers' and the scaler's is changed.
+
+    Args:
+        optimizer: What `resolve` returned.
+        scaler: The user's GradScaler, or None.
+        begins: Called with the positional and named arguments of the optimizer's `step`.
+        ends: Called when the step has ended.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        scaler: Any,
+        begins: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        ends: Callable[[], None],
+    ) -> None:
+        self._optimizers = all_of(optimizer)
+        self._begins, self._ends = begins, ends
+        self._has_begun = False
+        self._done: set[int] = set()
+        self._hooks: list[Any] = []
+        own = weakref.ref(self)
+        for idx, each in enumerate(self._optimizers):
+            self._hooks += [
+                each.register_step_pre_hook(lambda _, args, kwargs: (s := own()) and s._before(args, kwargs)),
+                each.register_step_post_hook(lambda *_, idx=idx: (s := own()) and s._after(idx)),
+            ]
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self._scaler is not None:
+            _watch(self._scaler, self)
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._begins(args, kwargs)
+
+    def _after(self, idx: int) -> None:
+        self._done.add(idx)
+        if len(self._done) == len(self._optimizers):
+            self._done.clear()
+            self._has_begun = False
+            self._ends()
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that an optimizer, if it is one of these, was kept from making."""
+        for idx, each in enumerate(self._optimizers):
+            if each is optimizer:
+                self._before((), {})
+                self._after(idx)
+
+    def close(self) -> None:
+        """Remove the hooks. Harmless when called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._scaler is not None:
+            _unwatch(self._scaler, self)
+            self._scaler = None
+
+
+#: Whom the scalers whose `step` is watched tell of steps that they leave out; several models may share a scaler.
+_watchers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Steps]] = weakref.WeakKeyDictionary()
+
+
+def _watch(scaler: Any, steps: Steps) -> None:
+    if not _watchers.setdefault(scaler, weakref.WeakSet()):
+        scaler.step = functools.partial(_step, weakref.ref(scaler))
+    _watchers[scaler].add(steps)
+
+
+def _unwatch(scaler: Any, steps: Steps) -> None:
+    _watchers[scaler].discard(steps)
+    if not _watchers[scaler]:
+        vars(scaler).pop("step", None)
+
+
+def _step(reference: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the scaler's step, and tell of it where the optimizer made none."""
+    scaler, plain = reference(), _plain(optimizer)
+    made: list[None] = []
+    hook = plain.register_step_post_hook(lambda *_: made.append(None))
+    try:
+        result = type(scaler).step(scaler, optimizer, *args, **kwargs)
+    finally:
+        hook.remove()
+    for steps in [] if made else list(_watchers[scaler]):
+        steps.skipped(plain)
+    return result
