@@ -545,17 +545,10 @@ class Engine:
         self._dropped |= dropped
         return known - dropped
 
-    def run(self, what: str, communication: Communication, here: bool = False) -> None:
-        """Run one communication on its own, now, and wait for it. For set-up, buffers and the like.
-
-        Args:
-            what: Names it in errors.
-            communication: The communication.
-            here: Whether the calling thread does it all. For what every step waits for, as waking another thread can
-                take milliseconds. Not for a whole model: measured, that left a megabyte more in the heap.
-        """
+    def run(self, what: str, communication: Communication) -> None:
+        """Run one communication on its own, now, and wait for it; `what` names it in errors."""
         self.check()
-        task = Task(lambda: what, lambda: communication, is_prompt=here, is_single=here)
+        task = Task(lambda: what, lambda: communication)
         round_ = Round(self.transport, [task], window=1)
         try:
             self.driver.open(round_)

@@ -62,8 +62,9 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer itself, or the one that a proxy (accelerate's, Lightning's) passes its steps to."""
     given = optimizer
     for _ in range(8):
-        is_whole = isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
-        inner = None if optimizer is None else vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
+        attributes = getattr(optimizer, "__dict__", {})
+        is_whole = isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes
+        inner = attributes.get("optimizer", attributes.get("_optimizer"))
         if is_whole and not isinstance(inner, torch.optim.Optimizer):
             return optimizer
         if inner is None:

@@ -20,7 +20,7 @@ from torch import nn
 import commlib
 from commlib.errors import ConfigError
 from commlib.replica import replica_of
-from commlib.transport.base import Communication
+from commlib.transport.base import Communication, Communicator
 
 
 def net() -> nn.Sequential:
@@ -223,7 +223,7 @@ def test_statistics_print() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_copies_are_wrapped_where_there_is_a_group_and_bare_where_there_is_none() -> None:
+def test_copies_are_wrapped_where_there_is_a_group_and_train_alone_where_there_is_none() -> None:
     model = commlib.wrap(net())
     step(model)
     assert commlib.stats(copy.deepcopy(model)).world_size == 1
@@ -231,8 +231,9 @@ def test_copies_are_wrapped_where_there_is_a_group_and_bare_where_there_is_none(
     assert commlib.stats(pickle.loads(content)).world_size == 1
     dist.destroy_process_group()
     for twin in (pickle.loads(content), copy.deepcopy(model)):
-        assert type(twin) is nn.Sequential
+        assert isinstance(twin, nn.Sequential)
         step(twin)
+        assert type(commlib.unwrap(twin)) is nn.Sequential
 
 
 @pytest.mark.usefixtures("group")
@@ -294,28 +295,17 @@ def test_a_model_can_be_used_and_unwrapped_after_the_group_is_destroyed() -> Non
 
 
 @pytest.mark.usefixtures("group")
-def test_what_is_run_here_is_done_by_the_calling_thread() -> None:
-    model = commlib.wrap(net())
-    engine = replica_of(model).engine
-    threads = []
+def test_buffers_are_copied_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = commlib.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), commlib.algorithms.DGC())
+    engine, threads = replica_of(model).engine, []
+    engine.buffers = lambda: list(model.buffers())  # alone it copies none
 
-    def communicate() -> Communication:
-        for _ in range(3):
-            threads.append(threading.current_thread())
-            yield engine.comm.broadcast(torch.ones(4), 0)
-        threads.append(threading.current_thread())
+    def copying(tensors: list[torch.Tensor], comm: Communicator, source: int) -> Communication:
+        threads.append((threading.current_thread(), len(tensors), source))
+        yield comm.broadcast(torch.ones(4), source)
+        threads.append((threading.current_thread(), len(tensors), source))
 
-    engine.run("three broadcasts", communicate(), here=True)
-    assert threads == [threading.current_thread()] * 4
-    commlib.unwrap(model)
-
-
-@pytest.mark.usefixtures("group")
-def test_buffers_are_broadcast_by_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = commlib.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
-    replica, runs = replica_of(model), []
-    monkeypatch.setattr(replica.engine.comm, "world_size", 2)  # alone it does not broadcast
-    monkeypatch.setattr(replica.engine, "run", lambda what, _, here=False: runs.append((what.split(" (")[0], here)))
-    replica.copy_buffers()
-    assert runs == [("the broadcast of buffers", True)]
+    monkeypatch.setattr("commlib.engine.engine.broadcast_all", copying)
+    step(model)
+    assert threads == [(threading.current_thread(), 3, 0)] * 2
     commlib.unwrap(model)
