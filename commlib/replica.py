@@ -180,10 +180,6 @@ class Replica:
             self.engine.attached.runner.synchronize()
         self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
 
-    def close(self) -> None:
-        """End the communication."""
-        self.engine.close()
-
 
 class Copy:
     """What belongs to a copy of a wrapped model until its first forward with gradients; see [Note: copies].
@@ -229,11 +225,11 @@ class Copy:
         replica.engine.require_sync = self.require_sync
         return replica
 
-    def close(self) -> None:
-        """Nothing is to be ended."""
-
 
 Wrapped = Replica | Copy
+
+#: What a wrapped model's class has for itself, so that the user's must not have it.
+NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
 
 
 class _Registry:
@@ -342,8 +338,18 @@ class Parallel:
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that shadows this model's collectives once the rank has joined."""
+        """Return the hook that shadows this model's collectives once the rank has joined.
+
+        Raises:
+            ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
+        """
         replica = _joined(self)
+        algorithm = replica.engine.algorithm
+        if replica.engine.weights is not None and not algorithm.traits.asynchronous:
+            raise ConfigError(
+                f"join: in the rounds of {algorithm.name!r} over weights a rank that has no data left cannot be stood in "
+                "for. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+            )
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -378,6 +384,12 @@ class Parallel:
         if isinstance(wrapped, Replica):
             wrapped.engine.weights_were_loaded()
         return result
+
+    def __copy__(self) -> Any:
+        wrapped = _registry.get(self)
+        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.copy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare)
+        return copied if wrapped is None else copy_of(copied, dict(wrapped.options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         wrapped = _registry.get(self)

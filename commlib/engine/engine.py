@@ -23,6 +23,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,8 @@ _PROFILE_CAP_BYTES = 1 << 30
 _IDLE_ROUNDS = 8
 
 _in_backward: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+_dtype = operator.attrgetter("dtype")
 
 
 def _no_buffers() -> Sequence[torch.Tensor]:
@@ -186,7 +189,8 @@ class Engine:
             parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
             before, self._slots = self._slots, plans.make_slots(parameters)
             self.parameters = parameters
-            self._dtypes = [parameter.param.dtype for parameter in parameters]
+            self._params = [parameter.param for parameter in parameters]
+            self._dtypes = list(map(_dtype, self._params))
             self._has_counts = False
             self._idle, self._num_idle_rounds = frozenset(), 0
             self._readiness = Readiness(len(self.parameters), self.device)
@@ -624,7 +628,7 @@ class Engine:
         """Return whether parameters were cast or moved to another device since their buckets were made."""
         buckets = [*self.dense, *(self.weights.buckets if self.weights is not None else ())]
         moved = any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
-        return moved or [parameter.param.dtype for parameter in self.parameters] != self._dtypes
+        return moved or list(map(_dtype, self._params)) != self._dtypes
 
     def hook_counts(self) -> dict[str, int] | None:
         """Return how often each gradient hook fires in a backward, where that is not once; None before that is known."""
