@@ -511,7 +511,11 @@ def is_local() -> bool:
     """Return whether a forward now is no step of training: traced, transformed, or run again by backward."""
     if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if torch.jit.is_tracing() or torch.compiler.is_compiling() or getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False):
+    if (
+        torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)
+    ):
         return True
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))

@@ -133,6 +133,8 @@ def test_other_wrappers_around_a_wrapped_model_are_refused() -> None:
     outer = DistributedDataParallel(Outer(model))
     with raises_on_every_rank(ConfigError, "averaged twice"):
         outer(data(0, 5, 8))
+    with raises_on_every_rank(ConfigError, "first.weight", "DTensor"):
+        wrap(fully_shard(seeded(Mlp)))
     sharded = fully_shard(wrap(seeded(Mlp)))
     with raises_on_every_rank(ConfigError, "first.weight", "fully_shard"):
         sharded(data(0, 5, 8))
@@ -299,4 +301,3 @@ def test_a_forward_of_other_methods_stays_local_and_is_logged_once() -> None:
             model.third(torch.tanh(model.second(torch.tanh(model.first(data(step, 5, 8)))))).sum().backward()
     logger.removeHandler(handler)
     assert len([text for text in records if "stay local" in text]) == 1
-
