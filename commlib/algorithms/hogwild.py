@@ -133,7 +133,7 @@ def _map_file(path: str, nbytes: int, token: bytes) -> tuple[torch.Tensor | None
         storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=_TOKEN_BYTES + nbytes)
     except RuntimeError as error:
         return None, str(error)
-    buffer = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # pyright: ignore[reportArgumentType]
     if bytes(buffer[:_TOKEN_BYTES].tolist()) != token:
         return None, "it sees another file than rank 0 made: all ranks must be on one machine"
     return buffer[_TOKEN_BYTES:], None
