@@ -1,8 +1,10 @@
 """Memory formats, dtypes, complex parameters, default dtype and device: for every registered algorithm.
 
 Where results are compared with a reference, gradients are constant patterns of signs, of rank 1 as matrices and of
-another size on each rank. Then every codec keeps them, and weights may only move along the pattern, by the same distance
-everywhere: an element that is taken for another one is seen at once, and how far they move follows from a recursion.
+another size on each rank. Then every codec keeps them, and weights may only move along the pattern, by the same
+distance everywhere: an element that is taken for another one is seen at once, and a recursion says how far they move.
+
+Most tests go through the algorithms in one body: starting a group takes longer than training in it.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ BLOCKWISE = (
     *("bytegrad", "ef_quantized", "low_precision_decentralized", "onebit_adam", "qadam", "qsgd", "signsgd"),
     "auto",  # whatever it takes
 )
-ELEMENTWISE = [name for name in ALL if name not in (*TIMED, *BLOCKWISE)]
+#: Whose random numbers go by place.
+BY_PLACE = ("qsgd", "randomk")
+ELEMENTWISE = [name for name in ALL if name not in (*TIMED, *BLOCKWISE, *BY_PLACE)]
 
 
 def make(name: str, **options: Any) -> Any:
@@ -242,10 +246,10 @@ def test_every_format_and_dtype_trains(name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in WITH_CODEC if name in ALL])
-def test_every_format_trains_with_a_codec(name: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_patterns(name, dtype, True, 0.06, codec="int8")
+def test_every_format_trains_with_a_codec() -> None:
+    for name in WITH_CODEC:
+        for dtype in (torch.float32, torch.bfloat16):
+            check_patterns(name, dtype, True, 0.06, codec="int8")
 
 
 # --- the same in every format ----------------------------------------------------------------------------------------
@@ -291,14 +295,15 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor], what: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name != "randomk"])  # whose numbers go by place
-def test_the_format_does_not_change_a_bit(name: str) -> None:
-    found = []
-    for permuted in (False, True):
-        model, optimizer = wrapped(name, permuted)
-        train_at_random(model, optimizer, range(6))
-        found.append(weights_of(model))
-    assert_same_bits(found[1], found[0], name)
+def test_the_format_does_not_change_a_bit() -> None:
+    for name in ELEMENTWISE:
+        found = []
+        for permuted in (False, True):
+            model, optimizer = wrapped(name, permuted)
+            train_at_random(model, optimizer, range(6))
+            found.append(weights_of(model))
+            commlib.unwrap(model)
+        assert_same_bits(found[1], found[0], name)
 
 
 def by_index(piece: Any, parameter: Tensor) -> Tensor:
@@ -352,10 +357,10 @@ COMPENSATED: dict[str, Callable[[], Any]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", list(COMPENSATED))
-def test_what_is_not_sent_is_remembered_for_the_same_elements(kind: str) -> None:
+@pytest.mark.parametrize("permuted", [False, True], ids=["contiguous", "channels-last"])
+def test_what_is_not_sent_is_remembered_for_the_same_elements(permuted: bool) -> None:
     """N times all results and all residuals are the sum of all gradients."""
-    for permuted in (False, True):
+    for kind in COMPENSATED:
         model, twin = ConvNet(permuted), ConvNet(permuted)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run = wrap(model, algorithm=COMPENSATED[kind](), optimizer=optimizer, bucket_cap_mb=0.004)
@@ -379,9 +384,8 @@ def test_what_is_not_sent_is_remembered_for_the_same_elements(kind: str) -> None
             total = rest - owed[name]
             dist.all_reduce(total)
             assert float(total.abs().max()) < 1e-4 * largest, (kind, permuted, name)
-        assert any(float(each.abs().max()) > 1e-3 * largest for each in owed.values()) or kind == "fp16", (
-            "nothing is owed"
-        )
+        assert max(float(each.abs().max()) for each in owed.values()) > 1e-5 * largest, (kind, "nothing is owed")
+        commlib.unwrap(run)
 
 
 @on_ranks(2)
@@ -389,17 +393,19 @@ def test_eight_bits_round_the_same_in_every_format() -> None:
     for name in ("bytegrad", "qsgd"):
         for permuted in (False, True):
             model, _ = wrapped(name, permuted)
-            for step in range(4):
+            for step in range(3):
                 model.zero_grad()
                 factors = random_factors(model, step)
                 model(factors).backward()
+                largest = torch.stack([f.abs().max() for f in factors.values()]).max()
+                dist.all_reduce(largest, dist.ReduceOp.MAX)
                 for n, p in model.named_parameters():
                     mean = factors[n].clone()
                     dist.all_reduce(mean)
                     mean /= 2
                     assert p.grad is not None
-                    # Two roundings by at most a step of 1/127 of the largest, which may be another parameter's.
-                    assert float((p.grad - mean).abs().max()) < 2.1 / 127 * 6.0, (name, n, permuted)
+                    # Two roundings by at most a step: 1/127 of a scale, which is rounded up to bf16.
+                    assert float((p.grad - mean).abs().max()) < 2.02 / 127 * largest, (name, n, permuted)
 
 
 # --- resuming in another format --------------------------------------------------------------------------------------
@@ -408,46 +414,59 @@ RESUMABLE = [name for name in ALL if name not in ("auto", "hogwild")]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", RESUMABLE)
 @pytest.mark.parametrize("permuted", [False, True], ids=["from-contiguous", "from-permuted"])
-def test_state_resumes_in_another_format(name: str, permuted: bool) -> None:
-    model, optimizer = wrapped(name, permuted)
-    train_at_random(model, optimizer, range(4))
-    state, weights = commlib.state_dict(model), weights_of(model)
-    other, own = wrapped(name, not permuted)
-    other.load_state_dict(weights)
-    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    if name == "async_sgd":
-        with raises_on_every_rank(ConfigError, "memory format", "conv"):
-            commlib.load_state_dict(other, state)
-        return
-    commlib.load_state_dict(other, state)
-    # What an owner lost of elements that another rank owns now is the worker's: times N, rounded once.
-    owed, before = owed_by_this_rank(commlib.state_dict(other), other), owed_by_this_rank(state, model)
-    for n, each in before.items():
-        torch.testing.assert_close(owed[n], each, rtol=1e-6, atol=1e-7)
-    if name in ELEMENTWISE and name != "randomk":
-        train_at_random(model, optimizer, range(4, 8))
-        train_at_random(other, own, range(4, 8))
-        assert_same_bits(weights_of(other), weights_of(model), name)
+def test_state_resumes_in_another_format(permuted: bool) -> None:
+    for name in RESUMABLE:
+        model, optimizer = wrapped(name, permuted)
+        train_at_random(model, optimizer, range(4))
+        state, weights = commlib.state_dict(model), weights_of(model)
+        other, own = wrapped(name, not permuted)
+        other.load_state_dict(weights)
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if name == "async_sgd":
+            with raises_on_every_rank(ConfigError, "memory format", "conv"):
+                commlib.load_state_dict(other, state)
+            continue
+        commlib.load_state_dict(other, state)
+        # What an owner lost of elements that another rank owns now is the worker's: times N, rounded once.
+        owed, before = owed_by_this_rank(commlib.state_dict(other), other), owed_by_this_rank(state, model)
+        for n, each in before.items():
+            torch.testing.assert_close(owed[n], each, rtol=1e-6, atol=1e-7)
+        if name in ELEMENTWISE:
+            train_at_random(model, optimizer, range(4, 8))
+            train_at_random(other, own, range(4, 8))
+            assert_same_bits(weights_of(other), weights_of(model), name)
+        commlib.unwrap(model)
+        commlib.unwrap(other)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in ALL if name != "auto"])
-def test_a_format_that_changes_after_wrapping(name: str) -> None:
-    """Elements stay what they were; what is cut or shared by memory says so."""
+def rewrapped(name: str) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor]]:
+    """Return a wrapped model whose memory format has changed since, its optimizer, and its weights."""
     model = Formats(torch.float32, True, without_for(name))
     start = {n: as_reals(p).clone() for n, p in model.named_parameters()}
     optimizer = optimizer_for(name, model)
     wrap(model, algorithm=make(name), optimizer=optimizer, bucket_cap_mb=CAP_MB)
     for n, p in model.named_parameters():
-        p.data = stored(p.detach(), n, permuted=n == "bias")
-    if name in ("async_sgd", "hogwild"):
-        with raises_on_every_rank(ConfigError, "wrap", "conv"):
+        p.data = stored(p.detach(), n, permuted=False).contiguous()
+    return model, optimizer, start
+
+
+@on_ranks(2)
+def test_a_format_that_changes_after_wrapping_changes_no_element() -> None:
+    for name in ALL:
+        if name not in ("auto", "async_sgd", "hogwild"):
+            model, optimizer, start = rewrapped(name)
             train_on_patterns(model, optimizer, in_turns=False)
-        return
-    train_on_patterns(model, optimizer, in_turns=False)
-    assert_on_the_line(model, name, start, tolerance_for(name, torch.float32), name)
+            assert_on_the_line(model, name, start, tolerance_for(name, torch.float32), name)
+            commlib.unwrap(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["async_sgd", "hogwild"])
+def test_what_is_cut_or_shared_by_memory_refuses_another_format_after_wrapping(name: str) -> None:
+    model, optimizer, _ = rewrapped(name)
+    with raises_on_every_rank(ConfigError, "before wrapping", "conv"):
+        train_on_patterns(model, optimizer, in_turns=False)
 
 
 # --- defaults of torch -----------------------------------------------------------------------------------------------
@@ -464,33 +483,32 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-DEFAULTS = [(torch.float64, None), (torch.bfloat16, None), (torch.float32, "meta")]
+DEFAULTS = [(torch.float64, None), (torch.bfloat16, "meta")]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in ALL if name not in (*TIMED, "auto")])
-def test_torchs_defaults_do_not_change_a_bit(name: str) -> None:
-    model, optimizer = wrapped(name, True)
-    train_at_random(model, optimizer, range(5))
-    commlib.state_dict(model)  # which takes what is in the background
-    expected = weights_of(model)
-    for dtype, device in DEFAULTS:
-        with defaults(dtype, device):
-            other, own = wrapped(name, True)
-            train_at_random(other, own, range(5))
-            state = commlib.state_dict(other)
-            commlib.load_state_dict(other, state)
-        assert_same_bits(weights_of(other), expected, (name, dtype, device))
+def test_torchs_defaults_do_not_change_a_bit() -> None:
+    for name in ALL:
+        if name in (*TIMED, "auto"):
+            continue
+        found = []
+        for dtype, device in [(torch.float32, None), *DEFAULTS]:
+            with defaults(dtype, device):
+                model, optimizer = wrapped(name, True)
+                train_at_random(model, optimizer, range(5))
+                commlib.load_state_dict(model, commlib.state_dict(model))
+                found.append(weights_of(model))
+                commlib.unwrap(model)
+            assert_same_bits(found[-1], found[0], (name, dtype, device))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in ALL if name in TIMED])
-def test_torchs_defaults_do_not_matter_in_the_background(name: str) -> None:
+def test_torchs_defaults_do_not_matter_in_the_background() -> None:
     for dtype, device in DEFAULTS:
         with defaults(dtype, device):
-            check_patterns(name, torch.float32, True, tolerance_for(name, torch.float32))
-            if name == "async_sgd":
-                check_patterns(name, torch.float32, True, 0.06, codec="int8")
+            for name in TIMED:
+                check_patterns(name, torch.float32, True, tolerance_for(name, torch.float32))
+            check_patterns("async_sgd", torch.float32, True, 0.06, codec="int8")
 
 
 # --- the optimizer of the momentum algorithms ------------------------------------------------------------------------
