@@ -252,6 +252,38 @@ def test_every_format_trains_with_a_codec() -> None:
             check_patterns(name, dtype, True, 0.06, codec="int8")
 
 
+def always(name: str, parameter: Tensor) -> bool:
+    return True
+
+
+@on_ranks(2)
+def test_complex_parameters_may_be_compressed() -> None:
+    """As pairs of reals, where the user's policy says so."""
+    for name in ("bytegrad", "ef_quantized", "onebit_adam", "powersgd", "qadam", "qsgd", "randomk", "signsgd", "topk"):
+        for dtype in (torch.complex64, torch.complex128):
+            check_patterns(name, dtype, True, 0.06, compress=always)
+    for name in ("diloco", "local_sgd"):
+        check_patterns(name, torch.complex64, True, 0.06, compress=always, codec="int8")
+
+
+class Branches(nn.Module):
+    """A sparse embedding, and two layers of which each rank uses one, or both."""
+
+    def __init__(self, all_used: bool) -> None:
+        super().__init__()
+        self.all_used = all_used
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(20, 4, sparse=True)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        if self.all_used:
+            return (self.first(embedded) * self.second(embedded)).sum()
+        layer = self.first if dist.get_rank() == 0 else self.second
+        return layer(embedded).square().sum()
+
+
 # --- the same in every format ----------------------------------------------------------------------------------------
 
 
@@ -509,6 +541,19 @@ def test_torchs_defaults_do_not_matter_in_the_background() -> None:
             for name in TIMED:
                 check_patterns(name, torch.float32, True, tolerance_for(name, torch.float32))
             check_patterns("async_sgd", torch.float32, True, 0.06, codec="int8")
+
+
+@on_ranks(2)
+def test_sparse_and_missing_gradients_do_not_depend_on_torchs_defaults() -> None:
+    for device, all_used in ((None, False), ("meta", True)):
+        found = []
+        for default in ((torch.float32, None), (torch.float64, device)):
+            model, tokens = Branches(all_used), torch.tensor([1, 3, 3, 7 + dist.get_rank()])
+            with defaults(*default):
+                wrap(model, bucket_cap_mb=CAP_MB)(tokens).backward()
+            found.append({n: p.grad.to_dense().clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert found[0].keys() == dict(model.named_parameters()).keys()
+        assert_same_bits(found[1], found[0], device)
 
 
 # --- the optimizer of the momentum algorithms ------------------------------------------------------------------------
