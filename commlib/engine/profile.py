@@ -79,7 +79,7 @@ def scratch_buckets(
 ) -> list[Scratch]:
     """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
     numel = sum(map(math.prod, shapes))
-    flat = torch.zeros(count * numel, device=device)
+    flat = torch.zeros(count * numel, dtype=torch.float32, device=device)
     # Slices, as buckets have them: other operations bring code of their own into memory.
     return [Scratch(idx, shapes, flat[idx * numel : (idx + 1) * numel], group) for idx in range(count)]
 
