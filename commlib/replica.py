@@ -4,8 +4,9 @@
 only adds methods. What belongs to the wrapping is kept for the object, in `_registry`: another object of that class,
 which a method of the model made by `type(self)(...)`, is an ordinary model.
 
-[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's class
-has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is wrapped.
+[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's
+class has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is
+wrapped.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
-import dataclasses
-
 import torch
 from torch import nn
+from torch._C import _distributed_autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib import verify
@@ -347,8 +348,8 @@ class Parallel:
         algorithm = replica.engine.algorithm
         if replica.engine.weights is not None and not algorithm.traits.asynchronous:
             raise ConfigError(
-                f"join: in the rounds of {algorithm.name!r} over weights a rank that has no data left cannot be stood in "
-                "for. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+                f"join: in the rounds of {algorithm.name!r} over weights nobody can stand in for a rank that has no "
+                "data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
             )
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
@@ -509,12 +510,12 @@ def _joined(model: Any) -> Replica:
 
 def is_local() -> bool:
     """Return whether a forward now is no step of training: traced, transformed, or run again by backward."""
-    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._current_graph_task_id() != -1 or _functorch.peek_interpreter_stack() is not None:
         return True
     if (
         torch.jit.is_tracing()
         or torch.compiler.is_compiling()
-        or getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)
+        or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
     ):
         return True
     keys = torch._C._TorchDispatchModeKey
@@ -526,7 +527,7 @@ def _is_in_distributed_autograd() -> bool:
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return False
     try:
-        torch._C._distributed_autograd._current_context()
+        _distributed_autograd._current_context()
     except RuntimeError:
         return False
     return True
@@ -535,7 +536,8 @@ def _is_in_distributed_autograd() -> bool:
 def _shares_parameters(outer: nn.Module, engine: Engine) -> bool:
     own = {id(parameter.param) for parameter in engine.parameters}
     ignored = getattr(outer, "parameters_to_ignore", ())
-    return any(id(p) in own for name, p in outer.module.named_parameters() if name not in ignored)
+    inner = cast("nn.Module", outer.module)
+    return any(id(p) in own for name, p in inner.named_parameters() if name not in ignored)
 
 
 def tensors_in(output: Any) -> Iterable[torch.Tensor]:

@@ -83,9 +83,9 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
     sharded = [p.name for p in parameters if is_traceable_wrapper_subclass(p.param)]
     if sharded:
         raise ConfigError(
-            f"parameters that are tensor subclasses around other tensors: {name_some(sharded)} "
-            f"({type(parameters[0].param.data).__name__}, as fully_shard and tensor parallelism make them). commlib.wrap "
-            "takes plain tensors: leave data parallelism to FSDP, or name them in ignored_parameters"
+            f"parameters that are DTensors or other wrappers of tensors: {name_some(sharded)}, as fully_shard and "
+            "tensor parallelism make them. commlib.wrap takes plain tensors: leave data parallelism to FSDP, or name "
+            "them in ignored_parameters"
         )
     devices: dict[str, list[str]] = {}
     for parameter in parameters:

@@ -73,8 +73,8 @@ class Traits:
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
-        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has two
-            synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
+        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has
+            two synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
             `communicate` leaves is no mean of gradients but, say, of momentum; such gradients are refused then.
         prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
             bucket ready then issues it itself.

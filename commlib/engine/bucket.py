@@ -391,8 +391,8 @@ def explaining_sizes(slots: Sequence[Slot]) -> Iterator[None]:
         first = changed[0]
         raise ConfigError(
             f"parameters were resized or cast after wrapping: {name_some([slot.name for slot in changed])}; the first "
-            f"from {tuple(first.view.shape)} {first.view.dtype} to {tuple(first.param.shape)} {first.param.dtype}. Call "
-            "commlib.unwrap(model) first, and wrap the changed model again on all ranks"
+            f"from {tuple(first.view.shape)} {first.view.dtype} to {tuple(first.param.shape)} {first.param.dtype}. "
+            "Call commlib.unwrap(model) first, and wrap the changed model again on all ranks"
         ) from error
 
 

@@ -13,8 +13,8 @@ fails on one rank, it cannot go on with what it had, as the others have changed:
 and at the peers as this rank aborts its communicators.
 
 [Note: settling] While plans are tried, which one a step runs with depends on clocks. A checkpoint ends that: from the
-round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it goes
-the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
+round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it
+goes the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
 """
 
 from __future__ import annotations
@@ -363,9 +363,9 @@ class Engine:
         kept = [s for b in self.dense for s in b.slots if s.param.grad is s.view and bool(s.view.any())]
         if kept:
             raise ConfigError(
-                f"rank {self.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised backward has "
-                f"communicated, and {algorithm.name!r} would count it as new. Call zero_grad() after each step, and make "
-                "all backwards of a step but the last one inside model.no_sync()"
+                f"rank {self.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised backward "
+                f"has communicated, and {algorithm.name!r} would count it as new. Call zero_grad() after each step, "
+                "and make all backwards of a step but the last one inside model.no_sync()"
             )
 
     def _begin_unannounced(self) -> None:
@@ -631,7 +631,7 @@ class Engine:
         return moved or list(map(_dtype, self._params)) != self._dtypes
 
     def hook_counts(self) -> dict[str, int] | None:
-        """Return how often each gradient hook fires in a backward, where that is not once; None before that is known."""
+        """Return how often each gradient hook fires in a backward, where not once; None before that is known."""
         if not self._has_counts:
             return None
         return {slot.name: slot.expected for slot in self._slots if slot.expected != 1}

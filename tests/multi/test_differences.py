@@ -226,7 +226,7 @@ def test_a_resized_parameter_is_named() -> None:
         model.third.weight.data = torch.zeros(7, 16)
         model.third.bias.data = torch.zeros(7)
         with raises_on_every_rank(ConfigError, "third.weight", "(7, 16)"):
-            for step in range(9):
+            for _ in range(9):
                 train(model, mlp_loss, 1, optimizer)
         commlib.unwrap(model)
 
