@@ -3,49 +3,109 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11 a class of its own
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed.nn.functional  # noqa: F401 (see [Note: exit])
 from torch.distributed import distributed_c10d as c10d
 
-from commlib.transport.base import AllToAll, Exchange, Request
+from commlib.transport.base import AllToAll, EndedError, Exchange, Request
 from commlib.transport.lifelines import Lifelines, Word
 from commlib.transport.point_to_point import GlooExchanges, close_connections, is_better_exchanged
 
-_log = logging.getLogger("commlib")
-
 T = TypeVar("T")
 
-#: How long aborted works may take to end, in seconds.
+#: How long exchanges may take to end, in seconds.
 _DRAIN_S = 5.0
 #: How long works with a peer that was killed may take to end by themselves, as its last messages may be on their way.
 _MERCY_S = 0.3
+#: How long works may take to end once their connections were closed, in seconds.
+_STUCK_S = 0.3
+#: How long a wait for a work of Gloo's lasts before it looks around.
+_SLICE = timedelta(seconds=0.1)
 
 
 class TorchWork:
-    """A torch `Work` whose completion can call back."""
+    """A torch `Work` whose completion can call back, and that can be abandoned.
 
-    def __init__(self, work: Any, connection: Connection) -> None:
+    [Note: stuck works] When the connection ends under a message of which Gloo has received a part, nothing wakes who
+    waits for it, until the backend's timeout. So Gloo's works are waited for in slices, and those that have not ended
+    soon after their connections were closed are abandoned: they count as failed, and the backend, whose destructor
+    would wait for them, is never destroyed.
+
+    Args:
+        work: torch's, or `ExchangeWork`.
+        connection: What carries it.
+        partners: The transport's ranks with which it moves data.
+    """
+
+    def __init__(self, work: Any, connection: Connection, partners: Sequence[int]) -> None:
+        self.partners = partners
+        self.is_abandoned = False
         self._work = work
         self._connection = connection
+        self._in_slices = not connection.is_nccl
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        connection.pending[id(self)] = self
 
     def wait(self) -> None:
         """Wait for the data; raise what went wrong."""
         try:
-            self._work.wait()
+            if self._in_slices:
+                self._wait_in_slices()
+            else:
+                self._work.wait()
         finally:
-            self._connection.pending.pop(id(self._work), None)
+            self._connection.has_stuck |= self.is_stuck()
+            self._connection.pending.pop(id(self), None)
+
+    def _wait_in_slices(self) -> None:
+        while not self._work.is_completed():
+            with contextlib.suppress(RuntimeError, TimeoutError, FutureTimeout):
+                self._work.wait(_SLICE)
+                return
+            if self.is_abandoned:
+                raise EndedError("it did not end with its connections")
+        self._work.wait()  # does not wait any more, but raises what went wrong
+
+    def is_under_way(self) -> bool:
+        """Return whether it has not ended, nor been abandoned."""
+        return not (self.is_abandoned or self._work.is_completed())
+
+    def is_stuck(self) -> bool:
+        """Return whether it was abandoned and has still not ended."""
+        return self.is_abandoned and not self._work.is_completed()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the work has ended."""
-        self._work.get_future().add_done_callback(lambda _: callback())
+        with self._lock:
+            self._callbacks.append(callback)
+        self._work.get_future().add_done_callback(lambda _: self._call(callback))
+        if self.is_abandoned:
+            self._call(callback)
+
+    def abandon(self) -> None:
+        """Count it as failed."""
+        self.is_abandoned = True
+        for callback in list(self._callbacks):
+            self._call(callback)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if callback not in self._callbacks:
+                return
+            self._callbacks.remove(callback)
+        callback()
 
 
 class Connection:
@@ -67,9 +127,10 @@ class Connection:
         self.members = members
         self.backend: Any = None
         self.exchanges: GlooExchanges | None = None  # made at the first one
-        self.pending: dict[int, tuple[Any, Sequence[int]]] = {}  # works that nobody has waited for, and who takes part
+        self.has_stuck = False
+        self.pending: dict[int, TorchWork] = {}  # works that nobody has waited for, by identity
 
-    @property
+    @functools.cached_property
     def is_nccl(self) -> bool:
         """Whether it is NCCL's; else it is Gloo's."""
         return self.backend.name().lower() == "nccl"
@@ -80,13 +141,9 @@ class Connection:
             return [self.members[rank] for rank, tensor in (*request.sends, *request.receives) if tensor.numel()]
         return self.members
 
-    def has_pending(self) -> bool:
-        """Return whether a work has not ended."""
-        return next(self.under_way(), None) is not None
-
-    def under_way(self) -> Iterator[Sequence[int]]:
-        """Yield who takes part in each work that has not ended."""
-        return (partners for work, partners in list(self.pending.values()) if not work.is_completed())
+    def under_way(self) -> list[TorchWork]:
+        """Return the works that have not ended."""
+        return [work for work in list(self.pending.values()) if work.is_under_way()]
 
     def abort(self) -> None:
         """End all works, here and, where the peers see it, there."""
@@ -121,15 +178,18 @@ class Connection:
 
     def end(self) -> None:
         """End all works and the backend."""
-        if self.has_pending():
+        if self.under_way():
             self.abort()
-            deadline = time.monotonic() + _DRAIN_S
-            while self.has_pending() and time.monotonic() < deadline:
+            deadline = time.monotonic() + _STUCK_S
+            while self.under_way() and time.monotonic() < deadline:
                 time.sleep(0.005)
-            if self.has_pending():
-                _log.warning("aborted collectives had not ended after %g s; closing the connection anyway", _DRAIN_S)
+        for work in self.under_way():
+            work.abandon()
+        self.has_stuck |= any(work.is_stuck() for work in list(self.pending.values()))
+        if self.has_stuck:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))  # see [Note: stuck works]
         if self.exchanges is not None:
-            self.exchanges.end(_DRAIN_S)
+            self.exchanges.end(0.0 if self.has_stuck else _DRAIN_S)
             self.exchanges = None
         self.pending.clear()
         self.backend = None
@@ -141,35 +201,42 @@ class Connections:
     def __init__(self) -> None:
         self.by_group: dict[str, Connection] = {}
         self.lifelines: Lifelines | None = None
-        self.was_aborted = False
+        self.aborted_s: float | None = None  # when all works were ended, `time.monotonic()`
         self._pid = os.getpid()
 
     def react(self, lifelines: Lifelines) -> float | None:
         """End works that are in vain; return in how many seconds to look again. See [Note: lifelines]."""
-        under_way = [set(partners) for each in self.by_group.values() for partners in each.under_way()]
+        under_way = [work for each in self.by_group.values() for work in each.under_way()]
         if not under_way:
             return None
-        if lifelines.has_broken:
+        if self.aborted_s is None:
+            due_s = self._due_s(lifelines, under_way)
+            if due_s > time.monotonic():
+                return None if due_s == math.inf else due_s - time.monotonic()
             self.abort()
-            return None
-        due_s = [
-            peer.ended_s + _MERCY_S
-            for rank, peer in lifelines.ended().items()  # one that left in order may have completed what we have not
-            if peer.ending != "left" and any(rank in partners for partners in under_way)
-        ]
-        if not due_s:
-            return None
-        left_s = min(due_s) - time.monotonic()
+        assert self.aborted_s is not None
+        left_s = self.aborted_s + _STUCK_S - time.monotonic()
         if left_s > 0:
             return left_s
-        self.abort()
+        for work in under_way:
+            work.abandon()
         return None
+
+    def _due_s(self, lifelines: Lifelines, under_way: Sequence[TorchWork]) -> float:
+        """Return when these works are to be ended: never, if the peers are well."""
+        if lifelines.has_broken:
+            return 0.0
+        ended = lifelines.ended().items()  # one that left in order may have completed what we have not
+        hurt = [peer for rank, peer in ended if peer.ending != "left" and any(rank in w.partners for w in under_way)]
+        return min((peer.ended_s + _MERCY_S for peer in hurt), default=math.inf)
 
     def abort(self) -> None:
         """End all works."""
-        self.was_aborted = True
+        self.aborted_s = self.aborted_s or time.monotonic()
         for connection in self.by_group.values():
             connection.abort()
+        if self.lifelines is not None:
+            self.lifelines.ring()  # to look after works that are stuck
 
     def end(self, goodbye: Word | None = None) -> None:
         """Say goodbye and end everything.

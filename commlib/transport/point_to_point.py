@@ -62,9 +62,13 @@ class ExchangeWork:
         else:
             self._future.set_result(None)
 
-    def wait(self) -> None:
-        """Wait for the end; raise what went wrong."""
-        self._future.result()
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for the end; raise what went wrong.
+
+        Raises:
+            concurrent.futures.TimeoutError: It has not ended within `limit`.
+        """
+        self._future.result(None if limit is None else limit.total_seconds())
 
     def is_completed(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -123,11 +127,11 @@ class GlooExchanges:
         return self.issue(Exchange(sends, receives, size=size))
 
     def end(self, timeout_s: float) -> None:
-        """Let the thread end once everything issued has, and wait for it."""
+        """Let the thread end once everything issued has, and wait for it, if `timeout_s` is not 0."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-            if self._thread.is_alive():
+            if self._thread.is_alive() and timeout_s:
                 _log.warning("exchanges had not ended after %g s; closing the connection anyway", timeout_s)
 
     def _run(self) -> None:

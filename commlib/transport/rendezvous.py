@@ -102,8 +102,9 @@ class Meeting:
         """Return the error that says so."""
         accused = sorted(self.global_ranks[rank] for rank in ranks)
         how = f"did not come within {self.timeout_s:g} s" if timed_out else "died during it"
+        who = f"{named(accused)} {how}" if accused else "who did not answer is not known"
         kind = PeerTimeout if timed_out else PeerFailure
-        return kind(f"{name_of(self.rank, self.global_ranks)}: {what}: ranks {accused} {how}. Cause: {error}", accused)
+        return kind(f"{name_of(self.rank, self.global_ranks)}: {what}: {who}. Cause: {error}", accused)
 
     def _decoded(self, rank: int, data: bytes) -> Any:
         try:
@@ -192,6 +193,11 @@ class _Attempt:
 def read(store: Any, keys: list[str]) -> list[bytes]:
     """Return the values of keys that exist."""
     return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in errors."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def name_of(rank: int, global_ranks: Sequence[int]) -> str:

@@ -35,7 +35,7 @@ from commlib.transport.base import (
 from commlib.transport.connections import connect_all
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
-from commlib.transport.rendezvous import Meeting, name_of
+from commlib.transport.rendezvous import Meeting, name_of, named
 
 NODE_VARIABLE = "COMMLIB_NODE"
 """The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
@@ -246,13 +246,15 @@ class TorchTransport(Transport):
         self._check(partners)
         self.bytes_sent += request.wire_bytes()
         work = self._issue(connection, request)
-        connection.pending[id(work)] = work, partners
+        made = TorchWork(work, connection, partners)
         if self._lifelines is not None and self._lifelines.has_news:  # which may have come since it was looked at
             self._lifelines.ring()
-        return TorchWork(work, connection)
+        return made
 
     def _check(self, partners: Sequence[int]) -> None:
         """Raise if a collective with these ranks would be in vain."""
+        if self._connections.aborted_s is not None:
+            raise EndedError("it was not begun, as this communicator had ended before")
         lines = self._lifelines
         if lines is None or not lines.has_news:
             return
@@ -325,9 +327,10 @@ class TorchTransport(Transport):
         if is_own(error):
             return error
         lines, text = self._lifelines, str(error).strip().partition("\n")[0] or type(error).__name__
-        if self._connections.was_aborted or isinstance(error, EndedError):
-            timed_out = False  # of its own; an ended collective may say that it timed out
-            text = "it was ended here" if self._connections.was_aborted else text
+        if isinstance(error, EndedError):
+            timed_out = False
+        elif self._connections.aborted_s is not None:
+            timed_out, text = False, "it was ended here"  # which may say that it timed out
         else:
             timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
         if lines is None:
@@ -337,18 +340,17 @@ class TorchTransport(Transport):
         verdict = lines.verdict(_DIAGNOSIS_S)
         if not verdict.ranks and suspects:
             verdict = verdict._replace(ranks=list(suspects))
-        elif not verdict.ranks and verdict.timed_out and isinstance(error, EndedError):
+        elif not verdict.ranks and verdict.timed_out and Word.TIMED_OUT not in lines.said:
             verdict = Verdict(True, [self.rank], "it came when the others had given up waiting for it")
         return self._failure(verdict, what, text)
 
     def _failure(self, verdict: Verdict, what: str, text: str) -> TransportError:
         ranks = sorted(self.global_ranks[rank] for rank in verdict.ranks)
-        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         if verdict.timed_out:
             reason = f"no answer within {self.timeout_s:g} s"
-            who = f"{named} did not come{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
+            who = f"{named(ranks)} did not come{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
         else:
-            reason, who = "a peer was lost", f"{named} {verdict.why}" if ranks else verdict.why
+            reason, who = "a peer was lost", f"{named(ranks)} {verdict.why}" if ranks else verdict.why
         kind = PeerTimeout if verdict.timed_out else PeerFailure
         return kind(f"{self._name}: {what} failed: {reason}; {who}. Cause: {text}", ranks)
 
