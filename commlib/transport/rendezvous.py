@@ -52,10 +52,10 @@ class Meeting:
         self._deadline = time.monotonic() + timeout_s
         self._turns = itertools.count()
         try:
-            name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
+            self.name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
         except (RuntimeError, MalformedError) as error:
             raise self._translated(error) from error
-        self.store = dist.PrefixStore(f"commlib/{name}", store)
+        self.store = dist.PrefixStore(f"commlib/{self.name}", store)
 
     def local_address(self) -> str:
         """Return the address of this host at which the other ranks reach it; loopback where that is not known."""

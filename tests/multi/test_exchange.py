@@ -293,6 +293,7 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
             assert found[0]["waited_s"] < (TIMEOUT_S if kind in ("stop", "stall") else 0) + 5.0, found[0]
             for word in ("exchange", "bucket", r"layers\.", whom):
                 assert re.search(word, found[0]["message"]), f"{word!r} is not in the message: {found[0]['message']}"
+            assert found[0]["ranks"] == [VICTIM]
             assert exit_.returncode == 1, exit_.output
 
 
