@@ -24,8 +24,8 @@ from commlib.transport.point_to_point import GlooExchanges, close_connections, i
 
 T = TypeVar("T")
 
-#: How long exchanges may take to end, in seconds.
-_DRAIN_S = 5.0
+#: How long works and exchanges may take to end when the connection does, in seconds.
+_DRAIN_S = 3.0
 #: How long works with a peer that was killed may take to end by themselves, as its last messages may be on their way.
 _MERCY_S = 0.3
 #: How long works may take to end once their connections were closed, in seconds.
@@ -66,7 +66,6 @@ class TorchWork:
             else:
                 self._work.wait()
         finally:
-            self._connection.has_stuck |= self.is_stuck()
             self._connection.pending.pop(id(self), None)
 
     def _wait_in_slices(self) -> None:
@@ -97,6 +96,7 @@ class TorchWork:
     def abandon(self) -> None:
         """Count it as failed."""
         self.is_abandoned = True
+        self._connection.abandoned.append(self)
         for callback in list(self._callbacks):
             self._call(callback)
 
@@ -127,7 +127,7 @@ class Connection:
         self.members = members
         self.backend: Any = None
         self.exchanges: GlooExchanges | None = None  # made at the first one
-        self.has_stuck = False
+        self.abandoned: list[TorchWork] = []
         self.pending: dict[int, TorchWork] = {}  # works that nobody has waited for, by identity
 
     @functools.cached_property
@@ -180,18 +180,19 @@ class Connection:
         """End all works and the backend."""
         if self.under_way():
             self.abort()
-            deadline = time.monotonic() + _STUCK_S
+            deadline = time.monotonic() + _DRAIN_S
             while self.under_way() and time.monotonic() < deadline:
                 time.sleep(0.005)
         for work in self.under_way():
             work.abandon()
-        self.has_stuck |= any(work.is_stuck() for work in list(self.pending.values()))
-        if self.has_stuck:
+        has_stuck = any(work.is_stuck() for work in self.abandoned)
+        if has_stuck:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))  # see [Note: stuck works]
         if self.exchanges is not None:
-            self.exchanges.end(0.0 if self.has_stuck else _DRAIN_S)
+            self.exchanges.end(0.0 if has_stuck else _DRAIN_S)
             self.exchanges = None
         self.pending.clear()
+        self.abandoned.clear()
         self.backend = None
 
 

@@ -166,7 +166,9 @@ def _dial(peer: int, where: tuple[str, int, bytes], rank: int, deadline: float) 
         connection.sendall(_HELLO.pack(_MAGIC, token, rank))
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
-        raise PeersMissing([peer], is_late, f"cannot connect to rank {peer} at {host}:{port}: {error}") from error
+        is_gone = is_late or isinstance(error, ConnectionError)  # else there is no way to it, and it may well be alive
+        why = f"cannot connect to {host}:{port}: {error}; GLOO_SOCKET_IFNAME chooses the interface"
+        raise PeersMissing([peer] if is_gone else [], is_late, why) from error
     return _prepared(connection)
 
 

@@ -17,15 +17,16 @@ Time is counted by the store, as clocks differ: a rank whose last call ended bef
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.errors import CommlibError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport.addresses import local_address
 from commlib.transport.plain import MalformedError, decode, encode
 
@@ -51,10 +52,8 @@ class Meeting:
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._turns = itertools.count()
-        try:
+        with self._asking():
             self.name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
-        except (RuntimeError, MalformedError) as error:
-            raise self._translated(error) from error
         self.store = dist.PrefixStore(f"commlib/{self.name}", store)
 
     def local_address(self) -> str:
@@ -65,14 +64,12 @@ class Meeting:
         """Return every rank's plain `value`, in rank order. Blocks."""
         turn = next(self._turns)
         keys = [f"told/{turn}/{rank}" for rank in range(self.world_size)]
-        try:
+        with self._asking():
             self.store.set(keys[self.rank], encode(value).decode("ascii"))
             if not self.wait(lambda: self.store.check(keys)):
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise self.diagnose(TimeoutError("no word in the store"), "the set-up", missing)
             return [self._decoded(rank, data) for rank, data in enumerate(read(self.store, keys))]
-        except RuntimeError as error:
-            raise self._translated(error) from error
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition()`, at most as long as the meeting has left; return whether it came true."""
@@ -114,13 +111,18 @@ class Meeting:
                 f"{name_of(self.rank, self.global_ranks)}: rank {self.global_ranks[rank]} wrote into the store {error}"
             ) from None
 
-    def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, TransportError):
-            return error
-        return TransportError(
-            f"{name_of(self.rank, self.global_ranks)}: commlib.wrap failed: the process group's store does not answer; "
-            f"its host, often rank 0, may be gone. Cause: {error}"
-        )
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Say what it means that the store fails in the block."""
+        try:
+            yield
+        except CommlibError:
+            raise
+        except (RuntimeError, MalformedError) as error:
+            raise TransportError(
+                f"{name_of(self.rank, self.global_ranks)}: commlib.wrap failed: the process group's store does not "
+                f"answer; its host, often rank 0, may be gone. Cause: {error}"
+            ) from error
 
 
 class _Attempt:
