@@ -1,4 +1,4 @@
-"""Requests on torch.distributed: the one place that knows torch's process groups and their versions."""
+"""Requests on torch.distributed: with `backends`, the one place that knows torch's process groups and versions."""
 
 from __future__ import annotations
 

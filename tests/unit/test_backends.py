@@ -128,7 +128,7 @@ def test_works_are_ended_when_they_are_in_vain(
     lifelines: Any = Peers(r1=peer(), r2=known())
     again_s = connections.react(lifelines)
     assert (connections.aborted_s is not None) == is_ended
-    is_due_later = is_ended or lifelines.peers[1].ending == KILLED and 1 in partners
+    is_due_later = is_ended or (lifelines.peers[1].ending == KILLED and 1 in partners)
     assert (again_s is not None) == is_due_later
 
 
