@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -28,6 +29,9 @@ from commlib.primitives.order import Order, is_dense, order_of
 from commlib.transport.mailbox import Message
 
 _log = logging.getLogger("commlib")
+
+#: How often a wait for an answer looks whether the peer is there, in seconds.
+_LOOK_S = 0.2
 
 #: What parameters a codec takes; they are accumulated and sent in fp32.
 _CODED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -301,12 +305,16 @@ class _Worker(Runner):
 
     def _wait(self, shard: Shard, what: str) -> None:
         limit_s = self._attachment.timeout_s
-        if not shard.has_arrived.wait(limit_s):
+        deadline = time.monotonic() + limit_s
+        while not shard.has_arrived.wait(_LOOK_S):
             self._mailbox.check()
-            words = f"rank {self._attachment.comm.rank}: {what}: rank {shard.owner}"
-            if shard.owner not in (self._attachment.comm.rank, *self._mailbox.present()):
-                raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize")
-            raise PeerTimeout(f"{words} did not answer within {limit_s:g} s")
+            owner = self._mailbox.global_rank(shard.owner)
+            words = f"rank {self._mailbox.global_rank(self._attachment.comm.rank)}: {what}: rank {owner}"
+            has_left = shard.owner not in (self._attachment.comm.rank, *self._mailbox.present())
+            if has_left and not shard.has_arrived.wait(_LOOK_S):  # its answer may come after its goodbye
+                raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize", [owner])
+            if time.monotonic() > deadline:
+                raise PeerTimeout(f"{words} did not answer within {limit_s:g} s", [owner])
 
     @override
     def close(self) -> None:

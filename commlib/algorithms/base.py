@@ -186,7 +186,7 @@ class Attachment:
         comm: The group.
         parameters: Names and parameters, in the model's order.
         optimizer: The user's optimizer.
-        gather: Returns every rank's picklable value, in rank order. Collective; blocks.
+        gather: Returns every rank's plain value (`Transport.gather_objects`), in rank order. Collective; blocks.
         run: Runs a communication (named for errors) with the group's collectives. Collective; blocks.
         connect: Makes a `Mailbox` of a function that answers and the largest question in bytes. Collective.
         timeout_s: How long a collective may wait for its peers.

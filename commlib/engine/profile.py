@@ -296,8 +296,9 @@ class Trials:
         self._ends_s = []
         return True
 
-    def end_pass(self, figures: Sequence[Figure]) -> None:
+    def end_pass(self, of_plans: Sequence[tuple[float, float]]) -> None:
         """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
+        figures = [Figure(*figure) for figure in of_plans]
         self._num_passes += 1
         fastest = min(figures)
         tie_s = fastest.seconds * _TIE
