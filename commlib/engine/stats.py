@@ -43,9 +43,9 @@ class BucketStats:
 class Stats:
     """The communication of one wrapped model, as this rank sees it.
 
-    A round is one synchronisation: of gradients in a backward, of weights after an optimizer step, or one exchange of an
-    algorithm that runs by itself. Bytes are those of the verbs' optimal formulas (of payloads, for what an algorithm sends
-    by itself).
+    A round is one synchronisation: of gradients in a backward, of weights after an optimizer step, or one exchange of
+    an algorithm that runs by itself. Bytes are those of the verbs' optimal formulas, or of the payloads that an
+    algorithm sends by itself.
 
     Attributes:
         algorithm: The algorithm's name.
@@ -56,8 +56,8 @@ class Stats:
         wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, in rounds of every kind.
         wire_bytes_per_step: Bytes that it sent in the last round over gradients, flags of unused parameters included;
             0.0 where there was none.
-        raw_bytes_per_step: What an all-reduce of the same gradients would send, dense and in the parameters' own dtypes,
-            those whose gradients are sparse included; 0.0 before the first round over gradients.
+        raw_bytes_per_step: What an all-reduce of the same gradients would send, dense and in the parameters' own
+            dtypes, those whose gradients are sparse included; 0.0 before the first round over gradients.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent. Below 1 where indices
             and values of sparse gradients are more than the dense gradient.
         consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
@@ -109,7 +109,9 @@ class Stats:
 
         Buckets are left out, and so is what is None: `consensus_distance`, and the two figures of `cost`.
         """
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("cost", "buckets")}
+        found = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("cost", "buckets")
+        }
         if self.cost is not None:
             found |= {"cost_latency_s": self.cost.latency_s, "cost_s_per_byte": self.cost.s_per_byte}
         return {f"{prefix}{name}": value for name, value in found.items() if value is not None}
