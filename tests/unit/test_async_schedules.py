@@ -84,6 +84,23 @@ class ScriptedMailbox:
     def close(self) -> None: ...
 
 
+def attachment_of(
+    rank: int,
+    network: Network,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+) -> Attachment:
+    return Attachment(
+        comm=Communicator(rank, network.world_size),
+        parameters=named,
+        optimizer=optimizer,
+        gather=lambda value: [value],
+        run=lambda what, communication: None,
+        connect=network.connect(rank),
+        timeout_s=1.0,
+    )
+
+
 def set_gradients(parameters: Sequence[torch.nn.Parameter], gradient: np.ndarray) -> None:
     start = 0
     for parameter in parameters:
@@ -122,17 +139,7 @@ class Ranks:
 
     def _attach(self, algorithm: Algorithm, rank: int) -> Runner:
         named = [(f"p{idx}", parameter) for idx, parameter in enumerate(self.parameters[rank])]
-        return algorithm.attach(
-            Attachment(
-                comm=Communicator(rank, self.network.world_size),
-                parameters=named,
-                optimizer=self.optimizers[rank],
-                gather=lambda value: [value],
-                run=lambda what, communication: None,
-                connect=self.network.connect(rank),
-                timeout_s=1.0,
-            )
-        )
+        return algorithm.attach(attachment_of(rank, self.network, named, self.optimizers[rank]))
 
     def weights(self, rank: int) -> np.ndarray:
         return flat(self.parameters[rank])
@@ -600,9 +607,9 @@ class Clock:
     """Stands for the module `time` in the algorithm: the script's event."""
 
     def __init__(self) -> None:
-        self.now_s = 0
+        self.now_s: float = 0
 
-    def monotonic(self) -> int:
+    def monotonic(self) -> float:
         return self.now_s
 
 
