@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -73,13 +72,11 @@ class Snapshot(Copy):
 
     Attributes:
         step: The steps that its rank had made.
-        made_s: When it was made, by the monotonic clock.
     """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         self.step = 0
-        self.made_s = 0.0
 
 
 class Published:
@@ -108,7 +105,7 @@ class Published:
             free = [copy for copy in self._copies if copy not in self._available()]
         copy = free[0] if free else Snapshot(self.layout)
         torch._foreach_copy_(copy.tensors, list(tensors))
-        copy.number, copy.step, copy.made_s = number, step, time.monotonic()
+        copy.number, copy.step = number, step
         with self._lock:
             self._kept.append(copy)
             if not free:

@@ -24,7 +24,6 @@ _FETCH, _FETCH_ANY = 1, 2
 _COPY, _NOTHING = 1, 2
 #: How many copies a partner may be behind for its copy of the same number to be waited for.
 _PATIENCE = 2
-_MAX_AGE_MS = 2**32 - 1
 
 
 class PassiveGossip(Algorithm):
@@ -41,10 +40,11 @@ class PassiveGossip(Algorithm):
     less of it is true still, so the less of it is made up for.
 
     Where the partner is more than two periods behind, or so far ahead that it has that copy no more, its latest copy,
-    of number l, is taken, and compared with that of this rank's own which was made at about the same time, of number m,
-    with l / (l + m) instead of 1/2: a rank that has made fewer steps counts less. A partner that stands still is left
-    behind: its copy is taken again, with an a that grows. One that does not answer is left alone after `limit_s`
-    seconds, and another one is asked beside it.
+    of number l, is taken, and compared with the own one of the nearest number, m, with l / (l + m) instead of 1/2: a
+    rank that has come less far counts less. The one that is behind counts what it took as steps of its own: its next
+    number is as much higher as it was brought nearer to l. A partner that stands still is left behind: its copy is
+    taken again, with an a that grows. One that does not answer is left alone after `limit_s` seconds, and another one
+    is asked beside it.
 
     Paper: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018 (AD-PSGD, eq. 2).
 
@@ -85,7 +85,8 @@ class _Fetch:
         has_arrived: Whether the answer is there.
         has_found: Whether a copy came.
         found: The number of that copy; where none came, that of the partner's latest.
-        made_at: The own steps of the time at which that copy was made, as far as that is known.
+        own_number: That of the own copy that it was compared with.
+        made_at: The own steps of the time at which that one was made.
         asked_s: When it was asked.
     """
 
@@ -96,9 +97,8 @@ class _Fetch:
         self.number = 0
         self.has_arrived = self.has_found = False
         self.found = 0
-        self.made_at = 0
+        self.own_number = self.made_at = 0
         self.asked_s = 0.0
-        self._share = 0.5
 
     def start(self, partner: int, question: Message, ask: Callable[..., None]) -> None:
         """Ask `partner`. Returns at once."""
@@ -111,19 +111,21 @@ class _Fetch:
         """Compute the difference, on the thread that received."""
         self.found, self.has_found = answer.number, False
         if answer.kind == _COPY:
-            made_s = self.asked_s - answer.num_terms / 1e3
-            with self._published.holding(lambda copies: _counterpart(copies, answer.number, made_s)) as own:
+            with self._published.holding(functools.partial(_counterpart, answer.number)) as own:
                 if own is not None:
                     torch._foreach_sub_(self._received.tensors, own.tensors)
-                    both = answer.number + own.number
-                    self._share = answer.number / both if answer.number != own.number else 0.5
-                    self.made_at, self.has_found = own.step, True
+                    self.own_number, self.made_at = own.number, own.step
+                    self.has_found = True
         self.has_arrived = True
 
-    def take(self, weights: list[torch.Tensor], factor: float) -> None:
-        """Change `weights` in place by the difference times `factor`."""
+    def share(self) -> float:
+        """Return for how much the partner counts: a half, or more if its copy has more steps behind it than the own."""
+        return self.found / (self.found + self.own_number) if self.found != self.own_number else 0.5
+
+    def take(self, weights: list[torch.Tensor], share: float) -> None:
+        """Change `weights` in place by the difference times `share`."""
         difference = [each.to(w.device) for each, w in zip(self._received.tensors, weights, strict=True)]
-        torch._foreach_add_(weights, difference, alpha=factor * self._share)
+        torch._foreach_add_(weights, difference, alpha=share)
 
     def drop(self) -> None:
         """Let go of an answer that has arrived."""
@@ -146,17 +148,16 @@ def _answer_to(question: Message, copies: Sequence[Snapshot]) -> Snapshot | None
     return copy
 
 
-def _counterpart(own: Sequence[Snapshot], number: int, made_s: float) -> Snapshot | None:
-    """Return the copy of the same number; where there is none, that which was made at about the same time."""
-    by_distance = sorted(own, key=lambda copy: abs(copy.made_s - made_s))
-    return _of_number(own, number) or next(iter(by_distance), None)
+def _counterpart(number: int, own: Sequence[Snapshot]) -> Snapshot | None:
+    """Return the copy of the same number, or of the nearest."""
+    return min(own, key=lambda copy: abs(copy.number - number), default=None)
 
 
 class _Gossiping(Runner):
     """The rank's part: what it publishes, whom it asks.
 
-    [Note: numbers] Copies are numbered from the last time at which all ranks were alike: the k-th of one rank has as
-    many steps behind it as the k-th of another.
+    [Note: numbers] A copy's number says how far its rank had come, in periods, since all ranks were alike: what is
+    compared has as many steps behind it. A rank that takes over more from one ahead has come as far as that brings it.
     """
 
     def __init__(self, attachment: Attachment, period: int, matching: RandomMatching, limit_s: float) -> None:
@@ -179,7 +180,7 @@ class _Gossiping(Runner):
         self._takes_any = False  # whether the partner's latest copy will do
         self._has_waited = False  # whether the partner had not come to it when it was asked
         self._done = 0  # the number of the last own copy that was wanted for
-        # By partner, the number of its copy that was had last, and the own steps of the time at which it was made.
+        # By partner, the number of its copy that was had last, and the own steps of the time at which it was new.
         self._had: dict[int, tuple[int, int]] = {}
 
     @property
@@ -191,8 +192,7 @@ class _Gossiping(Runner):
             if copy is None:
                 reply(Message(_NOTHING, self._number))
             else:
-                age_ms = min(_MAX_AGE_MS, round(1e3 * (time.monotonic() - copy.made_s)))
-                reply(Message(_COPY, copy.number, copy.payload, age_ms))
+                reply(Message(_COPY, copy.number, copy.payload))
 
     @property
     @override
@@ -256,10 +256,12 @@ class _Gossiping(Runner):
     def _apply(self, fetch: _Fetch) -> None:
         assert fetch.partner is not None
         number, made_at = self._had.get(fetch.partner, (None, 0))
-        if number != fetch.found:  # else it is the same copy again, and older than the own one beside it
+        if number != fetch.found:  # else it is the same copy again, and was new when it was had first
             made_at = fetch.made_at
         self._had[fetch.partner] = fetch.found, made_at
-        fetch.take(self._weights, self._period / (self._period + self._step - made_at))
+        share = fetch.share() * self._period / (self._period + self._step - made_at)
+        fetch.take(self._weights, share)
+        self._number += max(0, round(share * (fetch.found - fetch.own_number)))
         self.num_rounds += 1
 
     def _ask(self, wanted: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.algorithms import AsyncSGD, PassiveGossip, _published, passive_gossip
+from commlib.algorithms import AsyncSGD, PassiveGossip, _published
 from commlib.algorithms._shard_client import PUSH, PUSH_FOR_CHANGE
 from commlib.algorithms.base import Algorithm, Attachment, Runner
 from commlib.codecs.base import BlockCodec, Feedback
@@ -603,28 +603,9 @@ def test_async_sgd_options_are_checked(options: dict[str, Any]) -> None:
 # --- passive gossip --------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Stands for the module `time` in the algorithm: the script's event."""
-
-    def __init__(self) -> None:
-        self.now_s: float = 0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    own = Clock()
-    monkeypatch.setattr(passive_gossip, "time", own)
-    monkeypatch.setattr(_published, "time", own)
-    return own
-
-
 class CopyOf(NamedTuple):
     number: int
     step: int
-    made_s: int
     weights: np.ndarray
 
 
@@ -634,10 +615,10 @@ class ReferenceRank:
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = weights.astype(np.float64)
         self.step = self.number = self.published_at = self.done = 0
-        self.kept = [CopyOf(0, 0, 0, self.weights.copy())]
+        self.kept = [CopyOf(0, 0, self.weights.copy())]
         self.wanted: CopyOf | None = None
         self.takes_any = self.has_waited = False
-        self.question: Any = None  # partner, number, takes_any, asked_s; answer
+        self.question: Any = None  # partner, number, takes_any
         self.answer: Any = None
         self.had: dict[int, tuple[int, int]] = {}
 
@@ -657,7 +638,7 @@ class ReferenceGossip:
         others = [other for other in range(len(self.ranks)) if other != rank and matrix[rank][other]]
         return others[0] if others else None
 
-    def step(self, rank: int, gradient: np.ndarray, now_s: int) -> None:
+    def step(self, rank: int, gradient: np.ndarray) -> None:
         own = self.ranks[rank]
         own.weights = own.weights - LR * gradient.astype(np.float64)
         own.step += 1
@@ -665,11 +646,11 @@ class ReferenceGossip:
             self._take(own)
         if own.step - own.published_at >= self.period:
             own.number, own.published_at = own.number + 1, own.step
-            own.kept = [*own.kept, CopyOf(own.number, own.step, now_s, own.weights.copy())][-3:]
+            own.kept = [*own.kept, CopyOf(own.number, own.step, own.weights.copy())][-3:]
             if own.wanted is None:
                 self._want_next(rank)
         if own.wanted is not None and own.question is None:
-            own.question = (self.partner(rank, own.wanted.number), own.wanted.number, own.takes_any, now_s)
+            own.question = (self.partner(rank, own.wanted.number), own.wanted.number, own.takes_any)
 
     def _want_next(self, rank: int) -> None:
         own = self.ranks[rank]
@@ -682,7 +663,7 @@ class ReferenceGossip:
                 own.done = copy_.number
 
     def _take(self, own: ReferenceRank) -> None:
-        (partner, number, _, _), (found, latest) = own.question, own.answer
+        (partner, number, _), (found, latest) = own.question, own.answer
         own.question = own.answer = None
         if found is None:
             own.has_waited, own.takes_any = True, own.number - latest > 2
@@ -692,64 +673,65 @@ class ReferenceGossip:
         before = own.had.get(partner, (None, 0))
         made_at = before[1] if before[0] == theirs.number else mine.step
         own.had[partner] = theirs.number, made_at
-        own.weights += share * self.period / (self.period + own.step - made_at) * (theirs.weights - mine.weights)
-        self.takes["same number" if theirs.number == mine.number else "same time"] += 1
+        share *= self.period / (self.period + own.step - made_at)
+        own.weights += share * (theirs.weights - mine.weights)
+        kind = theirs.number - mine.number
+        self.takes["equal" if kind == 0 else "ahead" if kind > 0 else "behind"] += 1
+        own.number += max(0, round(share * kind))
         own.done = own.number if own.takes_any else number if own.has_waited else max(number, own.number - 1)
         self._want_next(self.ranks.index(own))
 
-    def deliver(self, rank: int, partner: int, now_s: int) -> None:
+    def deliver(self, rank: int, partner: int) -> None:
         own = self.ranks[rank]
         if own.question is None or own.question[0] != partner or own.answer is not None:
             return
-        _, number, takes_any, asked_s = own.question
+        _, number, takes_any = own.question
         copies = self.ranks[partner].available()
         found = [copy for copy in copies if copy.number == number]
         if not found and (takes_any or copies[-1].number > number):
             found = [copies[-1]]
         if not found:
-            own.answer = (None, copies[-1].number)
+            own.answer = (None, self.ranks[partner].number)
             return
-        made_s = asked_s - (now_s - found[0].made_s)
-        mine = [copy for copy in own.available() if copy.number == found[0].number]
-        mine += sorted(own.available(), key=lambda copy: abs(copy.made_s - made_s))
+        mine = sorted(own.available(), key=lambda copy: abs(copy.number - found[0].number))
         own.answer = ((found[0], mine[0]), found[0].number)
 
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_passive_gossip_follows_the_reference(world_size: int, period: int, clock: Clock) -> None:
+def test_passive_gossip_follows_the_reference(world_size: int, period: int) -> None:
     algorithm = PassiveGossip(period, limit_s=math.inf)
     ranks = Ranks(algorithm, world_size, lambda p: torch.optim.SGD(p, LR), alike=False)
     reference = ReferenceGossip([ranks.weights(rank) for rank in range(world_size)], period)
     events = list(script(world_size, seed=10 + world_size, length=200 * world_size))
-    for clock.now_s, (rank, partner) in enumerate(events, start=1):
+    for number, (rank, partner) in enumerate(events):
         if partner is None:
-            gradient = gradient_of(ranks.weights(rank), clock.now_s, rank)
+            gradient = gradient_of(ranks.weights(rank), number, rank)
             ranks.step(rank, gradient)
-            reference.step(rank, gradient, clock.now_s)
+            reference.step(rank, gradient)
         else:
             ranks.network.deliver(rank, partner)
-            reference.deliver(rank, partner, clock.now_s)
+            reference.deliver(rank, partner)
         for each in range(world_size):
             expected = reference.ranks[each].weights
             np.testing.assert_allclose(ranks.weights(each), expected, rtol=1e-5, atol=1e-5)
     assert world_size == 1 or reference.takes.total() > 10
-    assert world_size == 1 or min(reference.takes[how] for how in ("same number", "same time")) > 0
+    assert world_size == 1 or reference.takes["ahead"] > 0
 
 
 @pytest.mark.parametrize(("behind", "delay"), [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1), (7, 1), (7, 0), (1, 5), (3, 5)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: int, clock: Clock) -> None:
+def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: int) -> None:
     """Ranks that go the same way come as far as alone, however many steps one of them is behind."""
     period, num_steps = 4, 60
     ranks = Ranks(PassiveGossip(period, limit_s=math.inf), world_size, lambda p: torch.optim.SGD(p, LR), alike=True)
     start = ranks.weights(0)
     gradient = np.random.default_rng(0).standard_normal(NUMEL).astype(np.float32)
-    for clock.now_s in range(num_steps + behind):
+    for now in range(num_steps + behind):
         for rank in range(world_size):
-            if (behind if rank == 0 else 0) <= clock.now_s < num_steps + (behind if rank == 0 else 0):
+            if (behind if rank == 0 else 0) <= now < num_steps + (behind if rank == 0 else 0):
                 ranks.step(rank, gradient)
-        if clock.now_s % (delay + 1) == 0:
+        if now % (delay + 1) == 0:
             for pair in list(ranks.network.under_way):
                 ranks.network.deliver(*pair)
     for rank in range(world_size):
@@ -757,12 +739,12 @@ def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: i
         assert ranks.runners[rank].num_rounds >= 3, "of an odd number of ranks one rests"
 
 
-def test_passive_gossip_leaves_a_partner_that_stands_still_behind(clock: Clock) -> None:
+def test_passive_gossip_leaves_a_partner_that_stands_still_behind() -> None:
     period, num_steps, stops_at = 4, 400, 40
     ranks = Ranks(PassiveGossip(period, limit_s=math.inf), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
     start, gradient = ranks.weights(0), np.ones(NUMEL, np.float32)
-    for clock.now_s in range(num_steps):
-        for rank in range(2 if clock.now_s < stops_at else 1):
+    for now in range(num_steps):
+        for rank in range(2 if now < stops_at else 1):
             ranks.step(rank, gradient)
         for pair in list(ranks.network.under_way):
             ranks.network.deliver(*pair)
