@@ -231,6 +231,7 @@ class Engine:
                 self.algorithm.setup(context)
         before: list[Bucket] = self.dense
         self.plan, self.buckets, self.dense, self._memory = plan, buckets, dense, memory
+        self.last_sent, self.last_seconds = [], []
         for bucket in before:
             bucket.release()
 

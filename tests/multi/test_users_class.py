@@ -145,9 +145,9 @@ def test_a_shallow_copy_is_no_second_wrapping() -> None:
     shallow = copy.copy(model)
     with torch.no_grad():
         assert torch.equal(shallow(data(0, 5, 8)), model(data(0, 5, 8)))
-    rounds = commlib.stats(model).steps
+    rounds = commlib.stats(model).rounds
     assert_trains_alike(model)
-    assert commlib.stats(model).steps == rounds + 3
+    assert commlib.stats(model).rounds == rounds + 3
     with raises_on_every_rank(ConfigError, "first.weight", "another wrapped model"):
         shallow(data(0, 5, 8))
 
