@@ -122,10 +122,13 @@ class _Fetch:
         """Return for how much the partner counts: a half, or more if its copy has more steps behind it than the own."""
         return self.found / (self.found + self.own_number) if self.found != self.own_number else 0.5
 
-    def take(self, weights: list[torch.Tensor], share: float) -> None:
-        """Change `weights` in place by the difference times `share`."""
-        difference = [each.to(w.device) for each, w in zip(self._received.tensors, weights, strict=True)]
-        torch._foreach_add_(weights, difference, alpha=share)
+    def take(self, parameters: Sequence[torch.nn.Parameter], share: float) -> None:
+        """Change parameters that are not frozen by the difference times `share`."""
+        pairs = zip(parameters, self._received.tensors, strict=True)
+        moving = [(parameter.data, each.to(parameter.device)) for parameter, each in pairs if parameter.requires_grad]
+        if moving:
+            weights, differences = zip(*moving, strict=True)
+            torch._foreach_add_(weights, differences, alpha=share)
 
     def drop(self) -> None:
         """Let go of an answer that has arrived."""
@@ -260,7 +263,7 @@ class _Gossiping(Runner):
             made_at = fetch.made_at
         self._had[fetch.partner] = fetch.found, made_at
         share = fetch.share() * self._period / (self._period + self._step - made_at)
-        fetch.take(self._weights, share)
+        fetch.take([parameter for _, parameter in self._attachment.parameters], share)
         self._number += max(0, round(share * (fetch.found - fetch.own_number)))
         self.num_rounds += 1
 

@@ -151,16 +151,15 @@ class Engine:
 
     def use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
-        with self.wholly():
-            self.algorithm = algorithm
-            # Without buffers, to measure with: what communicates gradients, in the warm-up only or always.
-            self._blank = copy.deepcopy(algorithm) if algorithm.traits.on_gradients else AllReduce()
-            self.schedule = Schedule(algorithm.traits)
-            is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
-            self.is_idle = is_alone or not self.schedule.ever_gradients
-            if algorithm.traits.hierarchical and self.comm.local is None:
-                self.comm.local, self.comm.across = self.transport.split_by_node() or (None, None)
-            self.adopt(parameters)
+        self.algorithm = algorithm
+        # Without buffers, to measure with: what communicates gradients, in the warm-up only or always.
+        self._blank = copy.deepcopy(algorithm) if algorithm.traits.on_gradients else AllReduce()
+        self.schedule = Schedule(algorithm.traits)
+        is_alone = self.comm.world_size == 1 and algorithm.traits.idle_alone
+        self.is_idle = is_alone or not self.schedule.ever_gradients
+        if algorithm.traits.hierarchical and self.comm.local is None:
+            self.comm.local, self.comm.across = self.transport.split_by_node() or (None, None)
+        self._communicate(parameters)
 
     def replace(self, algorithm: Algorithm, connect: Callable[[], Transport]) -> None:
         """Change the algorithm; `connect` makes a communicator for rounds over weights. Collective, as `use`."""
@@ -177,30 +176,33 @@ class Engine:
         self.weights = self.attached = None
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on, with a plan that starts anew."""
+        """Communicate these parameters from now on, with a plan that starts anew. Collective."""
         if self.attached is not None:
             self.attached.refuse_change()
         with self.wholly():
-            group = self.algorithm.group
-            parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
-            before, self._slots = self._slots, plans.make_slots(parameters)
-            self.parameters = parameters
-            self._params = [parameter.param for parameter in parameters]
-            self._dtypes = list(map(_dtype, self._params))
-            self._has_counts = False
-            self._readiness = Readiness(len(self.parameters), self.device)
-            self.next_plan: Plan | None = None
-            self._trials: Trials | None = None
-            self._memory = Memory()  # gradients of parameters that are frozen now may stay where they are
-            self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
-            own = weakref.ref(self)
-            for slot in () if self.is_idle else self._slots:
-                slot.hook(own)
-            for slot in before:
-                slot.unhook()
+            self._communicate(parameters)
             if self.weights is not None:
                 self.weights.settle(max(self.transport.gather_objects(self.weights.num_started)))
                 self.weights.adopt(self.parameters)
+
+    def _communicate(self, parameters: Sequence[Parameter]) -> None:
+        group = self.algorithm.group
+        parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
+        before, self._slots = self._slots, plans.make_slots(parameters)
+        self.parameters = parameters
+        self._params = [parameter.param for parameter in parameters]
+        self._dtypes = list(map(_dtype, self._params))
+        self._has_counts = False
+        self._readiness = Readiness(len(self.parameters), self.device)
+        self.next_plan: Plan | None = None
+        self._trials: Trials | None = None
+        self._memory = Memory()  # gradients of parameters that are frozen now may stay where they are
+        self._install(plans.initial(self.parameters, self.cap_bytes or _PROFILE_CAP_BYTES))
+        own = weakref.ref(self)
+        for slot in () if self.is_idle else self._slots:
+            slot.hook(own)
+        for slot in before:
+            slot.unhook()
 
     @contextlib.contextmanager
     def wholly(self) -> Iterator[None]:

@@ -65,8 +65,7 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # as torch's Adam keeps it
-            state["variance_steps"] = 0
+            state["step"] = state["variance_steps"] = 0
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -77,8 +76,9 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("frozen", False)
         for own in self.state.values():
-            if "step" in own:
-                own.setdefault("variance_steps", int(own["step"]))  # torch's Adam never freezes
+            if "step" in own:  # a tensor where torch's Adam has saved it, which never freezes
+                own["step"] = int(own["step"])
+                own.setdefault("variance_steps", own["step"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -106,14 +106,13 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
         tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"]
         parameter, gradient, mean, variance = map(_as_real, tensors)
         state["step"] += 1
-        step = float(state["step"])
         if group["frozen"]:
             mean.copy_(gradient)
         else:
             state["variance_steps"] += 1
             mean.lerp_(gradient, 1 - b1)
             variance.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        mean_correction = 1 - b1**step
+        mean_correction = 1 - b1 ** state["step"]
         variance_correction = 1 - b2 ** state["variance_steps"] if state["variance_steps"] else 1.0
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = (variance.sqrt() / variance_correction**0.5).add_(group["eps"])

@@ -56,6 +56,7 @@ class TorchWork:
         self._in_slices = not connection.is_nccl
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._began_s = time.monotonic()
         connection.pending[id(self)] = self
 
     def wait(self) -> None:
@@ -65,6 +66,9 @@ class TorchWork:
                 self._wait_in_slices()
             else:
                 self._work.wait()
+        except Exception as error:
+            error.after_s = time.monotonic() - self._began_s  # pyright: ignore[reportAttributeAccessIssue]
+            raise
         finally:
             self._connection.pending.pop(id(self), None)
 
@@ -227,8 +231,7 @@ class Connections:
         """Return when these works are to be ended: never, if the peers are well."""
         if lifelines.has_broken:
             return 0.0
-        ended = lifelines.ended().items()  # one that left in order may have completed what we have not
-        hurt = [peer for rank, peer in ended if peer.ending != "left" and any(rank in w.partners for w in under_way)]
+        hurt = [peer for rank, peer in lifelines.lost().items() if any(rank in work.partners for work in under_way)]
         return min((peer.ended_s + _MERCY_S for peer in hurt), default=math.inf)
 
     def abort(self) -> None:

@@ -24,6 +24,9 @@ _log = logging.getLogger("commlib")
 _HELLO = struct.Struct("<4s16sI")  # magic, the accepting rank's token, the connecting rank
 _MAGIC = b"CMC1"
 
+#: How long a peer that is gone may be found among those who have connected, in seconds.
+_GONE_S = 0.5
+
 #: How long a foreign connection may take to say who it is, in seconds.
 _HELLO_S = 5.0
 #: How many connections may be about to say who they are; beyond it the oldest is dropped.
@@ -195,7 +198,9 @@ def _accept(
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise PeersMissing(missing, True, f"ranks {missing} did not connect in time")
-            door.turn(min(left_s, _HELLO_S))
+            if gone := door.gone(missing):
+                raise PeersMissing(gone, False, f"the connections to ranks {gone} ended")
+            door.turn(min(left_s, _GONE_S if door.has_gone else _HELLO_S))
         return [(peer, _prepared(connection)) for peer, connection in door.found.items()]
     except BaseException:
         for connection in door.found.values():
@@ -222,6 +227,7 @@ class _Door:
         self.selector = selectors.DefaultSelector()
         self._listener, self._token, self._expected, self._rank = listener, token, expected, rank
         self._unknown: dict[socket.socket, _Unknown] = {}  # the oldest first
+        self._gone_s: dict[int, float] = {}  # when a peer to which this rank has connected was found gone
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
 
@@ -284,8 +290,21 @@ class _Door:
         except OSError:
             is_gone = True
         if is_gone:
-            raise PeersMissing([peer], False, f"the connection to rank {peer} ended")
+            self._gone_s[peer] = time.monotonic()
         self.selector.unregister(connection)
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether a peer to which this rank has connected is gone."""
+        return bool(self._gone_s)
+
+    def gone(self, missing: Sequence[int]) -> list[int]:
+        """Return those of the missing peers that are gone and will not come any more.
+
+        One that has connected, has had all it wanted of this rank and has left has its own connection waiting here.
+        """
+        now_s = time.monotonic()
+        return [peer for peer in missing if now_s > self._gone_s.get(peer, now_s) + _GONE_S]
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self.selector.unregister(connection)

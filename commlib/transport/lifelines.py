@@ -56,7 +56,7 @@ _HOW = {
     KILLED: "was killed, or its machine is gone: its connection ended without a goodbye",
     "failed": "ended with an exception",
     "gave up": "ended this model's communication, after an error of its own or in commlib.unwrap",
-    "left": "has left: its script is over, or it called commlib.unwrap",
+    "left": "left: its script is over, or it called commlib.unwrap",
 }
 
 
@@ -186,9 +186,13 @@ class Lifelines:
         """Whether a peer has said that this communicator is of no more use."""
         return any(peer.has_reported or peer.ending == "gave up" for peer in self.peers.values())
 
-    def ended(self) -> dict[int, Peer]:
-        """Return the peers that have ended."""
-        return {rank: peer for rank, peer in self.peers.items() if peer.ending is not None}
+    def lost(self) -> dict[int, Peer]:
+        """Return the peers that have ended, but not in good order.
+
+        One that left in good order has done its part of all that it took part in, though this rank may not have come
+        to it yet: what it sent is still to be received. What it did not take part in breaks with its connections.
+        """
+        return {rank: peer for rank, peer in self.peers.items() if peer.ending not in (None, "left")}
 
     def bystanders(self) -> set[int]:
         """Return the ranks that have said that they met another one's failure."""

@@ -200,7 +200,7 @@ class TorchTransport(Transport):
 
     def _check_all(self) -> None:
         """Raise if a rank has ended or given up."""
-        if self._lifelines is not None and (self._lifelines.has_broken or self._lifelines.ended()):
+        if self._lifelines is not None and (self._lifelines.has_broken or self._lifelines.lost()):
             raise EndedError("a peer has ended")
 
     @override
@@ -258,7 +258,7 @@ class TorchTransport(Transport):
         lines = self._lifelines
         if lines is None or not lines.has_news:
             return
-        if lines.has_broken or not lines.ended().keys().isdisjoint(partners):
+        if lines.has_broken or not lines.lost().keys().isdisjoint(partners):
             raise EndedError("it was not begun, as a peer had ended or given up before")
 
     def _issue(self, connection: Connection, request: Request) -> Any:
@@ -327,12 +327,11 @@ class TorchTransport(Transport):
         if is_own(error):
             return error
         lines, text = self._lifelines, str(error).strip().partition("\n")[0] or type(error).__name__
+        timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
         if isinstance(error, EndedError):
             timed_out = False
-        elif self._connections.aborted_s is not None:
+        elif self._connections.aborted_s is not None and getattr(error, "after_s", 0.0) < self.timeout_s:
             timed_out, text = False, "it was ended here"  # which may say that it timed out
-        else:
-            timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
         if lines is None:
             return PeerFailure(f"{self._name}: {what} failed. Cause: {text}")
         lines.report(timed_out)

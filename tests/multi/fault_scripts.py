@@ -284,6 +284,7 @@ def destroy_the_group(way: str) -> None:
 def ask_a_destroyed_group() -> None:
     """Train, end the default group, and ask for what needs it."""
     import commlib
+    from commlib.replica import replica_of
     from commlib.transport.torch_dist import NODE_VARIABLE
 
     default_group_from_env(timeout_s=60)
@@ -292,7 +293,7 @@ def ask_a_destroyed_group() -> None:
     train_some(model)
     dist.destroy_process_group()
     os.environ[NODE_VARIABLE] = str(rank // 2)
-    asked = {"join": lambda: model.join_process_group, "nodes": model._commlib_replica.engine.transport.split_by_node}
+    asked = {"join": lambda: model.join_process_group, "nodes": replica_of(model).engine.transport.split_by_node}
     for what, ask in asked.items():
         try:
             ask()

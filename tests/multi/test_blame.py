@@ -241,8 +241,8 @@ ENDINGS: dict[str, Callable[[TorchTransport], None]] = {
         ([0, 0, 0, 2], "killed", "was killed"),
         ([2, 0, 2, 0, 0], "killed", "was killed"),  # whoever would see a connection to the victim break is busy
         ([0, 0, 0, 0], "killed, with a child", "was killed"),
-        ([0, 0, 0, 1], "left", "rank 1 has left"),
-        ([0, 0, 0, 1], "script over", "rank 1 has left"),
+        ([0, 0, 0, 1], "left", "rank 1 left"),
+        ([0, 0, 0, 1], "script over", "rank 1 left"),
         ([0, 0, 0, 1], "gave up", "rank 1 ended this model's communication"),
         ([0, 0, 0, 1], "failed", "rank 1 ended with an exception"),
     ],

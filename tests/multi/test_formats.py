@@ -577,7 +577,8 @@ def test_frozen_variance_adam_is_adamw_until_it_is_frozen(dtype: torch.dtype) ->
             adam_step(model, optimizer, step, dtype)
         assert_same_bits(weights_of(models[0]), weights_of(models[1]), (step, dtype))
         for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert own.state[p]["step"] == int(theirs.state[q]["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(own.state[p][key], theirs.state[q][key]), (step, key)
                 assert own.state[p][key].dtype == theirs.state[q][key].dtype, (step, key)
 

@@ -53,8 +53,8 @@ class Peers:
     def has_broken(self) -> bool:
         return any(peer.has_reported for peer in self.peers.values())
 
-    def ended(self) -> dict[int, Peer]:
-        return {rank: peer for rank, peer in self.peers.items() if peer.ending}
+    def lost(self) -> dict[int, Peer]:
+        return {rank: peer for rank, peer in self.peers.items() if peer.ending not in (None, "left")}
 
 
 @pytest.fixture
