@@ -1,0 +1,60 @@
+"""All contracts by name, and how one is run on the ranks.
+
+A contract is a function `contract_<name>(subject)` that every rank runs, in a group of any size, and that raises where
+the promise in the first line of its docstring is not kept. What an algorithm declares in `Algorithm.limits` it must
+refuse on every rank with a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+import torch.distributed as dist
+
+from commlib.errors import ConfigError
+from tests.contract import contracts_state
+from tests.contract.subjects import Subject
+
+Contract = Callable[[Subject], None]
+
+_MODULES: tuple[ModuleType, ...] = (contracts_state,)
+
+
+def _found() -> dict[str, Contract]:
+    found: dict[str, Contract] = {}
+    for module in _MODULES:
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if name.startswith("contract_") and function.__module__ == module.__name__:
+                found[name.removeprefix("contract_")] = function
+    return found
+
+
+CONTRACTS: dict[str, Contract] = _found()
+
+
+def hold(algorithm: str, *names: str) -> None:
+    """Hold an algorithm to contracts, one after the other. Runs on every rank; a failure names the contract.
+
+    Raises:
+        AssertionError: A promise was not kept, on this rank or another.
+    """
+    for name in names:
+        error = _outcome(Subject(algorithm), name)
+        words = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = [words] * dist.get_world_size()
+        dist.all_gather_object(everyone, words)  # so that no rank goes on, or leaves its peers, alone
+        if any(each is not None for each in everyone):
+            where = [rank for rank, each in enumerate(everyone) if each is not None]
+            raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error
+
+
+def _outcome(subject: Subject, name: str) -> Exception | None:
+    """Return what a contract raised, or None where it is kept."""
+    limit = subject.limits.get(name)
+    try:
+        CONTRACTS[name](subject)
+    except Exception as error:
+        return None if limit is not None and isinstance(error, ConfigError) else error
+    return None if limit is None else AssertionError(f"no ConfigError, though the algorithm declares: {limit}")
