@@ -14,12 +14,12 @@ from types import ModuleType
 import torch.distributed as dist
 
 from commlib.errors import ConfigError
-from tests.contract import contracts_state
+from tests.contract import contracts_state, contracts_steps
 from tests.contract.subjects import Subject
 
 Contract = Callable[[Subject], None]
 
-_MODULES: tuple[ModuleType, ...] = (contracts_state,)
+_MODULES: tuple[ModuleType, ...] = (contracts_state, contracts_steps)
 
 
 def _found() -> dict[str, Contract]:
