@@ -7,6 +7,7 @@ refuse on every rank with a `ConfigError`.
 
 from __future__ import annotations
 
+import datetime
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -14,12 +15,15 @@ from types import ModuleType
 import torch.distributed as dist
 
 from commlib.errors import ConfigError
-from tests.contract import contracts_state, contracts_steps
-from tests.contract.subjects import Subject
+from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps
+from tests.contract.subjects import Subject, set_group
+
+#: Seconds after which a rank gives up on one that has left the contract with an error.
+_PATIENCE_S = 20.0
 
 Contract = Callable[[Subject], None]
 
-_MODULES: tuple[ModuleType, ...] = (contracts_state, contracts_steps)
+_MODULES: tuple[ModuleType, ...] = (contracts_faults, contracts_model, contracts_state, contracts_steps)
 
 
 def _found() -> dict[str, Contract]:
@@ -53,8 +57,13 @@ def hold(algorithm: str, *names: str) -> None:
 def _outcome(subject: Subject, name: str) -> Exception | None:
     """Return what a contract raised, or None where it is kept."""
     limit = subject.limits.get(name)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=_PATIENCE_S))
+    set_group(group)
     try:
         CONTRACTS[name](subject)
     except Exception as error:
         return None if limit is not None and isinstance(error, ConfigError) else error
+    finally:
+        set_group(None)
+        dist.destroy_process_group(group)
     return None if limit is None else AssertionError(f"no ConfigError, though the algorithm declares: {limit}")

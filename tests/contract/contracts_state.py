@@ -13,7 +13,7 @@ from torch import Tensor
 
 import commlib
 from commlib.engine import plan as plans
-from tests.contract.subjects import Subject, Training, build, spread
+from tests.contract.subjects import Subject, Training, build, gathered, spread
 
 #: Steps after which a run is saved: while plans are profiled and tried, in warm-ups, and after them.
 _SAVED_AFTER = (1, 2, 3, 5, 9)
@@ -122,9 +122,9 @@ def contract_loaded_weights_stay(subject: Subject) -> None:
     training.steps(4)
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0
-    dist.barrier()
+    gathered(None)
     training.model.load_state_dict(earlier)
-    dist.barrier()
+    gathered(None)
     expected = training.flat()
     for step in range(6):
         training.step()
@@ -161,10 +161,8 @@ def _owed(training: Training) -> dict[str, Tensor]:
     """Return every kind of state by parameter, summed over the ranks; an owner's error counts as all its workers'."""
     state = commlib.state_dict(training.model)["state"]
     kinds = {kind: pieces for kind, pieces in state.items() if _are_pieces(pieces)}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, kinds)
     found: dict[str, Tensor] = {}
-    for kind, name, start, piece in (entry for each in everyone for entry in _entries(each)):
+    for kind, name, start, piece in (entry for each in gathered(kinds) for entry in _entries(each)):
         key = "worker" if kind in ("owner", "owed") else kind
         values = piece.double().reshape(-1) * (dist.get_world_size() if kind == "owner" else 1)
         total = found.setdefault(f"{key} of {name}", torch.zeros(1 << 12, dtype=torch.float64))

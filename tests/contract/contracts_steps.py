@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import commlib
 from commlib.errors import ConfigError
 from tests.contract.probes import counted, raises_alike
-from tests.contract.subjects import Subject, Training, build, everyones, joined, loss_of, spread
+from tests.contract.subjects import Subject, Training, build, everyones, gathered, joined, loss_of, spread
 
 
 def contract_accumulation_in_no_sync(subject: Subject) -> None:
@@ -113,8 +113,7 @@ def contract_nonfinite_step_with_a_scaler(subject: Subject) -> None:
     for step in range(10):
         is_bad = step == 4 and dist.get_rank() == dist.get_world_size() - 1
         _scaled_step(training, scaler, float("inf") if is_bad else 1.0)
-    scales: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(scales, scaler.get_scale())
+    scales = gathered(scaler.get_scale())
     skipped = [scale == 128.0 for scale in scales]
     assert all(skipped) if subject.on_gradients else skipped[-1], f"the scales are {scales}"
     _assert_all_finite(training)

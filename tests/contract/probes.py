@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.contract.subjects import Training
+from tests.contract.subjects import Training, gathered
 
 
 def is_victim() -> bool:
@@ -22,13 +22,6 @@ def is_victim() -> bool:
 def words_of(error: BaseException | None) -> str | None:
     """Return an error as text."""
     return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return every rank's picklable value, over the user's group."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 @contextlib.contextmanager

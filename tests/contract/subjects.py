@@ -124,10 +124,26 @@ def joined(tensors: Any) -> Tensor:
     return torch.cat([t.detach().reshape(-1).double() for t in whole]) if whole else torch.zeros(0)
 
 
+_group: Any = None
+
+
+def set_group(group: Any) -> None:
+    """Let models be wrapped, and contracts talk, on this group: one that a contract leaves broken ends with it."""
+    global _group
+    _group = group
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's picklable value. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value, group=_group)
+    return everyone
+
+
 def everyones(values: Tensor) -> Tensor:
     """Return `values` [numel] of all ranks, `[ranks, numel]`."""
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, values.contiguous())
+    dist.all_gather(rows, values.contiguous(), group=_group)
     return torch.stack(rows)
 
 
@@ -196,7 +212,7 @@ class Training:
         self.subject, self.optimizer = subject, optimizer
         self.num_steps = 0
         given = options.pop("given", optimizer)
-        options = {"bucket_cap_mb": SMALL_BUCKET_MB, "timeout": TIMEOUT_S, **options}
+        options = {"bucket_cap_mb": SMALL_BUCKET_MB, "timeout": TIMEOUT_S, "process_group": _group, **options}
         self.model: Any = commlib.wrap(model, subject.algorithm(), optimizer=given, **options)
 
     @property
