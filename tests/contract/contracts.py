@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from commlib.errors import ConfigError
 from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps
-from tests.contract.subjects import Subject, set_group
+from tests.contract.subjects import Subject, gathered, set_group
 
 #: Seconds after which a rank gives up on one that has left the contract with an error.
 _PATIENCE_S = 20.0
@@ -47,8 +47,11 @@ def hold(algorithm: str, *names: str) -> None:
     for name in names:
         error = _outcome(Subject(algorithm), name)
         words = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = [words] * dist.get_world_size()
-        dist.all_gather_object(everyone, words)  # so that no rank goes on, or leaves its peers, alone
+        try:  # so that no rank goes on, or leaves its peers, alone
+            everyone = gathered(words)
+        except RuntimeError as gone:
+            lost = f"{algorithm} breaks the contract {name!r}: a rank is gone ({gone}); here: {words}"
+            raise AssertionError(lost) from (error or gone)
         if any(each is not None for each in everyone):
             where = [rank for rank, each in enumerate(everyone) if each is not None]
             raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error
