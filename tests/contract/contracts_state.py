@@ -13,7 +13,7 @@ from torch import Tensor
 
 import commlib
 from commlib.engine import plan as plans
-from tests.contract.subjects import Subject, Training, build, gathered, spread
+from tests.contract.subjects import Subject, Training, build, everyones, gathered, spread
 
 #: Steps after which a run is saved: while plans are profiled and tried, in warm-ups, and after them.
 _SAVED_AFTER = (1, 2, 3, 5, 9)
@@ -27,6 +27,22 @@ def contract_replicas_alike(subject: Subject) -> None:
         training.step()
         if subject.on_gradients or step + 1 <= subject.traits.warmup_steps:
             assert spread(training.model) == 0, f"replicas differ after step {step + 1}"
+    training.assert_trains_on()
+
+
+def contract_synchronize(subject: Subject) -> None:
+    """`synchronize` gives all ranks the same weights, the mean of theirs where they train apart; once more changes none."""
+    training = subject.start().steps(subject.traits.warmup_steps + 2 * subject.traits.period + 1)
+    commlib.state_dict(training.model)  # takes a round that is under way
+    mean = everyones(training.flat()).mean(dim=0)
+    commlib.synchronize(training.model)
+    assert spread(training.model) == 0, "replicas differ"
+    if not subject.runs_by_clocks:
+        torch.testing.assert_close(training.flat(), mean, rtol=1e-6, atol=1e-6)
+    once = training.flat()
+    commlib.synchronize(training.model)
+    torch.testing.assert_close(training.flat(), once, rtol=1e-6, atol=1e-6)
+    gathered(None)  # nobody trains on before all have looked
     training.assert_trains_on()
 
 
