@@ -309,7 +309,7 @@ class _Racer:
         dist.barrier()
         start_s = time.perf_counter()
         self.steps(self.block)
-        own = torch.tensor((time.perf_counter() - start_s) / self.block, dtype=torch.float64)
+        own = torch.tensor((time.perf_counter() - start_s) / self.block, dtype=torch.float64, device="cpu")
         dist.all_reduce(own)
         self.blocks_s.append(float(own) / dist.get_world_size())
         _await_silence()
@@ -380,7 +380,7 @@ def _work(spec: dict[str, Any]) -> None:
         for racer in racers if repetition % 2 == 0 else reversed(racers):
             racer.time_block()
     alone = racers[0]
-    parts = torch.tensor(alone.parts_s, dtype=torch.float64)
+    parts = torch.tensor(alone.parts_s, dtype=torch.float64, device="cpu")
     dist.all_reduce(parts)
     step_s = median(alone.blocks_s)
     forward_s, backward_s, optimizer_s = (parts / parts.sum() * step_s).tolist()

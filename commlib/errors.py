@@ -1,15 +1,21 @@
 """The exceptions that commlib raises.
 
-CommlibError
+CommlibError (RuntimeError)        as DDP's errors are, so that code which catches those goes on working
 ├── ConfigError (ValueError)      a wrong argument, model or use; raised alike on every rank
 ├── CodecError                    bytes or buffers that a codec cannot take
 └── TransportError                a collective that did not complete
     ├── PeerTimeout               peers did not arrive within the timeout
     └── PeerFailure               a peer died or left
+
+The last two have `ranks`: the global ranks (of the default group) that the message accuses.
 """
 
+from __future__ import annotations
 
-class CommlibError(Exception):
+from collections.abc import Iterable
+
+
+class CommlibError(RuntimeError):
     """The base of every exception that commlib raises."""
 
 
@@ -26,8 +32,24 @@ class TransportError(CommlibError):
 
 
 class PeerTimeout(TransportError):
-    """Some ranks did not arrive within the timeout. The message names the collective and, where known, the ranks."""
+    """Some ranks did not arrive within the timeout. The message names the collective and, where known, the ranks.
+
+    Attributes:
+        ranks: The global ranks that did not arrive; empty where they are not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
 
 
 class PeerFailure(TransportError):
-    """A rank died or left while others waited for it. The message names the collective and, where known, the rank."""
+    """A rank died or left while others waited for it. The message names the collective and, where known, the rank.
+
+    Attributes:
+        ranks: The global ranks that died or left; empty where they are not known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = frozenset(ranks)

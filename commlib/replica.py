@@ -4,8 +4,9 @@
 only adds methods. What belongs to the wrapping is kept for the object, in `_registry`: another object of that class,
 which a method of the model made by `type(self)(...)`, is an ordinary model.
 
-[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's class
-has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is wrapped.
+[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's
+class has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is
+wrapped.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
-import dataclasses
-
 import torch
 from torch import nn
+from torch._C import _distributed_autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib import verify
@@ -180,10 +181,6 @@ class Replica:
             self.engine.attached.runner.synchronize()
         self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
 
-    def close(self) -> None:
-        """End the communication."""
-        self.engine.close()
-
 
 class Copy:
     """What belongs to a copy of a wrapped model until its first forward with gradients; see [Note: copies].
@@ -229,11 +226,11 @@ class Copy:
         replica.engine.require_sync = self.require_sync
         return replica
 
-    def close(self) -> None:
-        """Nothing is to be ended."""
-
 
 Wrapped = Replica | Copy
+
+#: What a wrapped model's class has for itself, so that the user's must not have it.
+NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
 
 
 class _Registry:
@@ -342,8 +339,18 @@ class Parallel:
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that shadows this model's collectives once the rank has joined."""
+        """Return the hook that shadows this model's collectives once the rank has joined.
+
+        Raises:
+            ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
+        """
         replica = _joined(self)
+        algorithm = replica.engine.algorithm
+        if replica.engine.weights is not None and not algorithm.traits.asynchronous:
+            raise ConfigError(
+                f"join: in the rounds of {algorithm.name!r} over weights nobody can stand in for a rank that has no "
+                "data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+            )
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -378,6 +385,12 @@ class Parallel:
         if isinstance(wrapped, Replica):
             wrapped.engine.weights_were_loaded()
         return result
+
+    def __copy__(self) -> Any:
+        wrapped = _registry.get(self)
+        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.copy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare)
+        return copied if wrapped is None else copy_of(copied, dict(wrapped.options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         wrapped = _registry.get(self)
@@ -497,9 +510,13 @@ def _joined(model: Any) -> Replica:
 
 def is_local() -> bool:
     """Return whether a forward now is no step of training: traced, transformed, or run again by backward."""
-    if torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._current_graph_task_id() != -1 or _functorch.peek_interpreter_stack() is not None:
         return True
-    if torch.jit.is_tracing() or torch.compiler.is_compiling() or getattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False):
+    if (
+        torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    ):
         return True
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY))
@@ -510,7 +527,7 @@ def _is_in_distributed_autograd() -> bool:
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return False
     try:
-        torch._C._distributed_autograd._current_context()
+        _distributed_autograd._current_context()
     except RuntimeError:
         return False
     return True
@@ -519,7 +536,8 @@ def _is_in_distributed_autograd() -> bool:
 def _shares_parameters(outer: nn.Module, engine: Engine) -> bool:
     own = {id(parameter.param) for parameter in engine.parameters}
     ignored = getattr(outer, "parameters_to_ignore", ())
-    return any(id(p) in own for name, p in outer.module.named_parameters() if name not in ignored)
+    inner = cast("nn.Module", outer.module)
+    return any(id(p) in own for name, p in inner.named_parameters() if name not in ignored)
 
 
 def tensors_in(output: Any) -> Iterable[torch.Tensor]:

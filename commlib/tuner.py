@@ -208,20 +208,20 @@ class Tuner:
         found = probe(engine.transport, engine.device, engine.comm.local)
         decided = self._decide(found) if engine.comm.rank == 0 else None
         decided = engine.transport.gather_objects(decided)[0]
-        if isinstance(decided, Exception):
-            raise decided
+        if isinstance(decided, str):
+            raise CommlibError(f"auto: rank 0 could not simulate the candidates: {decided}")
         name, predicted_s, reason = decided
         chosen = next(each for each in self._candidates() if each.name == name)
         self._use(Choice(chosen, predicted_s, reason))
         if engine.comm.rank == 0:
             _log.warning("commlib auto: %s%s", f"{why}; " if why else "", reason)
 
-    def _decide(self, found: Probe) -> tuple[str, dict[str, float], str] | Exception:
+    def _decide(self, found: Probe) -> tuple[str, dict[str, float], str] | str:
         """Return the chosen name, the predicted seconds of each candidate, and the reason, or what went wrong."""
         try:
             return self._simulate_all(found)
         except Exception as error:  # in a candidate of the user's, say; the other ranks wait to be told
-            return CommlibError(f"auto: rank 0 could not simulate the candidates: {error!r}")
+            return repr(error)
 
     def _simulate_all(self, found: Probe) -> tuple[str, dict[str, float], str]:
         assert self.times is not None

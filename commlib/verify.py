@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _functional_call
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.algorithms.base import Algorithm
 from commlib.codecs import BlockCodec, SparseCodec
@@ -72,13 +73,20 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
     """Check what one rank can see by itself.
 
     Raises:
-        ConfigError: Not a module that can be wrapped, no parameters, uninitialised ones, or several devices.
+        ConfigError: No parameters, uninitialised ones, sharded ones (DTensors), or several devices.
     """
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to communicate")
     lazy = [p.name for p in parameters if is_lazy(p.param)]
     if lazy:
         raise ConfigError(f"uninitialised lazy parameters: {name_some(lazy)}. Run a forward pass before wrapping")
+    sharded = [p.name for p in parameters if is_traceable_wrapper_subclass(p.param)]
+    if sharded:
+        raise ConfigError(
+            f"parameters that are DTensors or other wrappers of tensors: {name_some(sharded)}, as fully_shard and "
+            "tensor parallelism make them. commlib.wrap takes plain tensors: leave data parallelism to FSDP, or name "
+            "them in ignored_parameters"
+        )
     devices: dict[str, list[str]] = {}
     for parameter in parameters:
         devices.setdefault(str(parameter.param.device), []).append(parameter.name)

@@ -23,7 +23,7 @@ from commlib.engine.bucket import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.replica import Copy, Replica, extend, find, replica_of, replicas, restore_class
+from commlib.replica import NAMES, Copy, Replica, extend, find, replica_of, replicas, restore_class
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
 from commlib.tuner import Tuner, candidates_of
 
@@ -100,7 +100,8 @@ def wrap(
             "ignored_parameters": tuple(sorted(setup.ignored)),
             "timeout": timeout,
         }
-        restore_class(model)  # of a copy
+        for module in model.modules():
+            restore_class(module)  # copies that have not joined, of which this model takes care now
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
         if isinstance(own, Auto) and transport.world_size > 1:
             replica.tuner = Tuner(engine, own, connect, replica.synchronize)
@@ -250,6 +251,12 @@ def _check_wrappable(model: Any) -> None:
         raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
+    taken = [name for name in NAMES if hasattr(type(model), name)]
+    if taken and find(model) is None:
+        raise ConfigError(
+            f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
+            "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
+        )
     for name, module in model.named_modules():
         what = f"its submodule {name!r}" if name else "the model"
         if isinstance(find(module), Replica):
@@ -277,8 +284,8 @@ def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[
     missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
     if missing and needed:
         raise ConfigError(
-            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their steps. "
-            "Pass all optimizers, as a list, or name these parameters in ignored_parameters"
+            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their "
+            "steps. Pass all optimizers, as a list, or name these parameters in ignored_parameters"
         )
     if missing:
         _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)
@@ -304,8 +311,8 @@ def wrap_copy(model: nn.Module, options: Mapping[str, Any]) -> None:
     traits = options["algorithm"].traits
     if traits.needs_optimizer or not traits.on_gradients:
         raise ConfigError(
-            f"this {type(model).__name__} is a copy of a model wrapped with {options['algorithm'].name!r}, which needs the "
-            "optimizer of the copy. Call commlib.wrap(copy, ..., optimizer=...) to train it on all ranks, or "
+            f"this {type(model).__name__} is a copy of a model wrapped with {options['algorithm'].name!r}, which needs "
+            "the optimizer of the copy. Call commlib.wrap(copy, ..., optimizer=...) to train it on all ranks, or "
             "commlib.unwrap(copy) to train it on this rank alone"
         )
     wrap(model, init_sync=False, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -15,6 +14,9 @@ from commlib.algorithms.base import BucketView, Context
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam
+from commlib.optim.groups import Groups
+from commlib.primitives.order import flattened
+from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
 
 
@@ -49,7 +51,8 @@ class QuantizedMomentum(Quantized):
         )
         self._gradient_units = Units()
         self._optimizer: FrozenVarianceAdam | None = None
-        self._places: dict[int, list[_Place]] = {}
+        self._groups: Groups | None = None
+        self._own: dict[int, list[tuple[Part, torch.nn.Parameter]]] = {}  # by bucket
 
     @override
     def setup(self, context: Context) -> None:
@@ -61,10 +64,22 @@ class QuantizedMomentum(Quantized):
                     f"{type(optimizer).__name__}, which cannot freeze its variance"
                 )
             self._optimizer = optimizer
-            self._places = {bucket.index: _places(bucket, optimizer) for bucket in context.buckets}
+            self._groups = Groups(optimizer)
+            self._own = {bucket.index: _own(bucket) for bucket in context.buckets}
+            self._check_groups(self._groups, context.rank)
         self._gradient_units.follow(None, context.scaler)
         # What is exchanged is the momentum: without a loss scale, and of no learning rate.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+
+    def _check_groups(self, groups: Groups, rank: int) -> None:
+        own = [pair for pairs in self._own.values() for pair in pairs]
+        missing = sorted(part.name for part, parameter in own if groups.find(parameter) is None)
+        if missing:
+            raise ConfigError(
+                f"rank {rank}: {type(self).__name__}: {len(missing)} of {len(own)} parameters are in no group of the "
+                f"optimizer, which keeps the momentum that is averaged; the first is {missing[0]!r}. Give them to the "
+                "optimizer, freeze them, or name them in ignored_parameters"
+            )
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
@@ -77,20 +92,20 @@ class QuantizedMomentum(Quantized):
 
     def _to_momentum(self, bucket: BucketView, scale: float) -> None:
         """Replace this rank's gradients g by b1 m + (1 - b1) g, m the common momentum."""
-        optimizer = self._optimizer
-        if optimizer is None:
+        optimizer, groups = self._optimizer, self._groups
+        if optimizer is None or groups is None:
             return
-        for begin, end, parameter, group in self._places[bucket.index]:
+        for part, parameter in self._own[bucket.index]:
+            group = groups.find(parameter)
+            if group is None:
+                raise ConfigError(
+                    f"{type(self).__name__}: {part.name!r} is in no group of the optimizer any more, which keeps the "
+                    "momentum that is averaged. Unwrap the model, change the optimizer, and wrap it again on all ranks"
+                )
             beta = group["betas"][0]
-            momentum = optimizer.momentum(parameter).reshape(-1)
-            bucket.flat[begin:end].mul_((1 - beta) / scale).add_(momentum, alpha=beta)
+            momentum = flattened(optimizer.momentum(parameter), part.order)
+            bucket.flat[part.start : part.start + part.numel].mul_((1 - beta) / scale).add_(momentum, alpha=beta)
 
 
-#: Where a parameter begins and ends in its bucket, itself, and its group in the optimizer.
-_Place = tuple[int, int, torch.nn.Parameter, dict[str, Any]]
-
-
-def _places(bucket: BucketView, optimizer: FrozenVarianceAdam) -> list[_Place]:
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    own = zip(bucket.parts, bucket.parameters, strict=False)  # a scratch bucket has no parameters
-    return [(part.start, part.start + part.numel, parameter, groups[parameter]) for part, parameter in own]
+def _own(bucket: BucketView) -> list[tuple[Part, torch.nn.Parameter]]:
+    return list(zip(bucket.parts, bucket.parameters, strict=False))  # a scratch bucket has no parameters

@@ -16,7 +16,7 @@ from commlib.algorithms.base import BucketView, Context
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
-from commlib.primitives.parts import Pieces, cut
+from commlib.primitives.parts import Pieces, cut, placed
 from commlib.transport.base import Communication, Communicator
 
 _NOTHING = CompressionPolicy(skip=("*",))
@@ -121,9 +121,9 @@ class OuterSGD(Quantized):
 
     def _take_loaded(self, kind: str, values: torch.Tensor, bucket: BucketView) -> None:
         for part in bucket.parts:
-            _, piece = self._loaded[kind].pop(part.name, (0, None))
+            piece = self._loaded[kind].pop(part.name, None)
             if piece is not None:
-                values[part.start : part.start + part.numel] = piece
+                values[part.start : part.start + part.numel] = placed(piece, part)[1]
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:

@@ -51,7 +51,7 @@ class Copy:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
         self.tensors = layout.views(self.buffer)
         self.number = 0
         self.num_readers = 0

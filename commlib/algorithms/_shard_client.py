@@ -49,8 +49,9 @@ class CodedWire:
         self.pending, self.received = Copy(layout), Copy(layout)
         self._codec = codec
         numel = self.pending.flat.numel()
-        self.residual = torch.zeros(numel)
-        self._push, self._change = (torch.empty(codec.payload_bytes(numel), dtype=torch.uint8) for _ in range(2))
+        self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
+        nbytes = codec.payload_bytes(numel)
+        self._push, self._change = (torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         self._has_base = False  # whether the owner knows what is in `received`
         self._asked_for_change = False
 

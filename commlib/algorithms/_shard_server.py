@@ -65,6 +65,13 @@ def cut(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.
     return [_in_memory_order(tensors[piece.index])[piece.start : piece.end] for piece in pieces]
 
 
+def laid_out(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the strides of a dense parameter of its shape: itself, if it has them."""
+    if tensor.layout == torch.strided and tensor.stride() == parameter.stride():
+        return tensor.detach()
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach().to_dense())
+
+
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -176,7 +183,8 @@ class ShardServer:
         if codec is not None:
             self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
             self._scratch = Copy(self.layout)
-            self._changes = [torch.empty(self.push_bytes, dtype=torch.uint8) for _ in range(num_workers)]
+            sizes = [self.push_bytes] * num_workers
+            self._changes = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in sizes]
         self._optimizer = None
         if optimizer is not None and pieces:
             self._optimizer = _ShardOptimizer(optimizer, rule.scale, pieces, parameters, self.weights)
@@ -300,8 +308,9 @@ def _of_piece(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
     """Copy the piece's part of an entry of the optimizer's state; what has not the parameter's shape, as a whole."""
     if not torch.is_tensor(value):
         return value
-    own = cut([value], [Piece(0, piece.start, piece.end)])[0] if value.shape == parameter.shape else value
-    return own.to("cpu", copy=True)
+    if value.shape == parameter.shape:
+        value = cut([laid_out(value, parameter)], [Piece(0, piece.start, piece.end)])[0]
+    return value.to("cpu", copy=True)
 
 
 def _cloned(value: Any) -> Any:

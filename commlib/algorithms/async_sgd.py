@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from typing_extensions import override
@@ -19,14 +20,18 @@ from commlib.algorithms._shard_client import (
     UpdateShard,
     WholeWire,
 )
-from commlib.algorithms._shard_server import Rule, ShardServer, check_elementwise, cut, shards
+from commlib.algorithms._shard_server import Rule, ShardServer, check_elementwise, cut, laid_out, shards
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
+from commlib.primitives.order import Order, is_dense, order_of
 from commlib.transport.mailbox import Message
 
 _log = logging.getLogger("commlib")
+
+#: How often a wait for an answer looks whether the peer is there, in seconds.
+_LOOK_S = 0.2
 
 #: What parameters a codec takes; they are accumulated and sent in fp32.
 _CODED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -157,6 +162,8 @@ class _Worker(Runner):
         in_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = [(name, parameter) for name, parameter in attachment.parameters if id(parameter) in in_optimizer]
         self._parameters = [parameter for _, parameter in named]
+        self._names = [name for name, _ in named]
+        self._strides = [parameter.stride() for parameter in self._parameters]
         for name, parameter in named:
             _check_dense(name, parameter)
             if codec is not None and parameter.dtype not in _CODED:
@@ -185,7 +192,24 @@ class _Worker(Runner):
 
     @property
     def _weights(self) -> list[torch.Tensor]:
-        return [parameter.data for parameter in self._parameters]
+        weights = [parameter.data for parameter in self._parameters]
+        if [weight.stride() for weight in weights] != self._strides:
+            self._refuse_format(weights)
+        return weights
+
+    def _refuse_format(self, weights: list[torch.Tensor]) -> NoReturn:
+        changed = zip(self._names, weights, self._strides, strict=True)
+        name, now, before = next((n, w.stride(), s) for n, w, s in changed if w.stride() != s)
+        raise ConfigError(
+            f"rank {self._attachment.comm.rank}: async_sgd cuts parameters into shards by their memory, and {name!r} "
+            f"has strides {now}, expected {before} as when it was wrapped. Change the memory format before wrapping"
+        )
+
+    @property
+    def _orders(self) -> dict[str, Order]:
+        """The orders of elements of parameters that do not lie in that of their indices."""
+        orders = zip(self._names, map(order_of, self._parameters), strict=True)
+        return {name: order for name, order in orders if order}
 
     @property
     @override
@@ -210,7 +234,7 @@ class _Worker(Runner):
 
     @override
     def before_step(self) -> None:
-        laid_out: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
         if self._pushes_gradients:
             gradients = [parameter.grad for parameter in self._parameters]
             if all(gradient is None for gradient in gradients):
@@ -221,10 +245,10 @@ class _Worker(Runner):
                     "unscales them within it. Call scaler.unscale_(optimizer) first, or make the optimizer with "
                     "fused=False"
                 )
-            laid_out = [_laid_out(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
+            own = [_dense(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         weights = self._weights
         for shard in self._shards:
-            shard.before_step(weights, laid_out)
+            shard.before_step(weights, own)
 
     @override
     def after_step(self) -> None:
@@ -281,12 +305,16 @@ class _Worker(Runner):
 
     def _wait(self, shard: Shard, what: str) -> None:
         limit_s = self._attachment.timeout_s
-        if not shard.has_arrived.wait(limit_s):
+        deadline = time.monotonic() + limit_s
+        while not shard.has_arrived.wait(_LOOK_S):
             self._mailbox.check()
-            words = f"rank {self._attachment.comm.rank}: {what}: rank {shard.owner}"
-            if shard.owner not in (self._attachment.comm.rank, *self._mailbox.present()):
-                raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize")
-            raise PeerTimeout(f"{words} did not answer within {limit_s:g} s")
+            owner = self._mailbox.global_rank(shard.owner)
+            words = f"rank {self._mailbox.global_rank(self._attachment.comm.rank)}: {what}: rank {owner}"
+            has_left = shard.owner not in (self._attachment.comm.rank, *self._mailbox.present())
+            if has_left and not shard.has_arrived.wait(_LOOK_S):  # its answer may come after its goodbye
+                raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize", [owner])
+            if time.monotonic() > deadline:
+                raise PeerTimeout(f"{words} did not answer within {limit_s:g} s", [owner])
 
     @override
     def close(self) -> None:
@@ -296,28 +324,37 @@ class _Worker(Runner):
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
             server = self._server.state_dict()
-        return {"server": server, "versions": {shard.owner: shard.version for shard in self._shards}}
+        versions = {shard.owner: shard.version for shard in self._shards}
+        return {"server": server, "versions": versions, "orders": self._orders}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check_orders({name: tuple(order) for name, order in state.get("orders", {}).items()})
         with self._lock:
             self._server.load_state_dict(state["server"])
         for shard in self._shards:
             shard.version = state["versions"].get(shard.owner, shard.version)
 
+    def _check_orders(self, saved: dict[str, Order]) -> None:
+        own = self._orders
+        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        if different:
+            raise ConfigError(
+                f"rank {self._attachment.comm.rank}: async_sgd: the saved shards are of another memory format: "
+                f"{len(different)} parameters, the first is {different[0]!r}, whose dimensions lay in the order "
+                f"{saved.get(different[0], 'of its indices')}, expected {own.get(different[0], 'of its indices')}. "
+                "Bring the model into the memory format of the run that saved them before wrapping"
+            )
+
 
 def _check_dense(name: str, parameter: torch.Tensor) -> None:
-    if torch.empty_like(parameter).stride() != parameter.stride():
+    if not parameter.is_contiguous() and not is_dense(parameter):
         raise ConfigError(
             f"async_sgd cuts parameters into shards by their memory, and {name!r} with strides {parameter.stride()} "
             "does not fill a stretch of it. Make the parameter contiguous"
         )
 
 
-def _laid_out(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+def _dense(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient with the parameter's strides; zeros where there is none."""
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    if gradient.layout == torch.strided and gradient.stride() == parameter.stride():
-        return gradient.detach()
-    return torch.empty_like(parameter).copy_(gradient.detach().to_dense())
+    return torch.zeros_like(parameter) if gradient is None else laid_out(gradient, parameter)

@@ -74,8 +74,8 @@ class Traits:
         needs_optimizer: Whether `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
-        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has two
-            synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
+        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has
+            two synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
             `communicate` leaves is no mean of gradients but, say, of momentum; such gradients are refused then.
         prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
             bucket ready then issues it itself.
@@ -187,7 +187,7 @@ class Attachment:
         comm: The group.
         parameters: Names and parameters, in the model's order.
         optimizer: The user's optimizer.
-        gather: Returns every rank's picklable value, in rank order. Collective; blocks.
+        gather: Returns every rank's plain value (`Transport.gather_objects`), in rank order. Collective; blocks.
         run: Runs a communication (named for errors) with the group's collectives. Collective; blocks.
         connect: Makes a `Mailbox` of a function that answers and the largest question in bytes. Collective.
         timeout_s: How long a collective may wait for its peers.

@@ -63,7 +63,8 @@ class DGC(Sparse):
         ratio: The part of a bucket's elements that is sent after the warm-up, above 0 and at most 1.
         momentum: m above.
         clip: The norm that the gradient of the whole model is clipped to on each rank; None does not clip.
-        ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio falls from 0.25 to `ratio`, by the same factor at each quarter.
+        ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio falls from 0.25 to
+            `ratio`, by the same factor at each quarter.
         hierarchical: Whether gradients are summed inside each node first, in full precision; a node is a worker then.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default. The gradients of the
             others are averaged in full precision, and the momentum comes after.

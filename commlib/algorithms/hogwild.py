@@ -69,7 +69,19 @@ class _Sharing(Runner):
         attachment.gather(None)  # all see rank 0's values
         for view, parameter in zip(shared, self._parameters, strict=True):
             parameter.data = view
+        self._addresses = [view.data_ptr() for view in shared]
         self._is_sharing = True
+
+    @override
+    def before_step(self) -> None:
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses != self._addresses:
+            named = zip(self._attachment.parameters, addresses, self._addresses, strict=True)
+            name = next(name for (name, _), now, before in named if now != before)
+            raise ConfigError(
+                f"rank {self._attachment.comm.rank}: hogwild: the memory of {name!r} was replaced (a change of memory "
+                "format does that), and is not shared with the other ranks any more. Change the model before wrapping"
+            )
 
     @override
     def synchronize(self) -> None:
@@ -133,7 +145,7 @@ def _map_file(path: str, nbytes: int, token: bytes) -> tuple[torch.Tensor | None
         storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=_TOKEN_BYTES + nbytes)
     except RuntimeError as error:
         return None, str(error)
-    buffer = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # pyright: ignore[reportArgumentType]
     if bytes(buffer[:_TOKEN_BYTES].tolist()) != token:
         return None, "it sees another file than rank 0 made: all ranks must be on one machine"
     return buffer[_TOKEN_BYTES:], None

@@ -22,8 +22,9 @@ class PowerSGD(Compressed[LowRankExchange]):
         M_r = G_r + E_r,   P = orth(sum_r M_r Q),   Q = 1/N sum_r M_r' P,   G = P Q',   E_r = M_r - G
 
     Q starts from the last round's. A parameter of more than two dimensions counts as its first dimension against the
-    others. Tensors of one dimension, and matrices that would not become smaller by `min_compression`, are averaged in
-    full precision. Each bucket takes two all-reduces of (rows + columns) * rank elements per matrix.
+    others, whatever its memory format. Tensors of one dimension, and matrices that would not become smaller by
+    `min_compression`, are averaged in full precision. Each bucket takes two all-reduces of (rows + columns) * rank
+    elements per matrix.
 
     Args:
         rank: Of the approximation.
@@ -65,7 +66,7 @@ class PowerSGD(Compressed[LowRankExchange]):
         return "compressed" if is_matrix and self._becomes_smaller(parameter) else "full precision"
 
     def _becomes_smaller(self, parameter: torch.Tensor) -> bool:
-        rows, columns = matrix_shape(parameter.shape)
+        rows, columns = matrix_shape(parameter.shape, parameter.is_complex())
         return (rows + columns) * min(self.rank, rows, columns) * self.min_compression <= rows * columns
 
     @override

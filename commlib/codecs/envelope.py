@@ -84,6 +84,6 @@ def open_envelope(data: bytes) -> Envelope:
     expected = native_sparse.payload_bytes(places) if is_sparse else native_codecs.payload_bytes(codec, numel)
     if nbytes != expected:
         raise CodecError(f"payload: expected {expected} bytes for {numel} elements, got {nbytes}")
-    payload = torch.empty(nbytes, dtype=torch.uint8)
+    payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     payload.numpy()[:] = memoryview(data)[_HEADER.size :]
     return Envelope(codec, numel, places, payload)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,14 @@ import torch
 from commlib.algorithms.base import Part
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
+from commlib.primitives.order import is_dense, order_of, strides_in
 
 if TYPE_CHECKING:
     from commlib.engine.engine import Engine
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _RUN_BYTES = 512 << 10
-_NO_VIEW = torch.empty(0)
+_NO_VIEW = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _no_engine() -> None:
@@ -33,6 +33,8 @@ class Slot:
         param: The parameter.
         idx: Its place among the engine's parameters.
         offset: Its first element among all of theirs.
+        order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`): stays
+            what it was here, which all ranks have checked to be alike.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
         run: The run that it is gathered with.
         expected: How often the gradient hook fires in one backward; recorded in the first one.
@@ -44,7 +46,7 @@ class Slot:
 
     __slots__ = (
         *("engine", "expected", "graph_gradient", "had_gradient", "idx"),
-        *("left", "name", "offset", "param", "run", "view"),
+        *("left", "name", "offset", "order", "param", "run", "view"),
     )
 
     def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0, offset: int = 0) -> None:
@@ -52,6 +54,7 @@ class Slot:
         self.idx = idx
         self.offset = offset
         self.param = param
+        self.order = order_of(param)
         self.view = _NO_VIEW
         self.run: Run | None = None
         self.expected = 1
@@ -128,7 +131,7 @@ class FlatRun(Run):
     def __init__(self, bucket: Bucket, slots: Sequence[Slot], part: torch.Tensor, offsets: list[int]) -> None:
         super().__init__(bucket, slots)
         self._part = part
-        self._plan = _pack_plan(part, [slot.param for slot in slots], offsets)
+        self._plan = _pack_plan(part, slots, offsets)
         self.is_plain = True
 
     def place(self, divisor: float) -> None:
@@ -217,7 +220,7 @@ class Bucket:
         self.flat = self.payload[:numel]
         self.flags = self.payload[numel:]
         for slot, offset in zip(self.slots, offsets, strict=True):
-            slot.view = _view(self.flat, slot.param, offset)
+            slot.view = _view(self.flat, slot, offset)
         self.runs = self._make_runs([*offsets, numel])
         self.pending = len(self.runs)
         self._divided_by = 1.0
@@ -244,7 +247,7 @@ class Bucket:
         starts, _ = _offsets([slot.param for slot in self.slots])
         numels = [slot.param.numel() * (2 if slot.param.dtype.is_complex else 1) for slot in self.slots]
         return [
-            Part(slot.name, tuple(slot.param.shape), start, numel, slot.offset)
+            Part(slot.name, tuple(slot.param.shape), start, numel, slot.offset, slot.order)
             for slot, start, numel in zip(self.slots, starts, numels, strict=True)
         ]
 
@@ -388,8 +391,8 @@ def explaining_sizes(slots: Sequence[Slot]) -> Iterator[None]:
         first = changed[0]
         raise ConfigError(
             f"parameters were resized or cast after wrapping: {name_some([slot.name for slot in changed])}; the first "
-            f"from {tuple(first.view.shape)} {first.view.dtype} to {tuple(first.param.shape)} {first.param.dtype}. Call "
-            "commlib.unwrap(model) first, and wrap the changed model again on all ranks"
+            f"from {tuple(first.view.shape)} {first.view.dtype} to {tuple(first.param.shape)} {first.param.dtype}. "
+            "Call commlib.unwrap(model) first, and wrap the changed model again on all ranks"
         ) from error
 
 
@@ -417,37 +420,24 @@ def _offsets(params: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _view(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
+def _view(flat: torch.Tensor, slot: Slot, offset: int) -> torch.Tensor:
+    param = slot.param
     if param.dtype.is_complex:
         flat = torch.view_as_complex(flat[offset : offset + 2 * param.numel()].view(-1, 2))
         offset = 0
-    strides = param.stride() if _is_dense(param) else _contiguous_strides(param.shape)
+    has_order = is_dense(param) and order_of(param) == slot.order
+    strides = param.stride() if has_order else strides_in(param.shape, slot.order)
     # Detached it is half the size: what autograd keeps of a view of `flat` serves nothing here.
     return flat.as_strided(param.shape, strides, flat.storage_offset() + offset).detach()
 
 
-def _pack_plan(flat: torch.Tensor, params: Sequence[torch.Tensor], offsets: list[int]) -> PackPlan | None:
+def _pack_plan(flat: torch.Tensor, slots: Sequence[Slot], offsets: list[int]) -> PackPlan | None:
     """Return the native gather for this layout, or None where only torch can copy it."""
-    plain = all(param.is_contiguous() and param.dtype == flat.dtype for param in params)
+    params = [slot.param for slot in slots]
+    plain = all(not s.order and s.param.is_contiguous() and s.param.dtype == flat.dtype for s in slots)
     if flat.device.type != "cpu" or flat.dtype not in _PACKABLE or not plain:
         return None
     return PackPlan([param.numel() for param in params], flat.dtype, offsets=offsets)
-
-
-def _is_dense(param: torch.Tensor) -> bool:
-    """Return whether the parameter's elements fill a stretch of memory, each once, in some order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size == 0:
-            return False
-        if size > 1 and stride != expected:
-            return False
-        expected *= size if size > 1 else 1
-    return True
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(max(size, 1) for size in shape[idx + 1 :]) for idx in range(len(shape)))
 
 
 def _sparse_message(name: str) -> str:

@@ -13,8 +13,8 @@ fails on one rank, it cannot go on with what it had, as the others have changed:
 and at the peers as this rank aborts its communicators.
 
 [Note: settling] While plans are tried, which one a step runs with depends on clocks. A checkpoint ends that: from the
-round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it goes
-the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
+round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it
+goes the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,8 @@ _PROFILE_CAP_BYTES = 1 << 30
 _IDLE_ROUNDS = 8
 
 _in_backward: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+_dtype = operator.attrgetter("dtype")
 
 
 def _no_buffers() -> Sequence[torch.Tensor]:
@@ -186,7 +189,8 @@ class Engine:
             parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
             before, self._slots = self._slots, plans.make_slots(parameters)
             self.parameters = parameters
-            self._dtypes = [parameter.param.dtype for parameter in parameters]
+            self._params = [parameter.param for parameter in parameters]
+            self._dtypes = list(map(_dtype, self._params))
             self._has_counts = False
             self._idle, self._num_idle_rounds = frozenset(), 0
             self._readiness = Readiness(len(self.parameters), self.device)
@@ -359,9 +363,9 @@ class Engine:
         kept = [s for b in self.dense for s in b.slots if s.param.grad is s.view and bool(s.view.any())]
         if kept:
             raise ConfigError(
-                f"rank {self.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised backward has "
-                f"communicated, and {algorithm.name!r} would count it as new. Call zero_grad() after each step, and make "
-                "all backwards of a step but the last one inside model.no_sync()"
+                f"rank {self.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised backward "
+                f"has communicated, and {algorithm.name!r} would count it as new. Call zero_grad() after each step, "
+                "and make all backwards of a step but the last one inside model.no_sync()"
             )
 
     def _begin_unannounced(self) -> None:
@@ -624,10 +628,10 @@ class Engine:
         """Return whether parameters were cast or moved to another device since their buckets were made."""
         buckets = [*self.dense, *(self.weights.buckets if self.weights is not None else ())]
         moved = any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
-        return moved or [parameter.param.dtype for parameter in self.parameters] != self._dtypes
+        return moved or list(map(_dtype, self._params)) != self._dtypes
 
     def hook_counts(self) -> dict[str, int] | None:
-        """Return how often each gradient hook fires in a backward, where that is not once; None before that is known."""
+        """Return how often each gradient hook fires in a backward, where not once; None before that is known."""
         if not self._has_counts:
             return None
         return {slot.name: slot.expected for slot in self._slots if slot.expected != 1}

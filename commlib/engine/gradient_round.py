@@ -115,7 +115,7 @@ class GradientRound:
         if all(had):
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor(had, dtype=flags.dtype))
+            flags.copy_(torch.tensor(had, dtype=flags.dtype, device=flags.device))
 
     def wait(self) -> None:
         """Wait until every bucket has been communicated.

@@ -79,7 +79,7 @@ def scratch_buckets(
 ) -> list[Scratch]:
     """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
     numel = sum(map(math.prod, shapes))
-    flat = torch.zeros(count * numel, device=device)
+    flat = torch.zeros(count * numel, dtype=torch.float32, device=device)
     # Slices, as buckets have them: other operations bring code of their own into memory.
     return [Scratch(idx, shapes, flat[idx * numel : (idx + 1) * numel], group) for idx in range(count)]
 
@@ -296,8 +296,9 @@ class Trials:
         self._ends_s = []
         return True
 
-    def end_pass(self, figures: Sequence[Figure]) -> None:
+    def end_pass(self, of_plans: Sequence[tuple[float, float]]) -> None:
         """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
+        figures = [Figure(*figure) for figure in of_plans]
         self._num_passes += 1
         fastest = min(figures)
         tie_s = fastest.seconds * _TIE

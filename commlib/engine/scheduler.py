@@ -253,7 +253,7 @@ class Driver(ABC):
 class _CollectiveError(Exception):
     """A collective could not be started or did not complete; set apart from errors in an algorithm's own work."""
 
-    def __init__(self, cause: BaseException, task: Task) -> None:
+    def __init__(self, cause: Exception, task: Task) -> None:
         assert task.request is not None
         self.cause = cause
         self.what = f"{task.request.verb} of {task.describe()}"

@@ -45,9 +45,9 @@ class WeightRounds:
 
     [Note: frozen layers] A parameter that is frozen stays where it is: results are not written to it, and from the next
     round on it is in no bucket, so that no outer momentum reaches it. One that two losses freeze in turns is frozen at
-    the end of every other step, perhaps of all steps with a round, and is to be averaged all the same: after it came back
-    once, it counts as frozen only after a whole period. When a parameter comes back the ranks may differ in it, if they
-    froze it between two rounds, so it becomes their mean first.
+    the end of every other step, perhaps of all steps with a round, and is to be averaged all the same: after it came
+    back once, it counts as frozen only after a whole period. When a parameter comes back the ranks may differ in it, if
+    they froze it between two rounds, so it becomes their mean first.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class WeightRounds:
             if moving:
                 self._apply(*zip(*moving, strict=True))
 
-    def _apply(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    def _apply(self, tensors: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) -> None:
         if self._traits.mixing is not None:
             torch._foreach_lerp_(tensors, results, 1.0 - self._traits.mixing)
         elif self._copies:
@@ -299,7 +299,7 @@ class WeightRounds:
     def _follow_freezing(self) -> None:
         """Leave parameters out that are frozen for good, and take those in that are not any more.
 
-        See [Note: frozen layers]. All ranks alike; where they may be a round apart, in the tensors' own pace, buckets stay.
+        See [Note: frozen layers]. All ranks alike, so not where they may be a round apart: there buckets stay.
         """
         resting = self._frozen.resting()
         if resting == self._resting or self._traits.asynchronous or len(resting) == len(self._parameters):

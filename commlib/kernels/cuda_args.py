@@ -280,4 +280,4 @@ def segment_table(segments: Sequence[tuple[int, int]], device: torch.device) -> 
     [Note: segments] They are those of a bucket, alike in every step, so they are copied once, in the first one, and
     that copy is waited for: any stream may read them afterwards. It is the only wait for the device.
     """
-    return torch.tensor(segments, dtype=torch.int64).to(device)
+    return torch.tensor(segments, dtype=torch.int64, device="cpu").to(device)

@@ -235,7 +235,7 @@ def _local_work(
     algorithm = copy.deepcopy(algorithm)
     with torch.no_grad():
         algorithm.setup(Context(comm, [bucket], device))
-    other = torch.zeros(_EVICTED_BYTES // 4, device=device)
+    other = torch.zeros(_EVICTED_BYTES // 4, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def run() -> float:
@@ -343,13 +343,13 @@ class _Timer:
 
     def seconds(self, request: Request, count: int = 1) -> float:
         """Return how long one of `count` in a row takes: the median over repetitions, of the slowest rank."""
-        self._transport.issue(request).wait()
+        self._transport.complete(request, "measuring the network")
         found, cpu_s = [], []
         for _ in range(_REPETITIONS):
             self.barrier()
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             for _ in range(count):
-                self._transport.issue(request).wait()
+                self._transport.complete(request, "measuring the network")
             _wait_for(self._device)
             found.append((time.perf_counter() - start_s) / count)
             cpu_s.append((time.process_time() - start_cpu_s) / count)
@@ -369,7 +369,7 @@ def _wait_for(device: torch.device) -> None:
 
 def _share_of_cores() -> float:
     """Return how many cores this rank gets when two threads of every rank want one: at most 2."""
-    tensor = torch.zeros(1 << 14)
+    tensor = torch.zeros(1 << 14, dtype=torch.float32, device="cpu")
     end_s = time.perf_counter() + _BUSY_S
 
     def work() -> None:
@@ -400,8 +400,8 @@ def _rate(run: Callable[[], object], amount: float, device: torch.device) -> flo
 
 def _describe_device(device: torch.device) -> tuple[float, float, float]:
     """Return the copy rate in GB/s, TFLOP/s of matrix products in fp32, and the microseconds of a small operation."""
-    source = torch.ones(_COPY_BYTES // 4, device=device)
-    target, square, small = torch.empty_like(source), torch.ones(512, 512, device=device), torch.ones(16, device=device)
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    target, square, small = torch.empty_like(source), source.new_ones(512, 512), source.new_ones(16)
     product = torch.empty_like(square)
     copied = _rate(lambda: target.copy_(source), 2 * _COPY_BYTES, device)
     multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * 512**3, device)

@@ -65,7 +65,7 @@ class SyntheticModel(nn.Module):
     def forward(self) -> Tensor:
         """Return the loss."""
         self._clock.start()
-        signal = torch.ones((), requires_grad=True)
+        signal = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         for layer in self.layers:
             signal = layer(signal)
         return _StartOfBackward.apply(signal, self._clock)  # pyright: ignore[reportReturnType]
@@ -80,8 +80,8 @@ class SyntheticLayer(nn.Module):
         super().__init__()
         self._forward_s, self._backward_s, self._clock = forward_s, backward_s, clock
         for name, shape in layer.shapes:
-            values = shape[-1] ** -0.5 * torch.randn(shape, generator=generator)
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(values))
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(shape[-1] ** -0.5 * values))
 
     def forward(self, signal: Tensor) -> Tensor:
         """Return the signal for the next layer."""

@@ -24,7 +24,8 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     The bias correction of the variance stops with the variance. The bound is Adam's own (Kingma and Ba, "Adam", section
     2.1), which a frozen variance no longer keeps: an element whose gradient was next to zero until then, of a unit that
     never fired, would else get a step without limit once momentum comes with a scale for many elements. Without such an
-    algorithm it is AdamW.
+    algorithm it is AdamW. Complex parameters count as two reals each, as in torch's Adam, whose state (`step`,
+    `exp_avg`, `exp_avg_sq`) it keeps and takes over.
 
     Args:
         params: Parameters or groups of them; groups may have their own lr, betas, eps and weight_decay.
@@ -64,10 +65,20 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state = self.state[parameter]
         if not state:
-            state["step"] = state["variance_steps"] = 0
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # as torch's Adam keeps it
+            state["variance_steps"] = 0
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("frozen", False)
+        for own in self.state.values():
+            if "step" in own:
+                own.setdefault("variance_steps", int(own["step"]))  # torch's Adam never freezes
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -92,15 +103,17 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(parameter)
         b1, b2 = group["betas"]
-        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+        tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"]
+        parameter, gradient, mean, variance = map(_as_real, tensors)
         state["step"] += 1
+        step = float(state["step"])
         if group["frozen"]:
             mean.copy_(gradient)
         else:
             state["variance_steps"] += 1
             mean.lerp_(gradient, 1 - b1)
             variance.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        mean_correction = 1 - b1 ** state["step"]
+        mean_correction = 1 - b1**step
         variance_correction = 1 - b2 ** state["variance_steps"] if state["variance_steps"] else 1.0
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         denominator = (variance.sqrt() / variance_correction**0.5).add_(group["eps"])
@@ -109,3 +122,7 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
             return
         bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5) * mean_correction
         parameter.add_((mean / denominator).clamp_(-bound, bound), alpha=-group["lr"] / mean_correction)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -36,7 +36,7 @@ def sparse_sum(gradient: torch.Tensor | None, like: torch.Tensor, comm: Communic
     """
     gradient = None if gradient is None else gradient.coalesce()
     sizes = torch.empty(comm.world_size, dtype=torch.int64, device=like.device)
-    own = torch.tensor([-1 if gradient is None else gradient._nnz()], device=like.device)
+    own = sizes.new_tensor([-1 if gradient is None else gradient._nnz()])
     yield comm.all_gather(sizes, own)
     counts = sizes.tolist()
     most = max(counts)
@@ -54,5 +54,6 @@ def sparse_sum(gradient: torch.Tensor | None, like: torch.Tensor, comm: Communic
     yield comm.all_gather(all_indices, indices)
     yield comm.all_gather(all_values, values)
     keep = torch.cat([torch.arange(most, device=like.device) < count for count in counts])
-    total = torch.sparse_coo_tensor(all_indices[keep].t(), all_values[keep], like.shape, check_invariants=False)
+    own_indices, own_values = all_indices[keep].t(), all_values[keep]
+    total = torch.sparse_coo_tensor(own_indices, own_values, like.shape, device=like.device, check_invariants=False)
     out.append(total.coalesce())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from commlib.codecs.base import BlockCodec
-from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.primitives.parts import Part, Pieces, cut, paste, with_values
 from commlib.primitives.topology import Neighbours
 from commlib.transport.base import Communication, Communicator
 
@@ -219,19 +219,17 @@ class DifferenceExchange:
             return
         end = self.begin + self.replica.numel()
         for name in ("replica", "pull"):
-            getattr(self, name).copy_(_pasted(saved[name].items(), parts, self.replica)[self.begin : end])
-        ones = ((name, (start, torch.ones_like(piece))) for name, (start, piece) in saved["replica"].items())
+            getattr(self, name).copy_(_pasted(saved[name], parts, self.replica)[self.begin : end])
+        ones = {name: with_values(piece, torch.ones_like(piece[1])) for name, piece in saved["replica"].items()}
         self.is_known = bool(_pasted(ones, parts, self.replica)[self.begin : end].all())
         if not self.is_known:
             self.replica.zero_()
             self.pull.zero_()
 
 
-def _pasted(
-    pieces: Iterable[tuple[str, tuple[int, torch.Tensor]]], parts: Sequence[Part], like: torch.Tensor
-) -> torch.Tensor:
+def _pasted(pieces: Pieces, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
     whole = like.new_zeros(max(part.start + part.numel for part in parts))
-    paste(dict(pieces), whole, parts)
+    paste(pieces, whole, parts)
     return whole
 
 

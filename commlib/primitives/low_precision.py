@@ -63,8 +63,8 @@ class LowPrecisionExchange:
         self.received = torch.zeros_like(self.sent)
         self.own = self.sent.new_zeros(nbytes)
         self._short = self.sent.new_zeros(world_size, codec.payload_bytes(self.count))
-        self.worker = torch.zeros(numel if feedback else 0, device=device)
-        self.owner = torch.zeros(self.count if feedback else 0, device=device)
+        self.worker = torch.zeros(numel if feedback else 0, dtype=torch.float32, device=device)
+        self.owner = torch.zeros(self.count if feedback else 0, dtype=torch.float32, device=device)
         self._old = torch.empty_like(self.worker) if averaging else None
         self._averaging = averaging
         self.has_feedback = feedback

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from commlib.primitives.finite import all_finite
+from commlib.primitives.order import shaped
 from commlib.primitives.parts import Part, Pieces, paste
 from commlib.transport.base import Communication, Communicator
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a parameter seen as a matrix: the first dimension against the others."""
-    return shape[0], math.prod(shape[1:])
+def matrix_shape(shape: Sequence[int], is_complex: bool = False) -> tuple[int, int]:
+    """Return the rows and columns of a parameter seen as a matrix: the first dimension against the others.
+
+    It goes by indices, whatever the parameter's memory format. A complex element is two columns.
+    """
+    return shape[0], math.prod(shape[1:]) * (2 if is_complex else 1)
 
 
 class _Batch:
@@ -51,10 +55,11 @@ class LowRankExchange:
     def __init__(self, parts: Sequence[Part], device: torch.device, rank: int, seed: int) -> None:
         by_shape: dict[tuple[int, int], list[Part]] = {}
         for part in parts:
-            by_shape.setdefault(matrix_shape(part.shape), []).append(part)
+            by_shape.setdefault(_matrix_shape(part), []).append(part)
         ranks = {shape: min(rank, *shape) for shape in by_shape}
-        self.p = torch.zeros(sum(len(own) * s[0] * ranks[s] for s, own in by_shape.items()), device=device)
-        self.q = torch.zeros(sum(len(own) * s[1] * ranks[s] for s, own in by_shape.items()), device=device)
+        self._product = torch.zeros(0, dtype=torch.float32, device=device)
+        self.p = self._product.new_zeros(sum(len(own) * s[0] * ranks[s] for s, own in by_shape.items()))
+        self.q = self._product.new_zeros(sum(len(own) * s[1] * ranks[s] for s, own in by_shape.items()))
         self.batches: list[_Batch] = []
         p_at = q_at = 0
         for (rows, columns), own in by_shape.items():
@@ -62,23 +67,22 @@ class LowRankExchange:
             p_end, q_end = p_at + len(own) * rows * r, q_at + len(own) * columns * r
             p = self.p[p_at:p_end].view(len(own), rows, r)
             q_rows = self.q[q_at:q_end].view(len(own), r, columns)
-            self.batches.append(_Batch(own, p, q_rows, torch.zeros(len(own), rows, columns, device=device)))
+            self.batches.append(_Batch(own, p, q_rows, p.new_zeros(len(own), rows, columns)))
             p_at, q_at = p_end, q_end
         self._parts = parts
-        self._product = torch.zeros(0, device=device)
         for batch in self.batches:  # each Q has a seed of its own: the same on all ranks, whatever the plan
             for part, q_rows in zip(batch.parts, batch.q_rows, strict=True):
                 generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + part.offset) % 2**63)
-                q_rows.t().copy_(torch.randn(q_rows.t().shape, generator=generator, device="cpu"))
+                q_rows.t().copy_(torch.randn(q_rows.t().shape, generator=generator, dtype=torch.float32, device="cpu"))
         self._first_q = self.q.clone()
 
-    def product_like(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return where to multiply P and Q' of `matrix`: itself where it is fp32."""
-        if matrix.dtype == torch.float32:
+    def product_like(self, matrix: torch.Tensor, part: Part) -> torch.Tensor:
+        """Return where to multiply P and Q' of a part: in its own `matrix`, where that is fp32 and lies by indices."""
+        if matrix.dtype == torch.float32 and not part.order:
             return matrix
         if not self._product.numel():
             self._product = self._product.new_empty(max(part.numel for part in self._parts))
-        return self._product[: matrix.numel()].view(matrix.shape)
+        return self._product[: part.numel].view(_matrix_shape(part))
 
     def renew_unless_finite(self) -> None:
         """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
@@ -112,7 +116,7 @@ class LowRankExchange:
         if len(self._parts) == len(parts):
             return None
         own = {part.name for part in self._parts}
-        moved = {name: (at, error.view(-1)) for name, (at, error) in saved["errors"].items() if name not in own}
+        moved: Pieces = {n: (piece[0], piece[1].view(-1)) for n, piece in saved["errors"].items() if n not in own}
         rest = self.p.new_zeros(max(part.start + part.numel for part in parts))
         paste(moved, rest, parts)
         return rest
@@ -149,7 +153,8 @@ def centralized_low_rank(
             continue
         for idx, part in enumerate(batch.parts):
             error = batch.error[idx] if decay == 1.0 else batch.error[idx].mul_(decay)
-            error.add_(_matrix(tensor, part), alpha=1.0 / scale)
+            values = _by_index(tensor, part)
+            error.view(values.shape).add_(values, alpha=1.0 / scale)
         torch.bmm(batch.error, batch.q_rows.transpose(1, 2), out=batch.p)
     if not comm.contributes:
         exchange.p.zero_()
@@ -164,17 +169,23 @@ def centralized_low_rank(
     exchange.q.div_(divisor)
     for batch in exchange.batches:
         for idx, part in enumerate(batch.parts):
-            matrix = _matrix(tensor, part)
-            approximation = exchange.product_like(matrix)
+            values = _by_index(tensor, part)
+            approximation = exchange.product_like(values, part)
             torch.mm(batch.p[idx], batch.q_rows[idx], out=approximation)
             if comm.contributes:
                 batch.error[idx].sub_(approximation, alpha=divisor / comm.num_active)
-            if approximation is not matrix or scale != 1.0:
-                torch.mul(approximation, scale, out=matrix)
+            if approximation is not values or scale != 1.0:
+                torch.mul(approximation.view(values.shape), scale, out=values)
         if comm.contributes:
             torch.nan_to_num(batch.error, nan=0.0, posinf=0.0, neginf=0.0, out=batch.error)
     exchange.renew_unless_finite()
 
 
-def _matrix(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return tensor[part.start : part.start + part.numel].view(matrix_shape(part.shape))
+def _matrix_shape(part: Part) -> tuple[int, int]:
+    return matrix_shape(part.shape, is_complex=part.numel > math.prod(part.shape))
+
+
+def _by_index(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return the view of a part in the order of its indices: its matrix, or, where only strides make it, its shape."""
+    values = tensor[part.start : part.start + part.numel]
+    return shaped(values, part.shape, part.order) if part.order else values.view(_matrix_shape(part))

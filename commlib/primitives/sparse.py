@@ -32,8 +32,8 @@ class SparseExchange:
         self.begin = begin
         self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         self.numel = numel
-        self.residual = torch.zeros(numel, device=device)
-        self._sum = torch.zeros(0, device=device)
+        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._sum = torch.zeros(0, dtype=torch.float32, device=device)
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes]."""
@@ -162,7 +162,8 @@ def encode_momentum(
     if gradient.device.type == "cpu":
         places = codec.places(numel)
         return torch.tensor(
-            native_ops.encode_momentum(gradient, velocity, places, out, feedback, decay=decay, factor=factor)
+            native_ops.encode_momentum(gradient, velocity, places, out, feedback, decay=decay, factor=factor),
+            device=gradient.device,
         )
     is_finite = all_finite(gradient)
     torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0, out=gradient)

@@ -7,15 +7,16 @@ is sent by making one. The same requests run on torch.distributed and, by their 
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from typing_extensions import override
 
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 
 
 @dataclass(slots=True)
@@ -215,6 +216,7 @@ class Transport(ABC):
 
     rank: int
     world_size: int
+    global_ranks: Sequence[int]  # of the group's ranks in the default group, for errors
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
     stands_for_all: bool = False  # whether this process simulates all ranks, which then come to everything together
@@ -237,13 +239,56 @@ class Transport(ABC):
     def issue(self, request: Request) -> Work:
         """Start `request` and return at once."""
 
-    @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order. Blocks; used at set-up only."""
+    def complete(self, request: Request, what: str) -> None:
+        """Start `request` and wait for its end.
+
+        Raises:
+            TransportError: It failed; the message names `what` and the ranks to blame.
+        """
+        with self.explaining(what):
+            self.issue(request).wait()
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Turn an error of the block into what `diagnose` makes of it."""
+        try:
+            yield
+        except RuntimeError as error:
+            failure = self.diagnose(error, what)
+            if failure is error:
+                raise
+            raise failure from error
 
     @abstractmethod
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        """Turn a failed collective's exception into a `TransportError` that names `what` and the missing ranks."""
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in rank order. Blocks; used at set-up only.
+
+        Args:
+            value: Plain data: None, bool, int, float, str, bytes, and lists, tuples and dicts of them.
+
+        Raises:
+            ConfigError: The value is not plain.
+            TransportError: A rank died, did not come, or sent what is no plain value.
+        """
+
+    @abstractmethod
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+        """Turn a failed collective's exception into a `TransportError` that names `what` and the ranks to blame.
+
+        An error of commlib's own is returned as it is.
+
+        Args:
+            error: What went wrong.
+            what: The collective.
+            suspects: Ranks that did not come, as far as the caller knows; named where nothing better is known.
+        """
+
+    def bystanders(self) -> set[int]:
+        """Return the ranks that have said that they met another one's failure: their own end is no news."""
+        return set()
+
+    def blame(self) -> None:  # noqa: B027 (where no peer can fail there is nothing to say)
+        """Tell the others that this rank has met a peer's failure, so that they do not blame it if it ends."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -252,3 +297,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all work and release the communicator. Harmless when done twice, or when the process group is gone."""
+
+
+def is_own(error: Exception) -> bool:
+    """Return whether an error says all that there is to say already: it is commlib's."""
+    return isinstance(error, CommlibError) and not isinstance(error, EndedError)
+
+
+class EndedError(CommlibError):
+    """A collective was asked for that cannot take place, as peers have ended or have given up."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
+import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from commlib.errors import PeerTimeout, TransportError
-from commlib.transport.base import Transport
-from commlib.transport.torch_dist import address_towards
+from commlib.errors import TransportError
+from commlib.transport.addresses import address_towards
 
 _log = logging.getLogger("commlib")
 
@@ -22,41 +26,91 @@ _MAGIC = b"CMC1"
 
 #: How long a foreign connection may take to say who it is, in seconds.
 _HELLO_S = 5.0
+#: How many connections may be about to say who they are; beyond it the oldest is dropped.
+_MOST_UNKNOWN = 256
 
 #: What has to be there before a thread is woken. The kernel's buffer grows to twice as much.
 _WAKE_BYTES = 1 << 20
 
+_made: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
-def connect_all(transport: Transport) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+
+class Introduction(Protocol):
+    """How ranks that have no connections yet tell each other where they are."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def local_address(self) -> str:
+        """Return the address of this host at which the other ranks reach it."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's plain `value`, in rank order. Blocks."""
+        ...
+
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+        """Return the error that names the ranks to blame, the `suspects` if nothing better is known."""
+        ...
+
+
+class PeersMissing(Exception):
+    """Peers that did not connect, or whose connection ended; `is_late` says which."""
+
+    def __init__(self, ranks: Sequence[int], is_late: bool, why: str) -> None:
+        super().__init__(why)
+        self.ranks = ranks
+        self.is_late = is_late
+
+
+def connect_all(introduction: Introduction) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Connect to every peer, and take every peer's connection. Collective; nothing listens after it.
 
-    Addresses and a random token of each rank go over the transport. A connection that does not prove to be of a peer
+    Addresses and a random token of each rank go over the introduction. A connection that does not prove to be of a peer
     by this rank's token is dropped with a log line.
 
     Returns:
         The connections that this rank made, and those that its peers made, by peer.
 
     Raises:
-        PeerTimeout: A rank did not connect within the transport's timeout.
-        TransportError: This rank or a peer cannot listen, or a connection could not be made.
+        PeerTimeout: A rank did not connect within the introduction's timeout.
+        PeerFailure: A rank died meanwhile.
+        TransportError: This rank or a peer cannot listen.
     """
-    if transport.world_size == 1:
+    if introduction.world_size == 1:
         return {}, {}
-    rank, deadline = transport.rank, time.monotonic() + transport.timeout_s
-    address, token = _reachable(transport.local_address(), transport), secrets.token_bytes(16)
+    rank, deadline = introduction.rank, time.monotonic() + introduction.timeout_s
+    address, token = _reachable(introduction.local_address(), introduction), secrets.token_bytes(16)
     try:
-        listener = socket.create_server((address, 0), family=_family(address), backlog=transport.world_size + 16)
+        listener = socket.create_server((address, 0), family=_family(address), backlog=introduction.world_size + 16)
     except OSError as error:
-        transport.gather_objects(f"{error}")
+        introduction.gather_objects(f"{error}")
         raise TransportError(f"rank {rank}: cannot listen on {address}: {error}") from error
-    with listener:
-        everyone = transport.gather_objects((*listener.getsockname()[:2], token))
+    with listener, contextlib.ExitStack() as opened:
+        everyone = introduction.gather_objects((*listener.getsockname()[:2], token))
         failed = [peer for peer, where in enumerate(everyone) if isinstance(where, str)]
         if failed:
             raise TransportError(f"rank {rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}")
-        peers = [peer for peer in range(transport.world_size) if peer != rank]
-        made = {peer: _dial(everyone[peer], rank, deadline) for peer in peers}
-        return made, dict(_accept(listener, token, peers, rank, deadline))
+        peers = [peer for peer in range(introduction.world_size) if peer != rank]
+        try:
+            made = {peer: opened.enter_context(_dial(peer, everyone[peer], rank, deadline)) for peer in peers}
+            accepted = dict(_accept(listener, token, peers, rank, deadline, made))
+        except PeersMissing as missing:  # said before the connections close, so that their end accuses nobody
+            error = TimeoutError(str(missing)) if missing.is_late else ConnectionError(str(missing))
+            raise introduction.diagnose(error, "connecting the ranks", missing.ranks) from missing
+        opened.pop_all()
+    _made.update([*made.values(), *accepted.values()])
+    return made, accepted
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies: with them open, the parent's end would not be seen by its peers."""
+    for connection in list(_made):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:
@@ -86,12 +140,12 @@ def fill(connection: socket.socket, view: memoryview) -> None:
         view = view[received:]
 
 
-def _reachable(address: str, transport: Transport) -> str:
+def _reachable(address: str, introduction: Introduction) -> str:
     """Return an address of this rank that the others reach, by first asking where they are.
 
     A host's own name often means a loopback address on that host alone.
     """
-    far = [other for other in transport.gather_objects(address) if not _is_loopback(other)]
+    far = [other for other in introduction.gather_objects(address) if not _is_loopback(other)]
     if not far or not _is_loopback(address):
         return address
     return address_towards(far[0])
@@ -105,56 +159,142 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _dial(where: tuple[str, int, bytes], rank: int, deadline: float) -> socket.socket:
+def _dial(peer: int, where: tuple[str, int, bytes], rank: int, deadline: float) -> socket.socket:
     host, port, token = where
     try:
         connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
         connection.sendall(_HELLO.pack(_MAGIC, token, rank))
     except OSError as error:
-        raise TransportError(f"rank {rank}: cannot connect to a peer at {host}:{port}: {error}") from error
+        is_late = isinstance(error, TimeoutError)
+        is_gone = is_late or isinstance(error, ConnectionError)  # else there is no way to it, and it may well be alive
+        why = f"cannot connect to {host}:{port}: {error}; GLOO_SOCKET_IFNAME chooses the interface"
+        raise PeersMissing([peer] if is_gone else [], is_late, why) from error
     return _prepared(connection)
 
 
 def _accept(
-    listener: socket.socket, token: bytes, expected: Sequence[int], rank: int, deadline: float
+    listener: socket.socket,
+    token: bytes,
+    expected: Sequence[int],
+    rank: int,
+    deadline: float,
+    made: Mapping[int, socket.socket] | None = None,
 ) -> list[tuple[int, socket.socket]]:
     """Return the connections of the expected ranks. Any other that comes is dropped with a log line.
 
+    All that come are read side by side, so one that says nothing, or says it slowly, holds up nobody.
+
     Raises:
-        PeerTimeout: Not all came before the deadline; those that did are closed.
+        PeersMissing: Not all came before the deadline, or a connection in `made` ended; those that came are closed.
     """
-    found: dict[int, socket.socket] = {}
-    while len(found) < len(expected):
-        missing = sorted(set(expected) - set(found))
-        left_s = deadline - time.monotonic()
-        try:
-            if left_s <= 0:
-                raise TimeoutError
-            listener.settimeout(left_s)
-            connection, where = listener.accept()
-        except TimeoutError:
-            for connection in found.values():
-                connection.close()
-            raise PeerTimeout(f"rank {rank}: ranks {missing} did not connect to the mailbox in time") from None
-        peer = _hello(connection, token, min(_HELLO_S, left_s))
-        if peer in missing:
-            found[peer] = _prepared(connection)
-        else:
-            _log.warning("rank %d: dropped a foreign connection from %s", rank, where)
-            connection.close()
-    return list(found.items())
-
-
-def _hello(connection: socket.socket, token: bytes, limit_s: float) -> int | None:
-    """Return the rank that a new connection proves to be of, or None."""
-    hello = bytearray(_HELLO.size)
-    connection.settimeout(limit_s)
+    door = _Door(listener, token, expected, rank)
     try:
-        fill(connection, memoryview(hello))
-    except (OSError, EOFError):
-        return None
-    magic, got, peer = _HELLO.unpack(hello)
-    return peer if magic == _MAGIC and hmac.compare_digest(got, token) else None
+        for peer, connection in (made or {}).items():
+            door.selector.register(connection, selectors.EVENT_READ, peer)
+        while missing := [peer for peer in expected if peer not in door.found]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise PeersMissing(missing, True, f"ranks {missing} did not connect in time")
+            door.turn(min(left_s, _HELLO_S))
+        return [(peer, _prepared(connection)) for peer, connection in door.found.items()]
+    except BaseException:
+        for connection in door.found.values():
+            connection.close()
+        raise
+    finally:
+        door.close()
+
+
+class _Unknown:
+    """A connection that has not yet said of whom it is."""
+
+    def __init__(self, where: Any) -> None:
+        self.where = where
+        self.said = b""
+        self.deadline = time.monotonic() + _HELLO_S
+
+
+class _Door:
+    """What comes in at a listener, read side by side; `found` are the peers that have proved who they are."""
+
+    def __init__(self, listener: socket.socket, token: bytes, expected: Sequence[int], rank: int) -> None:
+        self.found: dict[int, socket.socket] = {}
+        self.selector = selectors.DefaultSelector()
+        self._listener, self._token, self._expected, self._rank = listener, token, expected, rank
+        self._unknown: dict[socket.socket, _Unknown] = {}  # the oldest first
+        listener.setblocking(False)
+        self.selector.register(listener, selectors.EVENT_READ)
+
+    def turn(self, limit_s: float) -> None:
+        """Take what is there; wait for it at most so long."""
+        for key, _ in self.selector.select(limit_s):
+            connection: Any = key.fileobj
+            if connection is self._listener:
+                self._open()
+            elif key.data is not None:
+                self._watch(connection, key.data)
+            elif connection in self._unknown:
+                self._read(connection)
+        now = time.monotonic()
+        for connection in [c for c, unknown in self._unknown.items() if unknown.deadline < now]:
+            self._drop(connection)
+
+    def close(self) -> None:
+        """Drop who has not said its name."""
+        for connection in list(self._unknown):
+            self._drop(connection)
+        self.selector.close()
+
+    def _open(self) -> None:
+        try:
+            connection, where = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        connection.setblocking(False)
+        self.selector.register(connection, selectors.EVENT_READ)
+        self._unknown[connection] = _Unknown(where)
+        if len(self._unknown) > _MOST_UNKNOWN + len(self._expected):
+            self._drop(next(iter(self._unknown)))
+
+    def _read(self, connection: socket.socket) -> None:
+        unknown = self._unknown[connection]
+        try:
+            got = connection.recv(_HELLO.size - len(unknown.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            got = b""
+        unknown.said += got
+        if not got:
+            self._drop(connection)
+        elif len(unknown.said) == _HELLO.size:
+            magic, token, peer = _HELLO.unpack(unknown.said)
+            is_peer = magic == _MAGIC and hmac.compare_digest(token, self._token) and peer in self._expected
+            if not is_peer or peer in self.found:
+                self._drop(connection)
+                return
+            self.found[peer] = self._forget(connection)
+
+    def _watch(self, connection: socket.socket, peer: int) -> None:
+        """See whether a peer to which this rank has connected is gone; what it says is for later."""
+        try:
+            is_gone = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return
+        except OSError:
+            is_gone = True
+        if is_gone:
+            raise PeersMissing([peer], False, f"the connection to rank {peer} ended")
+        self.selector.unregister(connection)
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self.selector.unregister(connection)
+        del self._unknown[connection]
+        return connection
+
+    def _drop(self, connection: socket.socket) -> None:
+        _log.warning("rank %d: dropped a foreign connection from %s", self._rank, self._unknown[connection].where)
+        self._forget(connection).close()
 
 
 def _prepared(connection: socket.socket) -> socket.socket:

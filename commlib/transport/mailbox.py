@@ -14,6 +14,7 @@ is not a dead one. Nothing runs while idle but blocked receives.
 [Note: how a peer ends] A rank that closes its mailbox says goodbye on its own connections first. What a peer is tells
 the connection that it made: *here*; *left* (a goodbye); *failed* (a goodbye while an exception ends the process);
 *lost* (the connection ended without one: the process was killed). TCP's own probes find a machine that is gone.
+A rank that ends because another has died says so first, over the transport, and is not blamed (`Transport.blame`).
 
 CUDA tensors are the caller's matter: payloads are host memory.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import socket
 import struct
@@ -36,6 +38,8 @@ from typing import Any, NamedTuple
 from commlib.errors import PeerFailure, TransportError
 from commlib.transport.base import Transport
 from commlib.transport.connections import connect_all, fill
+from commlib.transport.lifelines import TOGETHER_S
+from commlib.transport.rendezvous import name_of
 
 _log = logging.getLogger("commlib")
 
@@ -96,6 +100,7 @@ class Mailbox:
 
     def __init__(self, transport: Transport, answer: Answer, max_request: int = 0) -> None:
         self.rank = transport.rank
+        self._transport = transport
         self._state = _State(transport.rank, transport.world_size, answer, max_request)
         self._finalizer = weakref.finalize(self, _close, self._state, None)
         try:
@@ -120,6 +125,10 @@ class Mailbox:
         if state.presence[peer] is Presence.HERE:
             state.lines[peer].jobs.put((message, on_reply, into))
 
+    def global_rank(self, rank: int) -> int:
+        """Return the rank in the default group of a rank of this group, for errors."""
+        return self._transport.global_ranks[rank]
+
     def presence(self, peer: int) -> Presence:
         """Return what is known of a peer now."""
         return self._state.presence[peer]
@@ -138,12 +147,25 @@ class Mailbox:
             raise TransportError(f"rank {self.rank}: answering a peer failed: {self._state.error!r}") from (
                 self._state.error
             )
-        gone = [r for r, state in enumerate(self._state.presence) if state in (Presence.FAILED, Presence.LOST)]
-        if gone:
-            how = ", ".join(f"rank {rank} {_HOW[self._state.presence[rank]]}" for rank in gone)
-            raise PeerFailure(
-                f"rank {self.rank} of {len(self._state.presence)}: {how}; the others cannot go on with it"
-            )
+        if self._ended():
+            time.sleep(TOGETHER_S)  # for the word of others, and for ranks that died at the same time
+            raise self._failure()
+
+    def _ended(self) -> list[int]:
+        return [r for r, state in enumerate(self._state.presence) if state in _HOW]
+
+    def _failure(self) -> PeerFailure:
+        """Return the error that names those that ended first, but for those that did because others had."""
+        state, transport = self._state, self._transport
+        gone = set(self._ended()) - transport.bystanders() or set(self._ended())
+        first_s = min(state.ended_s[rank] for rank in gone)
+        gone = sorted(rank for rank in gone if state.ended_s[rank] <= first_s + TOGETHER_S)
+        transport.blame()
+        how = ", ".join(f"rank {transport.global_ranks[rank]} {_HOW[state.presence[rank]]}" for rank in gone)
+        return PeerFailure(
+            f"{name_of(self.rank, transport.global_ranks)}: {how}; the others cannot go on with it",
+            [transport.global_ranks[rank] for rank in gone],
+        )
 
     @property
     def bytes_sent(self) -> float:
@@ -170,6 +192,8 @@ class _State:
         self.answer: Callable[[], Answer | None] = weakref.WeakMethod(answer)
         self.max_request = max_request
         self.presence = [Presence.HERE] * world_size
+        self.ended_s = [0.0] * world_size  # when that was noticed of a peer that has ended
+        self.pid = os.getpid()
         self.lines: dict[int, _Line | _OwnLine] = {}
         self.servers: list[tuple[socket.socket, threading.Thread]] = []
         self.is_closing = False
@@ -186,6 +210,7 @@ class _State:
     def set_presence(self, peer: int, presence: Presence, why: str = "") -> None:
         """Note how a peer ended; the first word counts."""
         if self.presence[peer] is Presence.HERE and not self.is_closing:
+            self.ended_s[peer] = time.monotonic()
             self.presence[peer] = presence
             _log.info("rank %d: rank %d %s%s", self.rank, peer, presence.value, why and f" ({why})")
 
@@ -339,6 +364,8 @@ def _close(state: _State, goodbye: int | None) -> None:
         state: The mailbox's.
         goodbye: The kind; None, at the interpreter's exit, finds out whether an exception ends the process.
     """
+    if os.getpid() != state.pid:  # a forked child; the connections are its parent's
+        return
     if goodbye is None:
         goodbye = _LEFT if getattr(sys, "last_value", None) is None else _FAILED
     state.is_closing = True

@@ -31,6 +31,20 @@ def is_better_exchanged(request: AllToAll) -> bool:
     return request.input.nbytes >= _LEAST_CHUNK * request.size
 
 
+def close_connections(backend: Any) -> None:
+    """End all works of a Gloo backend, here and at the peers. It is of no more use.
+
+    [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends with the data,
+    with the connection to its peer, or with the backend's timeout; collectives, which are made of them, likewise.
+    The backend's `abort()` ends none. A receive that times out closes all connections of its backend, which ends every
+    other work on it, here and, where a peer waits for this rank, there. So this makes one that times out at once.
+    """
+    for peer in range(backend.size()):  # one whose connection is gone fails at once, and closes nothing
+        if peer != backend.rank():
+            with contextlib.suppress(Exception):
+                backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
 class ExchangeWork:
     """Sends and receives under way on Gloo, with what `_TorchWork` needs of a torch `Work`."""
 
@@ -48,9 +62,13 @@ class ExchangeWork:
         else:
             self._future.set_result(None)
 
-    def wait(self) -> None:
-        """Wait for the end; raise what went wrong."""
-        self._future.result()
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for the end; raise what went wrong.
+
+        Raises:
+            concurrent.futures.TimeoutError: It has not ended within `limit`.
+        """
+        self._future.result(None if limit is None else limit.total_seconds())
 
     def is_completed(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -68,10 +86,7 @@ class GlooExchanges:
     behind data on the same connection and a third of the link stays unused (docs/emulation.md, "What Gloo reaches"). An
     exchange posts its receives first.
 
-    [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends with the data,
-    with the connection to its peer, or with the backend's timeout; `abort()` does not end it. A receive that times out
-    closes all connections of its backend, which ends every other work on it, here and at the peers. So `abort` makes
-    one that times out at once.
+    A work completes only inside `wait()`; to end it before its time see `close_connections`.
 
     Args:
         backend: A `ProcessGroupGloo`.
@@ -111,18 +126,12 @@ class GlooExchanges:
         receives = [(peer, targets[peer]) for peer in ((rank - hop) % size for hop in hops)]
         return self.issue(Exchange(sends, receives, size=size))
 
-    def abort(self) -> None:
-        """End all exchanges under way; see [Note: ending Gloo's receives]. The backend is of no more use."""
-        for peer in range(self._backend.size()):  # one whose connection is gone fails at once, and closes nothing
-            with contextlib.suppress(Exception):
-                self._backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-
     def end(self, timeout_s: float) -> None:
-        """Let the thread end once everything issued has, and wait for it."""
+        """Let the thread end once everything issued has, and wait for it, if `timeout_s` is not 0."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-            if self._thread.is_alive():
+            if self._thread.is_alive() and timeout_s:
                 _log.warning("exchanges had not ended after %g s; closing the connection anyway", timeout_s)
 
     def _run(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from commlib.errors import TransportError
-from commlib.transport.base import Communicator, Request, Transport, Work
+from commlib.transport.base import Communicator, Request, Transport, Work, is_own
 from commlib.transport.torch_dist import DONE
 
 
@@ -27,6 +28,7 @@ class SimulatedTransport(Transport):
     def __init__(self, rank: int, world_size: int, ranks_per_node: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.global_ranks = range(world_size)
         self.bytes_sent = 0.0
         self.timeout_s = 3600.0  # of the virtual clock, which nothing exceeds
         self._ranks_per_node = ranks_per_node
@@ -50,8 +52,8 @@ class SimulatedTransport(Transport):
         return [value] * self.world_size
 
     @override
-    def diagnose(self, error: BaseException, what: str) -> Exception:
-        return TransportError(f"{what} failed in a simulation: {error}")
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+        return error if is_own(error) else TransportError(f"{what} failed in a simulation: {error}")
 
     @override
     def abort(self) -> None: ...

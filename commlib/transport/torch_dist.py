@@ -1,43 +1,41 @@
-"""Requests on torch.distributed: the one place that knows torch's process groups and their versions."""
+"""Requests on torch.distributed: with `backends`, the one place that knows torch's process groups and versions."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import functools
-import logging
 import os
-import pickle
 import socket
-import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # see [Note: exit]
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.transport import lifelines as lifelines_
+from commlib.transport.addresses import local_address
+from commlib.transport.backends import Connection, Connections, TorchWork, attend, options
 from commlib.transport.base import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
     Communicator,
+    EndedError,
     Exchange,
     Request,
     Transport,
     Work,
+    is_own,
 )
-from commlib.transport.point_to_point import GlooExchanges, is_better_exchanged
-
-_log = logging.getLogger("commlib")
+from commlib.transport.connections import connect_all
+from commlib.transport.lifelines import Lifelines, Verdict, Word
+from commlib.transport.plain import MalformedError, decode, encode
+from commlib.transport.rendezvous import Meeting, name_of, named
 
 NODE_VARIABLE = "COMMLIB_NODE"
 """The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
@@ -46,6 +44,10 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 #: How long a rank that saw a collective fail waits for the others to report, in seconds.
 _DIAGNOSIS_S = 2.0
+#: How long after the timeout the set-up may take in a store that hangs, in seconds.
+_GRACE_S = 5.0
+#: The most bytes that a rank may say of itself at set-up.
+_MOST_BYTES = 1 << 30
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup:
@@ -90,23 +92,6 @@ def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, de
     return value
 
 
-class _TorchWork:
-    """A torch `Work` whose completion can call back."""
-
-    def __init__(self, work: Any, connection: _Connection) -> None:
-        self._work = work
-        self._connection = connection
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        finally:
-            self._connection.pending.pop(id(self._work), None)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._work.get_future().add_done_callback(lambda _: callback())
-
-
 class _Done:
     """A work with nothing to do."""
 
@@ -117,76 +102,6 @@ class _Done:
 
 
 DONE: Work = _Done()
-
-
-#: How long aborted works may take to end, in seconds.
-_DRAIN_S = 5.0
-
-
-class _Connection:
-    """The backend object, its works and its end, apart from the transport so that a finalizer can hold it.
-
-    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
-    aborts the process ("terminate called without an active exception"), so every connection is ended before: works
-    are aborted and waited for, then the backend is destroyed, which joins its threads. The same holds of the user's own
-    group: `destroy_process_group` ends its threads only where nobody else holds the group. So transports refer to it
-    weakly; and the functions of `torch.distributed.nn.functional`, whose default arguments hold the group that exists
-    when they are first imported (by torch._dynamo, in the first forward), are imported here. Where this module is
-    itself imported after the group was made, they hold it all the same.
-    """
-
-    def __init__(self) -> None:
-        self.backend: Any = None
-        self.exchanges: GlooExchanges | None = None  # made at the first one
-        self.pending: dict[int, Any] = {}  # works that nobody has waited for yet, by identity
-
-    @property
-    def is_nccl(self) -> bool:
-        return self.backend.name().lower() == "nccl"
-
-    def has_pending(self) -> bool:
-        return any(not work.is_completed() for work in list(self.pending.values()))
-
-    def abort(self) -> None:
-        if self.exchanges is not None:
-            self.exchanges.abort()
-        if self.backend is not None:
-            with contextlib.suppress(Exception):
-                self.backend.abort()
-
-    def exchange(self, request: Exchange) -> Any:
-        if self.is_nccl:
-            self.backend._start_coalescing()
-            for rank, tensor in request.receives:
-                self.backend.recv([tensor], rank, 0)
-            for rank, tensor in request.sends:
-                self.backend.send([tensor], rank, 0)
-            return self.backend._end_coalescing()
-        return self._gloo().issue(request)
-
-    def all_to_all(self, request: AllToAll) -> Any:
-        if is_better_exchanged(request) and not self.is_nccl:
-            return self._gloo().all_to_all(request)
-        return self.backend.alltoall_base(request.output, request.input, [], [], _options(c10d.AllToAllOptions))
-
-    def _gloo(self) -> GlooExchanges:
-        if self.exchanges is None:
-            self.exchanges = GlooExchanges(self.backend)
-        return self.exchanges
-
-    def end(self) -> None:
-        if self.has_pending():
-            self.abort()
-            deadline = time.monotonic() + _DRAIN_S
-            while self.has_pending() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            if self.has_pending():
-                _log.warning("aborted collectives had not ended after %g s; closing the connection anyway", _DRAIN_S)
-        if self.exchanges is not None:
-            self.exchanges.end(_DRAIN_S)
-            self.exchanges = None
-        self.pending.clear()
-        self.backend = None
 
 
 class TorchTransport(Transport):
@@ -209,16 +124,60 @@ class TorchTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
+        self.global_ranks = _global_ranks(group)
         self.timeout_s = timeout.total_seconds()
         self.bytes_sent = 0.0
         self._device = device
-        self._connections = {"all": _Connection()}
-        self._finalizer = weakref.finalize(self, _end_all, self._connections)
+        self._connections = Connections()
+        self._finalizer = weakref.finalize(self, self._connections.end)
         self._parent = weakref.ref(group)
-        self._store = _fresh_store(group)
         self._timeout = timeout
-        self._connect("all", self._store, self.rank, self.world_size)
-        self._await_all()
+        self._store: dist.Store | None = None
+        self._spare: list[socket.socket] = []
+        try:
+            self._meet(c10d._get_process_group_store(group))
+            self._connect("all", self._store, range(self.world_size))
+            self._await_all()
+        except BaseException:
+            if self._connections.lifelines is not None:
+                self._connections.lifelines.give_up()
+            self.close()
+            raise
+        finally:
+            for connection in self._spare:
+                connection.close()
+
+    @property
+    def _lifelines(self) -> Lifelines | None:
+        return self._connections.lifelines
+
+    @property
+    def _name(self) -> str:
+        return name_of(self.rank, self.global_ranks)
+
+    def _meet(self, store: dist.Store) -> None:
+        """Find the other ranks, agree with them on a part of the store, and make the lifelines."""
+        if self.world_size == 1:
+            return
+        deadline = time.monotonic() + self.timeout_s + _GRACE_S
+
+        def connect() -> tuple[Meeting, dict[int, socket.socket], dict[int, socket.socket]]:
+            meeting = Meeting(store, self.rank, self.global_ranks, self.timeout_s)
+            return meeting, *connect_all(meeting)
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise PeerTimeout(
+                    f"{self._name}: making the communicator in commlib.wrap failed: the process group's store did not "
+                    f"answer within {self.timeout_s:g} s; its host may hang"
+                )
+
+        meeting, made, accepted = attend(connect, check)
+        self._store = meeting.store
+        kept = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
+        # Closed once all ranks have connected: until then a connection that ends is one of a rank that died.
+        self._spare = [each for each in (*made.values(), *accepted.values()) if each not in kept.values()]
+        self._connections.lifelines = Lifelines(kept, self._connections.react)
 
     def _await_all(self) -> None:
         """Wait until every rank has connected: one that left before would break the connecting of the others."""
@@ -226,17 +185,23 @@ class TorchTransport(Transport):
         self.gather_objects(None)
         self.bytes_sent = sent_before  # which counts what users send
 
-    def _connect(self, name: str, store: dist.Store, rank: int, size: int) -> None:
+    def _connect(self, name: str, store: dist.Store | None, members: Sequence[int]) -> None:
         """Make the backend of a group of ranks; nothing for one rank alone."""
-        connection = self._connections.setdefault(name, _Connection())
-        try:
-            if size > 1:
-                group = self._parent()
-                if group is None:
-                    raise TransportError(f"rank {self.rank}: the process group of the model has been destroyed")
-                connection.backend = _make_backend(group, self._device, store, self._timeout, rank, size)
-        except RuntimeError as error:
-            raise self.diagnose(error, "making the communicator in commlib.wrap") from error
+        connection = self._connections.by_group.setdefault(name, Connection(members))
+        if len(members) == 1:
+            return
+        group, rank = self._parent(), members.index(self.rank)
+        if group is None:
+            raise TransportError(f"{self._name}: the process group of the model has been destroyed")
+        assert store is not None
+        make = lambda: _make_backend(group, self._device, store, self._timeout, rank, len(members))  # noqa: E731
+        with self.explaining("making the communicator in commlib.wrap"):
+            connection.backend = attend(make, self._check_all)
+
+    def _check_all(self) -> None:
+        """Raise if a rank has ended or given up."""
+        if self._lifelines is not None and (self._lifelines.has_broken or self._lifelines.ended()):
+            raise EndedError("a peer has ended")
 
     @override
     def split_by_node(self) -> tuple[Communicator, Communicator] | None:
@@ -254,26 +219,19 @@ class TorchTransport(Transport):
         node = next(idx for idx, ranks in enumerate(nodes.values()) if self.rank in ranks)
         place = list(nodes.values())[node].index(self.rank)
         local, across = Communicator(place, max(sizes), "local"), Communicator(node, len(nodes), "across")
-        self._connect("local", dist.PrefixStore(f"local/{node}", self._store), local.rank, local.world_size)
-        self._connect("across", dist.PrefixStore(f"across/{place}", self._store), across.rank, across.world_size)
+        members = list(nodes.values())
+        self._connect("local", self._part(f"local/{node}"), members[node])
+        self._connect("across", self._part(f"across/{place}"), [ranks[place] for ranks in members])
         self._await_all()
         return local, across
 
+    def _part(self, name: str) -> dist.Store:
+        assert self._store is not None
+        return dist.PrefixStore(name, self._store)
+
     @override
     def local_address(self) -> str:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        with contextlib.suppress(OSError):
-            if interface:
-                return _address_of(interface)
-        store: Any = self._store
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
-            with contextlib.suppress(OSError):
-                return address_towards(store.host)
-        with contextlib.suppress(OSError):
-            return socket.gethostbyname(socket.gethostname())
-        return super().local_address()
+        return local_address(self._store)
 
     @override
     def issue(self, request: Request) -> Work:
@@ -281,27 +239,41 @@ class TorchTransport(Transport):
             return self._issue_alone(request)
         if request.is_empty():
             return DONE
-        connection = self._connections[request.group]
+        connection = self._connections.by_group[request.group]
         if connection.backend is None:
-            raise TransportError(f"rank {self.rank}: the communicator is closed; the model was unwrapped")
+            raise TransportError(f"{self._name}: the communicator is closed; the model was unwrapped")
+        partners = connection.partners(request)
+        self._check(partners)
         self.bytes_sent += request.wire_bytes()
         work = self._issue(connection, request)
-        connection.pending[id(work)] = work
-        return _TorchWork(work, connection)
+        made = TorchWork(work, connection, partners)
+        if self._lifelines is not None and self._lifelines.has_news:  # which may have come since it was looked at
+            self._lifelines.ring()
+        return made
 
-    def _issue(self, connection: _Connection, request: Request) -> Any:
+    def _check(self, partners: Sequence[int]) -> None:
+        """Raise if a collective with these ranks would be in vain."""
+        if self._connections.aborted_s is not None:
+            raise EndedError("it was not begun, as this communicator had ended before")
+        lines = self._lifelines
+        if lines is None or not lines.has_news:
+            return
+        if lines.has_broken or not lines.ended().keys().isdisjoint(partners):
+            raise EndedError("it was not begun, as a peer had ended or given up before")
+
+    def _issue(self, connection: Connection, request: Request) -> Any:
         backend = connection.backend
         match request:
             case Exchange():
                 return connection.exchange(request)
             case AllReduce(tensor=tensor, op=op):
-                return backend.allreduce([tensor], _options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
+                return backend.allreduce([tensor], options(c10d.AllreduceOptions, reduceOp=_REDUCE_OPS[op]))
             case AllGather(output=output, input=input):
-                return backend._allgather_base(output, input, _options(c10d.AllgatherOptions))
+                return backend._allgather_base(output, input, options(c10d.AllgatherOptions))
             case AllToAll():
                 return connection.all_to_all(request)
             case Broadcast(tensor=tensor, source=source):
-                return backend.broadcast([tensor], _options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
+                return backend.broadcast([tensor], options(c10d.BroadcastOptions, rootRank=source, rootTensor=0))
         raise TypeError(f"{type(request).__name__} is not a request that torch.distributed can run")
 
     def _issue_alone(self, request: Request) -> Work:
@@ -311,105 +283,109 @@ class TorchTransport(Transport):
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        what = "the exchange of set-up information"
+        try:
+            said, unsendable = encode((True, value)), None
+        except ConfigError as error:  # told to the others, who wait for this rank
+            said, unsendable = encode((False, str(error))), error
+        own = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self._device)
         comm = Communicator(self.rank, self.world_size)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
-        try:
-            self.issue(comm.all_gather(sizes, torch.tensor([own.numel()], device=self._device))).wait()
-            numels = sizes.tolist()
-            padded = own.new_zeros(max(numels))
-            padded[: own.numel()] = own
-            everyone = own.new_empty(self.world_size * padded.numel())
-            self.issue(comm.all_gather(everyone, padded)).wait()
-        except RuntimeError as error:
-            raise self.diagnose(error, "the exchange of set-up information") from error
+        self.complete(comm.all_gather(sizes, torch.tensor([own.numel()], device=self._device)), what)
+        numels = sizes.tolist()
+        for rank, numel in enumerate(numels):
+            if not 0 < numel <= _MOST_BYTES:
+                raise self._malformed(rank, f"it announced {numel} bytes; expected 1 to {_MOST_BYTES}")
+        padded = own.new_zeros(max(numels))
+        padded[: own.numel()] = own
+        everyone = own.new_empty(self.world_size * padded.numel())
+        self.complete(comm.all_gather(everyone, padded), what)
+        if unsendable is not None:
+            raise unsendable
         rows = everyone.view(self.world_size, -1).cpu().numpy()
-        return [pickle.loads(row[:numel].tobytes()) for row, numel in zip(rows, numels, strict=True)]
+        return [self._told(rank, row[: numels[rank]].tobytes()) for rank, row in enumerate(rows)]
 
-    def diagnose(self, error: BaseException, what: str) -> TransportError:
-        """Name the ranks that did not report.
+    def _told(self, rank: int, data: bytes) -> Any:
+        """Return what a rank has said of itself."""
+        try:
+            is_value, value = decode(data)
+        except (MalformedError, TypeError, ValueError) as error:
+            raise self._malformed(rank, str(error)) from error
+        if not is_value:
+            raise TransportError(f"{self._name}: rank {self.global_ranks[rank]} could not say its part: {value}")
+        return value
 
-        Every rank that sees a failure writes so into the store, then aborts its communicator, which makes the others
-        see it too; a rank that is dead, stopped or busy elsewhere writes nothing.
-        """
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        silent = self._silent_ranks()
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        who = "the ranks that did not answer are unknown (the store did not answer: its host may be gone)"
-        if silent is not None:
-            who = f"ranks that did not answer: {silent}" if silent else "every rank reported this failure"
-        reason = f"no answer within {self.timeout_s:g} s" if timed_out else "the connection to a peer was lost"
-        kind = PeerTimeout if timed_out else PeerFailure
-        return kind(f"rank {self.rank} of {self.world_size}: {what} failed: {reason}; {who}. Cause: {text}")
+    def _malformed(self, rank: int, why: str) -> TransportError:
+        return TransportError(
+            f"{self._name}: rank {self.global_ranks[rank]} sent what is no set-up information: {why}. Run the same "
+            "version of commlib on every rank"
+        )
 
-    def _silent_ranks(self) -> list[int] | None:
-        """Return the ranks that reported no failure, or None where the store cannot be asked."""
-        result: list[list[int]] = []
+    @override
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+        """Tell the others that a collective broke, and name who is to blame by what they say; see [Note: lifelines]."""
+        if is_own(error):
+            return error
+        lines, text = self._lifelines, str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, EndedError):
+            timed_out = False
+        elif self._connections.aborted_s is not None:
+            timed_out, text = False, "it was ended here"  # which may say that it timed out
+        else:
+            timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
+        if lines is None:
+            return PeerFailure(f"{self._name}: {what} failed. Cause: {text}")
+        lines.report(timed_out)
+        self.abort()
+        verdict = lines.verdict(_DIAGNOSIS_S)
+        if not verdict.ranks and suspects:
+            verdict = verdict._replace(ranks=list(suspects))
+        elif not verdict.ranks and verdict.timed_out and Word.TIMED_OUT not in lines.said:
+            verdict = Verdict(True, [self.rank], "it came when the others had given up waiting for it")
+        return self._failure(verdict, what, text)
 
-        def ask() -> None:
-            store = dist.PrefixStore("failed", self._store)
-            store.set(str(self.rank), "1")
-            self.abort()
-            deadline = time.monotonic() + _DIAGNOSIS_S
-            silent = [rank for rank in range(self.world_size) if rank != self.rank]
-            while silent and time.monotonic() < deadline:
-                silent = [rank for rank in silent if not store.check([str(rank)])]
-                time.sleep(0.02)
-            result.append(silent)
+    def _failure(self, verdict: Verdict, what: str, text: str) -> TransportError:
+        ranks = sorted(self.global_ranks[rank] for rank in verdict.ranks)
+        if verdict.timed_out:
+            reason = f"no answer within {self.timeout_s:g} s"
+            who = f"{named(ranks)} did not come{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
+        else:
+            reason, who = "a peer was lost", f"{named(ranks)} {verdict.why}" if ranks else verdict.why
+        kind = PeerTimeout if verdict.timed_out else PeerFailure
+        return kind(f"{self._name}: {what} failed: {reason}; {who}. Cause: {text}", ranks)
 
-        thread = threading.Thread(target=_quietly, args=(ask,), name="commlib-diagnosis", daemon=True)
-        thread.start()
-        thread.join(2 * _DIAGNOSIS_S)
-        return result[0] if result else None
+    @override
+    def bystanders(self) -> set[int]:
+        return set() if self._lifelines is None else self._lifelines.bystanders()
+
+    @override
+    def blame(self) -> None:
+        lifelines_.blame_elsewhere()
 
     @override
     def abort(self) -> None:
-        for connection in self._connections.values():
-            connection.abort()
+        if self._lifelines is not None:
+            self._lifelines.give_up()
+        self._connections.abort()
 
     @override
     def close(self) -> None:
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._connections.end(Word.LEFT)
 
 
-def _end_all(connections: dict[str, _Connection]) -> None:
-    for connection in connections.values():
-        connection.end()
+def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the group's ranks in the default group; its own ones where torch does not know them."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return range(group.size())
 
 
 def _name_of_node() -> str:
     """Return what this rank's node is called: alike for its ranks, different from other nodes."""
     launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     return os.environ.get(NODE_VARIABLE) or launcher
-
-
-def address_towards(host: str) -> str:
-    """Return the address from which this machine reaches `host` (a name or an address). Nothing is sent.
-
-    Raises:
-        OSError: There is no way to it.
-    """
-    family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)  # of a datagram socket: only chooses the way
-        return probe.getsockname()[0]
-
-
-def _address_of(interface: str) -> str:
-    """Return a network interface's IPv4 address, as the system's `SIOCGIFADDR` gives it."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
-
-
-def _fresh_store(group: dist.ProcessGroup) -> dist.Store:
-    """Return a part of the group's store that no earlier communicator has used.
-
-    Each rank counts its communicators in the store itself, so the counts are as old as the store's other keys.
-    """
-    store = c10d._get_process_group_store(group)
-    count = store.add(f"commlib/made/{group.rank()}", 1)
-    return dist.PrefixStore(f"commlib/{count}", store)
 
 
 def _make_backend(
@@ -433,18 +409,3 @@ def _parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
             f"the process group has no backend for {device.type} tensors, and the model is on {device}. Initialise "
             f"it with one, for example 'cpu:gloo,cuda:nccl', or move the model: {error}"
         ) from None
-
-
-@functools.cache
-def _options(cls: type, **fields: Any) -> Any:
-    """Return the options object of a collective that runs on the backend's own thread or stream; it is not changed."""
-    options = cls()
-    for name, value in fields.items():
-        setattr(options, name, value)
-    options.asyncOp = True
-    return options
-
-
-def _quietly(function: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):
-        function()

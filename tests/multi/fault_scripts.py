@@ -51,6 +51,14 @@ def report(**facts: object) -> None:
     print("REPORT " + json.dumps(facts), flush=True)
 
 
+def report_error(error: Exception, began_s: float) -> None:
+    """Report what a rank was told, and when: since it began to wait, and by the clock that all ranks share."""
+    at_s = time.monotonic()
+    ranks = sorted(getattr(error, "ranks", ()))
+    facts = {"kind": type(error).__name__, "message": str(error), "ranks": ranks}
+    report(event="error", **facts, waited_s=at_s - began_s, at_s=at_s, began_s=began_s)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,8 +104,7 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
             model.zero_grad()
             model(data(step, 4, 32)).sum().backward()
     except commlib.errors.CommlibError as error:
-        waited_s = time.monotonic() - began
-        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        report_error(error, began)
         raise
 
 
@@ -125,8 +132,7 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
         for number in range(4):
             step(number)
     except commlib.errors.CommlibError as error:
-        waited_s = time.monotonic() - began
-        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        report_error(error, began)
         raise
 
 
@@ -157,8 +163,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     try:
         train_steps(5, 9)
     except commlib.errors.CommlibError as error:
-        waited_s = time.monotonic() - began
-        report(event="error", kind=type(error).__name__, message=str(error), waited_s=waited_s)
+        report_error(error, began)
         try:
             model(data(0, 4, 32))
         except commlib.errors.CommlibError as later:
@@ -179,7 +184,7 @@ def skip_backward_on_one_rank() -> None:
         try:
             model(data(step, 4, 32)).sum().backward()
         except commlib.errors.CommlibError as error:
-            report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+            report_error(error, began)
             raise
     time.sleep(2 * TIMEOUT_S)
 
@@ -211,7 +216,7 @@ def add_parameter_on_one_rank() -> None:
     try:
         mlp_loss(model, 1).backward()
     except commlib.errors.CommlibError as error:
-        report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+        report_error(error, began)
         raise
 
 
@@ -228,7 +233,7 @@ def wrap_on_one_rank_only() -> None:
     try:
         commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
     except commlib.errors.CommlibError as error:
-        report(event="error", kind=type(error).__name__, message=str(error), waited_s=time.monotonic() - began)
+        report_error(error, began)
         raise
 
 

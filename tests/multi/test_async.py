@@ -351,7 +351,7 @@ def test_what_async_sgd_cannot_do_is_refused_and_leaves_the_model_bare() -> None
         commlib.wrap(model, make("async_sgd", push="gradients"), optimizer=optimizer)
     assert type(model) is Mlp
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    commlib.wrap(model, "async_sgd", optimizer=optimizer)
+    commlib.wrap(model, make("async_sgd", push="gradients"), optimizer=optimizer)
     with raises_on_every_rank(ConfigError, "optimizer.step(closure)"):
         optimizer.step(lambda: mlp_loss(model, 0))
     commlib.unwrap(model)

@@ -8,7 +8,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +37,19 @@ class FakeTransport:
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting = rank, len(meeting.values), meeting
+        self.global_ranks = [10 * rank for rank in range(self.world_size)]
+        self.others_hurt: set[int] = set()
+        self.has_blamed = False
+
+    def bystanders(self) -> set[int]:
+        return self.others_hurt
+
+    def blame(self) -> None:
+        self.has_blamed = True
+
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+        kind = PeerTimeout if isinstance(error, TimeoutError) else PeerFailure
+        return kind(f"{what}: {error}", suspects)
 
     def local_address(self) -> str:
         return "127.0.0.1"
@@ -71,9 +84,10 @@ class Ranks:
         meeting = Meeting(world_size)
         self.echoes = [Echo(rank) for rank in range(world_size)]
         with ThreadPoolExecutor(world_size) as pool:
+            self.transports = [FakeTransport(rank, meeting) for rank in range(world_size)]
             made = [
-                pool.submit(Mailbox, FakeTransport(rank, meeting), self.echoes[rank].answer, max_request)
-                for rank in range(world_size)
+                pool.submit(Mailbox, transport, echo.answer, max_request)
+                for transport, echo in zip(self.transports, self.echoes, strict=True)
             ]
             self.boxes = [future.result(LIMIT_S) for future in made]
 
@@ -172,16 +186,19 @@ def test_closing_with_questions_in_the_queue_leaves_no_thread() -> None:
 def test_a_process_that_ends_with_an_exception_has_failed(ranks: Ranks) -> None:
     mailboxes._close(ranks.boxes[2]._state, mailboxes._FAILED)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.FAILED)
-    with pytest.raises(PeerFailure, match="rank 2 ended with an exception"):
+    with pytest.raises(PeerFailure, match="rank 20 ended with an exception") as caught:
         ranks.boxes[0].check()
+    assert caught.value.ranks == {20}, "of the default group"
 
 
 def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -> None:
     for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
         connection.shutdown(socket.SHUT_RDWR)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
-    with pytest.raises(PeerFailure, match="rank 2 is gone without a goodbye"):
+    with pytest.raises(PeerFailure, match="rank 20 is gone without a goodbye") as caught:
         ranks.boxes[0].check()
+    assert caught.value.ranks == {20}
+    assert ranks.transports[0].has_blamed
     assert ranks.ask(0, 1, Message(0, 1))[0].number == 2
 
 
@@ -232,9 +249,74 @@ def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixt
 def test_a_rank_that_does_not_connect_is_named() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        pytest.raises(PeerTimeout, match=r"ranks \[1, 3\] did not connect"),
+        pytest.raises(connections.PeersMissing, match=r"ranks \[1, 3\] did not connect") as caught,
     ):
         connections._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + 0.1)
+    assert (caught.value.ranks, caught.value.is_late) == ([1, 3], True)
+
+
+def test_a_rank_that_dies_while_others_connect_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as dying:
+        made = {3: socket.create_connection(dying.getsockname())}
+        dying.accept()[0].close()
+        with pytest.raises(connections.PeersMissing) as caught:
+            connections._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + LIMIT_S, made)
+        made[3].close()
+    assert (caught.value.ranks, caught.value.is_late) == ([3], False)
+
+
+def test_strangers_that_say_nothing_or_little_hold_up_nobody() -> None:
+    """A hundred of them, silent or dripping, were there before the peers; the peers are connected at once."""
+    token, opened, over = b"t" * 16, [], threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            for connection in opened[::2]:
+                connection.send(b"C")
+
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+        opened += [socket.create_connection(listener.getsockname()) for _ in range(100)]
+        for rank in (1, 2):
+            opened.append(socket.create_connection(listener.getsockname()))
+            opened[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, rank))
+        dripping, peers = threading.Thread(target=drip), opened[-2:]
+        del opened[-2:]
+        dripping.start()
+        began_s = time.monotonic()
+        found = dict(connections._accept(listener, token, [1, 2], 0, began_s + LIMIT_S))
+        took_s = time.monotonic() - began_s
+        over.set()
+        dripping.join()
+        assert sorted(found) == [1, 2]
+        assert took_s < 2.0, took_s
+        for each in (*opened, *peers, *found.values()):
+            each.close()
+
+
+def test_of_very_many_strangers_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_MOST_UNKNOWN", 8)
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
+        opened = [socket.create_connection(listener.getsockname()) for _ in range(50)]
+        door = connections._Door(listener, b"t" * 16, [1], 0)
+        for _ in range(50):
+            door.turn(LIMIT_S)
+        assert len(door._unknown) == 9
+        door.close()
+        for each in opened:
+            each.close()
+
+
+def test_a_rank_that_ended_because_another_one_had_is_not_blamed(ranks: Ranks) -> None:
+    for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
+        connection.shutdown(socket.SHUT_RDWR)
+    assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
+    mailboxes._close(ranks.boxes[1]._state, mailboxes._FAILED)
+    assert eventually(lambda: ranks.boxes[0].presence(1) is Presence.FAILED)
+    ranks.transports[0].others_hurt = {1}
+    with pytest.raises(PeerFailure, match="rank 20 is gone") as caught:
+        ranks.boxes[0].check()
+    assert caught.value.ranks == {20}
+    assert "rank 10" not in str(caught.value)
 
 
 def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:

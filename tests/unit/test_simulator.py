@@ -341,6 +341,16 @@ def test_all_algorithms_take_less_than_a_minute_on_bert_large():
     assert time.process_time() - begin_s < 60
 
 
+def test_an_error_of_an_algorithms_own_is_raised_as_it_is():
+    class Refusing(AllReduce):
+        def communicate(self, bucket, comm):
+            raise CodecError("no such bucket")
+            yield
+
+    with pytest.raises(CodecError, match=r"^no such bucket$"):
+        run(model_of(1000), algorithm=Refusing())
+
+
 def test_an_algorithm_that_asks_for_values_is_refused():
     class Peeking(AllReduce):
         def communicate(self, bucket, comm):

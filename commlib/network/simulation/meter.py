@@ -164,7 +164,7 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, 
     nbytes += sum(map(_nbytes, [*read, *written]))
     formula = flop_registry.get(func.overloadpacket)
     flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-    return nbytes, flops, (_tensors(result) or [torch.empty(0)])[0].dtype
+    return nbytes, flops, next((tensor.dtype for tensor in _tensors(result)), torch.float32)
 
 
 @functools.cache

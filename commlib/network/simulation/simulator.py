@@ -15,7 +15,7 @@ from commlib.engine import plan as plans
 from commlib.engine.plan import Plan
 from commlib.engine.planner import Cost
 from commlib.engine.profile import PROBES, as_square, scratch_buckets
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.network.simulation import asynchronous
 from commlib.network.simulation.clock import Span
@@ -104,6 +104,8 @@ def simulate(
         plan = _plan(workload, network, device, prototype, options) if prototype.traits.on_gradients else None
         training = Training(workload, network, device, prototype, options, plan)
         return _measure(training, workload, network, prototype, options)
+    except CommlibError:
+        raise
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"simulate: {prototype.name} failed on meta tensors, whose values nothing may ask for: {error}"

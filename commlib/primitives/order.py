@@ -1,0 +1,86 @@
+"""In which order the elements of a parameter follow one another, wherever they lie in one dimension.
+
+[Note: the order of elements] A parameter that fills a stretch of memory (contiguous, channels-last, transposed) keeps
+the order of its memory; any other one (a strided slice) takes that of its indices. So gradients can be views of a
+bucket with the parameter's own strides. The order is that of when the model was wrapped, or its parameters adopted
+anew: all ranks have checked then that it is alike. Everything kept by bucket or by shard has it too: residuals,
+replicas, momenta. Whatever comes from elsewhere (an optimizer's state, a checkpoint of a model in another memory
+format) is brought into it; whatever sees more than single elements (the matrices of PowerSGD) goes by indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+#: A parameter's dimensions from the outermost to the innermost in memory; () for the order of its indices.
+Order = tuple[int, ...]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a stretch of memory, each once, in some order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def order_of(tensor: torch.Tensor) -> Order:
+    """Return the order of the tensor's elements in memory; () where they do not fill a stretch of it."""
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return ()
+    # A dimension of one element has no place: those come first, so that equal orders are equal tuples.
+    return tuple(
+        sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim) if tensor.shape[dim] > 1 else -math.inf)
+    )
+
+
+def strides_in(shape: Sequence[int], order: Order) -> tuple[int, ...]:
+    """Return the strides of a dense tensor of this shape and order."""
+    strides, expected = [0] * len(shape), 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = expected
+        expected *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def flattened(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return the elements of `tensor`, of any strides, in this order: a view where they lie so.
+
+    Args:
+        tensor: Of any shape and dtype.
+        order: Of the result.
+
+    Returns:
+        [numel], or [2 numel] real for a complex tensor.
+    """
+    permuted = tensor.permute(order) if order else tensor
+    return (torch.view_as_real(permuted) if permuted.is_complex() else permuted).reshape(-1)
+
+
+def shaped(values: torch.Tensor, shape: Sequence[int], order: Order) -> torch.Tensor:
+    """Return a view of `values` [numel], whose elements have this order, by their indices.
+
+    Returns:
+        [*shape], or [*shape, 2] where `values` are the pairs of complex elements.
+    """
+    is_paired = values.numel() > math.prod(shape)
+    pair = (2,) if is_paired else ()
+    if not order:
+        return values.view(*shape, *pair)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return values.view(*(shape[dim] for dim in order), *pair).permute(*back, *([len(order)] if is_paired else []))
+
+
+def reordered(values: torch.Tensor, shape: Sequence[int], before: Order, after: Order) -> torch.Tensor:
+    """Return `values` [numel] of a parameter of this shape in another order; themselves, if it is the same."""
+    if before == after:
+        return values
+    by_index = shaped(values, shape, before)
+    is_paired = by_index.dim() > len(shape)
+    dims = after or tuple(range(len(shape)))
+    return by_index.permute(*dims, *([len(shape)] if is_paired else [])).reshape(-1)

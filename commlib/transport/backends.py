@@ -1,0 +1,286 @@
+"""torch's backend objects, their works and their end, apart from the transport so that a finalizer can hold them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11 a class of its own
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed.nn.functional  # noqa: F401 (see [Note: exit])
+from torch.distributed import distributed_c10d as c10d
+
+from commlib.transport.base import AllToAll, EndedError, Exchange, Request
+from commlib.transport.lifelines import Lifelines, Word
+from commlib.transport.point_to_point import GlooExchanges, close_connections, is_better_exchanged
+
+T = TypeVar("T")
+
+#: How long works and exchanges may take to end when the connection does, in seconds.
+_DRAIN_S = 3.0
+#: How long works with a peer that was killed may take to end by themselves, as its last messages may be on their way.
+_MERCY_S = 0.3
+#: How long works may take to end once their connections were closed, in seconds.
+_STUCK_S = 0.3
+#: How long a wait for a work of Gloo's lasts before it looks around.
+_SLICE = timedelta(seconds=0.1)
+
+
+class TorchWork:
+    """A torch `Work` whose completion can call back, and that can be abandoned.
+
+    [Note: stuck works] When the connection ends under a message of which Gloo has received a part, nothing wakes who
+    waits for it, until the backend's timeout. So Gloo's works are waited for in slices, and those that have not ended
+    soon after their connections were closed are abandoned: they count as failed, and the backend, whose destructor
+    would wait for them, is never destroyed.
+
+    Args:
+        work: torch's, or `ExchangeWork`.
+        connection: What carries it.
+        partners: The transport's ranks with which it moves data.
+    """
+
+    def __init__(self, work: Any, connection: Connection, partners: Sequence[int]) -> None:
+        self.partners = partners
+        self.is_abandoned = False
+        self._work = work
+        self._connection = connection
+        self._in_slices = not connection.is_nccl
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        connection.pending[id(self)] = self
+
+    def wait(self) -> None:
+        """Wait for the data; raise what went wrong."""
+        try:
+            if self._in_slices:
+                self._wait_in_slices()
+            else:
+                self._work.wait()
+        finally:
+            self._connection.pending.pop(id(self), None)
+
+    def _wait_in_slices(self) -> None:
+        while not self._work.is_completed():
+            with contextlib.suppress(RuntimeError, TimeoutError, FutureTimeout):
+                self._work.wait(_SLICE)
+                return
+            if self.is_abandoned:
+                raise EndedError("it did not end with its connections")
+        self._work.wait()  # does not wait any more, but raises what went wrong
+
+    def is_under_way(self) -> bool:
+        """Return whether it has not ended, nor been abandoned."""
+        return not (self.is_abandoned or self._work.is_completed())
+
+    def is_stuck(self) -> bool:
+        """Return whether it was abandoned and has still not ended."""
+        return self.is_abandoned and not self._work.is_completed()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the work has ended."""
+        with self._lock:
+            self._callbacks.append(callback)
+        self._work.get_future().add_done_callback(lambda _: self._call(callback))
+        if self.is_abandoned:
+            self._call(callback)
+
+    def abandon(self) -> None:
+        """Count it as failed."""
+        self.is_abandoned = True
+        self._connection.abandoned.append(self)
+        for callback in list(self._callbacks):
+            self._call(callback)
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if callback not in self._callbacks:
+                return
+            self._callbacks.remove(callback)
+        callback()
+
+
+class Connection:
+    """One backend object.
+
+    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
+    aborts the process ("terminate called without an active exception"), so every connection is ended before: works
+    are aborted and waited for, then the backend is destroyed, which joins its threads. The same holds of the user's own
+    group: `destroy_process_group` ends its threads only where nobody else holds the group. So transports refer to it
+    weakly; and the functions of `torch.distributed.nn.functional`, whose default arguments hold the group that exists
+    when they are first imported (by torch._dynamo, in the first forward), are imported here. Where this module is
+    itself imported after the group was made, they hold it all the same.
+
+    Args:
+        members: The transport's ranks that take part, in the order of the backend's ranks.
+    """
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = members
+        self.backend: Any = None
+        self.exchanges: GlooExchanges | None = None  # made at the first one
+        self.abandoned: list[TorchWork] = []
+        self.pending: dict[int, TorchWork] = {}  # works that nobody has waited for, by identity
+
+    @functools.cached_property
+    def is_nccl(self) -> bool:
+        """Whether it is NCCL's; else it is Gloo's."""
+        return self.backend.name().lower() == "nccl"
+
+    def partners(self, request: Request) -> Sequence[int]:
+        """Return the transport's ranks with which this one moves data in `request`."""
+        if isinstance(request, Exchange):
+            return [self.members[rank] for rank, tensor in (*request.sends, *request.receives) if tensor.numel()]
+        return self.members
+
+    def under_way(self) -> list[TorchWork]:
+        """Return the works that have not ended."""
+        return [work for work in list(self.pending.values()) if work.is_under_way()]
+
+    def abort(self) -> None:
+        """End all works, here and, where the peers see it, there."""
+        if self.backend is None:
+            return
+        if not self.is_nccl:
+            close_connections(self.backend)
+        with contextlib.suppress(Exception):
+            self.backend.abort()
+
+    def exchange(self, request: Exchange) -> Any:
+        """Start sends and receives."""
+        if self.is_nccl:
+            self.backend._start_coalescing()
+            for rank, tensor in request.receives:
+                self.backend.recv([tensor], rank, 0)
+            for rank, tensor in request.sends:
+                self.backend.send([tensor], rank, 0)
+            return self.backend._end_coalescing()
+        return self._gloo().issue(request)
+
+    def all_to_all(self, request: AllToAll) -> Any:
+        """Start an all-to-all."""
+        if is_better_exchanged(request) and not self.is_nccl:
+            return self._gloo().all_to_all(request)
+        return self.backend.alltoall_base(request.output, request.input, [], [], options(c10d.AllToAllOptions))
+
+    def _gloo(self) -> GlooExchanges:
+        if self.exchanges is None:
+            self.exchanges = GlooExchanges(self.backend)
+        return self.exchanges
+
+    def end(self) -> None:
+        """End all works and the backend."""
+        if self.under_way():
+            self.abort()
+            deadline = time.monotonic() + _DRAIN_S
+            while self.under_way() and time.monotonic() < deadline:
+                time.sleep(0.005)
+        for work in self.under_way():
+            work.abandon()
+        has_stuck = any(work.is_stuck() for work in self.abandoned)
+        if has_stuck:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))  # see [Note: stuck works]
+        if self.exchanges is not None:
+            self.exchanges.end(0.0 if has_stuck else _DRAIN_S)
+            self.exchanges = None
+        self.pending.clear()
+        self.abandoned.clear()
+        self.backend = None
+
+
+class Connections:
+    """All of one transport: its backends by group, and its lifelines (None for one rank alone)."""
+
+    def __init__(self) -> None:
+        self.by_group: dict[str, Connection] = {}
+        self.lifelines: Lifelines | None = None
+        self.aborted_s: float | None = None  # when all works were ended, `time.monotonic()`
+        self._pid = os.getpid()
+
+    def react(self, lifelines: Lifelines) -> float | None:
+        """End works that are in vain; return in how many seconds to look again. See [Note: lifelines]."""
+        under_way = [work for each in self.by_group.values() for work in each.under_way()]
+        if not under_way:
+            return None
+        if self.aborted_s is None:
+            due_s = self._due_s(lifelines, under_way)
+            if due_s > time.monotonic():
+                return None if due_s == math.inf else due_s - time.monotonic()
+            self.abort()
+        assert self.aborted_s is not None
+        left_s = self.aborted_s + _STUCK_S - time.monotonic()
+        if left_s > 0:
+            return left_s
+        for work in under_way:
+            work.abandon()
+        return None
+
+    def _due_s(self, lifelines: Lifelines, under_way: Sequence[TorchWork]) -> float:
+        """Return when these works are to be ended: never, if the peers are well."""
+        if lifelines.has_broken:
+            return 0.0
+        ended = lifelines.ended().items()  # one that left in order may have completed what we have not
+        hurt = [peer for rank, peer in ended if peer.ending != "left" and any(rank in w.partners for w in under_way)]
+        return min((peer.ended_s + _MERCY_S for peer in hurt), default=math.inf)
+
+    def abort(self) -> None:
+        """End all works."""
+        self.aborted_s = self.aborted_s or time.monotonic()
+        for connection in self.by_group.values():
+            connection.abort()
+        if self.lifelines is not None:
+            self.lifelines.ring()  # to look after works that are stuck
+
+    def end(self, goodbye: Word | None = None) -> None:
+        """Say goodbye and end everything.
+
+        Args:
+            goodbye: None finds out whether an exception ends the process.
+        """
+        if os.getpid() != self._pid:  # a forked child holds copies; the works and connections are its parent's
+            return
+        if self.lifelines is not None:
+            failed = goodbye is None and getattr(sys, "last_value", None) is not None
+            self.lifelines.close(goodbye or (Word.FAILED if failed else Word.LEFT))
+        for connection in self.by_group.values():
+            connection.end()
+
+
+@functools.cache
+def options(cls: type, **fields: Any) -> Any:
+    """Return the options object of a collective that runs on the backend's own thread or stream; it is not changed."""
+    made = cls()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    made.asyncOp = True
+    return made
+
+
+def attend(make: Callable[[], T], check: Callable[[], None]) -> T:
+    """Return what `make` makes in a thread, which nothing can end; raise what `check` raises meanwhile."""
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="commlib-set-up", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.02)
+        if thread.is_alive():
+            check()
+    if failed:
+        raise failed[0]
+    return made[0]

@@ -1,0 +1,210 @@
+"""How the ranks of a group meet in its store before they have connections: who is here now, and under which name.
+
+[Note: meeting] A communicator needs a part of the store that no other has used, and a name for it on which all ranks
+agree. Counting does not do: a rank that missed a call counts differently for ever after. So each call draws a random
+number, its *attempt*, and group rank 0 brings the attempts together:
+
+    every rank    here/<rank> = "+<attempt>" while it is in the call, "-<time>" afterwards
+    rank 0        once all are here: invitation = (name, everyone's attempt), with a new name whenever one changed
+    the others    an invitation with the own attempt: ack/<name>/<rank>
+    rank 0        once all have: go/<name>; the others look for it
+
+What an earlier call left (a rank that gave up, was killed or missed it, another life of the job on the same store) is
+never confirmed: nobody acknowledges in its name. Rank 0 may invite an attempt that has just succeeded, in its next
+call; that rank has its "go" before, and looks for it after it has read the invitation and before it acknowledges.
+Time is counted by the store, as clocks differ: a rank whose last call ended before this one began is not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from commlib.errors import CommlibError, PeerFailure, PeerTimeout, TransportError
+from commlib.transport.addresses import local_address
+from commlib.transport.plain import MalformedError, decode, encode
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+class Meeting:
+    """The ranks that have met, and a part of the store for them alone. Collective to make.
+
+    Args:
+        store: Where they meet; of one group only.
+        rank: This rank within the group.
+        global_ranks: The group's ranks in the default group, for errors.
+        timeout_s: How long to wait for the others, all in all.
+
+    Raises:
+        PeerTimeout: Ranks did not come.
+        TransportError: The store does not answer.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float) -> None:
+        self.rank, self.world_size, self.global_ranks = rank, len(global_ranks), global_ranks
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._turns = itertools.count()
+        with self._asking():
+            self.name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
+        self.store = dist.PrefixStore(f"commlib/{self.name}", store)
+
+    def local_address(self) -> str:
+        """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
+        return local_address(self.store)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's plain `value`, in rank order. Blocks."""
+        turn = next(self._turns)
+        keys = [f"told/{turn}/{rank}" for rank in range(self.world_size)]
+        with self._asking():
+            self.store.set(keys[self.rank], encode(value).decode("ascii"))
+            if not self.wait(lambda: self.store.check(keys)):
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise self.diagnose(TimeoutError("no word in the store"), "the set-up", missing)
+            return [self._decoded(rank, data) for rank, data in enumerate(read(self.store, keys))]
+
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait until `condition()`, at most as long as the meeting has left; return whether it came true."""
+        pause_s = _FIRST_PAUSE_S
+        while not condition():
+            if time.monotonic() > self._deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> TransportError:
+        """Return the error that names the `suspects` (group ranks), or those whom they have accused before they went.
+
+        A rank that gives up says whom it accuses before it closes any connection, so its end accuses nobody else.
+        """
+        timed_out, accused = isinstance(error, TimeoutError), set(suspects)
+        if not timed_out:
+            for peer in suspects:
+                if self.store.check([f"failed/{peer}"]):
+                    timed_out, others = self._decoded(peer, read(self.store, [f"failed/{peer}"])[0])
+                    accused = accused - {peer} | set(others)
+        self.store.set(f"failed/{self.rank}", encode((timed_out, sorted(accused))).decode("ascii"))
+        return self.failure(timed_out, f"{what} failed", sorted(accused), error)
+
+    def failure(self, timed_out: bool, what: str, ranks: Sequence[int], error: BaseException) -> TransportError:
+        """Return the error that says so."""
+        accused = sorted(self.global_ranks[rank] for rank in ranks)
+        how = f"did not come within {self.timeout_s:g} s" if timed_out else "died during it"
+        who = f"{named(accused)} {how}" if accused else "who did not answer is not known"
+        kind = PeerTimeout if timed_out else PeerFailure
+        return kind(f"{name_of(self.rank, self.global_ranks)}: {what}: {who}. Cause: {error}", accused)
+
+    def _decoded(self, rank: int, data: bytes) -> Any:
+        try:
+            return decode(data)
+        except MalformedError as error:
+            raise TransportError(
+                f"{name_of(self.rank, self.global_ranks)}: rank {self.global_ranks[rank]} wrote into the store {error}"
+            ) from None
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Say what it means that the store fails in the block."""
+        try:
+            yield
+        except CommlibError:
+            raise
+        except (RuntimeError, MalformedError) as error:
+            raise TransportError(
+                f"{name_of(self.rank, self.global_ranks)}: commlib.wrap failed: the process group's store does not "
+                f"answer; its host, often rank 0, may be gone. Cause: {error}"
+            ) from error
+
+
+class _Attempt:
+    """One rank's part in [Note: meeting]; `name` is what came of it."""
+
+    def __init__(self, store: dist.Store, meeting: Meeting) -> None:
+        self._store, self._rank, self._size = store, meeting.rank, meeting.world_size
+        self._own = f"+{secrets.token_hex(8)}"
+        self._began = store.add("time", 1)
+        self._invited: list[str] = []  # the name of the last invitation, and the attempts in it
+        self.name = ""
+        store.set(f"here/{self._rank}", self._own)
+        try:
+            if not meeting.wait(self._lead if self._rank == 0 else self._follow):
+                raise meeting.failure(
+                    True, "making the communicator in commlib.wrap failed", self._absent(), TimeoutError("no answer")
+                )
+        finally:
+            store.set(f"here/{self._rank}", f"-{store.add('time', 1)}")
+
+    def _lead(self) -> bool:
+        keys = [f"here/{rank}" for rank in range(self._size)]
+        if not self._store.check(keys):
+            return False
+        attempts = [data.decode() for data in read(self._store, keys)]
+        if not all(attempt.startswith("+") for attempt in attempts):
+            return False
+        if self._invited[1:] != attempts:
+            self._invited = [secrets.token_hex(8), *attempts]
+            self._store.set("invitation", encode(self._invited).decode("ascii"))
+        if not self._store.check(self._acknowledgements()):
+            return False
+        self.name = self._invited[0]
+        self._store.set(f"go/{self.name}", "1")
+        return True
+
+    def _follow(self) -> bool:
+        invitation: list[str] = []
+        if self._store.check(["invitation"]):
+            invitation = decode(read(self._store, ["invitation"])[0])
+        if self._invited and self._store.check([f"go/{self._invited[0]}"]):  # after the reading; see [Note: meeting]
+            self.name = self._invited[0]
+            return True
+        if invitation[1 + self._rank : 2 + self._rank] == [self._own] and invitation != self._invited:
+            self._invited = invitation
+            self._store.set(f"ack/{invitation[0]}/{self._rank}", "1")
+        return False
+
+    def _acknowledgements(self) -> list[str]:
+        return [f"ack/{self._invited[0]}/{rank}" for rank in range(1, self._size)]
+
+    def _absent(self) -> list[int]:
+        """Return who was not here in this rank's time; if all were, who stopped answering."""
+        found = [rank for rank in range(self._size) if rank != self._rank and not self._was_here(rank)]
+        if found:
+            return found
+        if not self._invited:
+            return [0] if self._rank else []
+        silent = [not self._store.check([key]) for key in self._acknowledgements()]
+        return [rank for rank, is_silent in enumerate(silent, 1) if is_silent and rank != self._rank]
+
+    def _was_here(self, rank: int) -> bool:
+        key = f"here/{rank}"
+        if not self._store.check([key]):
+            return False
+        mark = read(self._store, [key])[0].decode()
+        return mark.startswith("+") or int(mark[1:]) > self._began
+
+
+def read(store: Any, keys: list[str]) -> list[bytes]:
+    """Return the values of keys that exist."""
+    return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name ranks in errors."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def name_of(rank: int, global_ranks: Sequence[int]) -> str:
+    """Name a rank of a group in errors."""
+    size = len(global_ranks)
+    if list(global_ranks) == list(range(size)):
+        return f"rank {rank} of {size}"
+    return f"rank {global_ranks[rank]} ({rank} of {size} in its group)"

@@ -1,0 +1,413 @@
+"""Whoever dies, stops, leaves or gives up is named by every other rank, at once and alone, whatever they wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlib
+from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
+from commlib.transport import connections, torch_dist
+from commlib.transport.base import Communicator, Request
+from commlib.transport.torch_dist import TorchTransport, resolve_group
+from tests.multi.common import Mlp, mlp_loss, seeded, sgd
+from tests.multi.fault_scripts import report, report_error
+from tests.multi.pool import RankExit, on_ranks, start_ranks
+from tests.multi.rank_worker import default_group_from_env
+
+VICTIM = 1
+#: From the kill to every survivor's error; on an idle machine it is a few tenths.
+PROMPT_S = 3.0
+#: From the error to the end of the process.
+EXIT_S = 5.0
+#: Far longer than that, so that whatever waits for a timeout fails.
+TIMEOUT_S = 20.0
+
+
+def facts(rank: RankExit, event: str) -> dict[str, Any]:
+    lines = [line.partition("REPORT ")[2] for line in rank.output.splitlines() if f'"event": "{event}"' in line]
+    assert lines, f"rank {rank.rank} (exit code {rank.returncode}) reported no {event!r}:\n{rank.output}"
+    return json.loads(lines[0])
+
+
+def die() -> None:
+    report(event="dying", at_s=time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def connect(timeout_s: float = TIMEOUT_S, group: Any = None) -> tuple[TorchTransport, Communicator]:
+    transport = TorchTransport(resolve_group(group), torch.device("cpu"), timedelta(seconds=timeout_s))
+    return transport, Communicator(transport.rank, transport.world_size)
+
+
+def check(
+    script: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    kind: str = "PeerFailure",
+    accused: tuple[int, ...] = (VICTIM,),
+    within_s: float = PROMPT_S,
+    words: str = "",
+    speakers: tuple[int, ...] | None = None,
+) -> None:
+    """Run a script; check that all other ranks name the accused, in time after the victim's own last word."""
+    speakers = tuple(rank for rank in range(world_size) if rank not in accused) if speakers is None else speakers
+    with start_ranks(script, world_size, *args) as ranks:
+        exits = ranks.wait(50, speakers)
+        dying = [line for rank in accused for line in ranks.output(rank).splitlines() if '"event": "dying"' in line]
+        died_s = json.loads(dying[0].partition("REPORT ")[2])["at_s"] if dying else None
+    for exit_ in exits:
+        found = facts(exit_, "error")
+        assert found["kind"] == kind, found
+        assert found["ranks"] == list(accused), found
+        assert words in found["message"], found
+        said = found["message"].partition(": ")[2].partition(". Cause:")[0]  # without the speaker's own name
+        assert list(map(int, re.findall(r"\brank (\d+)", said))) == list(accused), found
+        assert exit_.returncode == 1, exit_.output
+        assert exit_.ended_s - found["at_s"] < EXIT_S, "a work that cannot be ended holds up the exit"
+        if died_s is not None:
+            assert found["at_s"] - max(died_s, found["began_s"]) < within_s, (found, died_s)
+
+
+# --- every algorithm -------------------------------------------------------------------------------------------------
+
+
+def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
+    """Train; the victim is killed after some steps. What does not wait in training does in `synchronize`."""
+    rank = default_group_from_env(timeout_s=60)
+    for build in (sgd, lambda model: commlib.optim.FrozenVarianceAdam(model.parameters(), lr=0.01)):
+        model = seeded(Mlp)
+        optimizer = build(model)
+        try:
+            commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.001)
+            break
+        except ConfigError as error:  # some want an optimizer of their own
+            refused = error
+    else:
+        raise refused
+    began_s = time.monotonic()
+    try:
+        for step in range(200):
+            if rank == victim and step == last_step:
+                die()
+            began_s = time.monotonic()
+            optimizer.zero_grad()
+            mlp_loss(model, step).backward()
+            optimizer.step()
+        began_s = time.monotonic()
+        commlib.synchronize(model)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+@pytest.mark.parametrize("algorithm", commlib.algorithms.list())
+def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> None:
+    chance = random.Random(algorithm)
+    world_size = chance.choice([4, 5])
+    victim = chance.randrange(world_size)
+    check(train_until_killed, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
+
+
+# --- every verb ------------------------------------------------------------------------------------------------------
+
+
+def requests(verb: str, comm: Communicator) -> Request:
+    size, large = comm.world_size, 1 << 20
+    beside = [(comm.rank + 1) % size, (comm.rank - 1) % size]
+    match verb:
+        case "all_reduce":
+            return comm.all_reduce(torch.ones(4 * large))
+        case "all_gather":
+            return comm.all_gather(torch.empty(size * large), torch.ones(large))
+        case "all_to_all":
+            return comm.all_to_all(torch.empty(size * large), torch.ones(size * large))
+        case "small all_to_all":
+            return comm.all_to_all(torch.empty(size), torch.ones(size))
+        case "broadcast":
+            return comm.broadcast(torch.ones(large), 2)
+    values = [torch.empty(large) for _ in beside]
+    return comm.exchange(
+        [(peer, torch.ones(large)) for peer in beside], list(zip(reversed(beside), values, strict=True))
+    )
+
+
+def repeat_until_killed(verb: str) -> None:
+    """Make one collective after another; the victim is killed in the middle of one."""
+    rank = default_group_from_env(timeout_s=60)
+    transport, comm = connect()
+    if rank == VICTIM:
+        threading.Timer(random.uniform(0.2, 0.5), die).start()
+    began_s = time.monotonic()
+    try:
+        while True:
+            began_s = time.monotonic()
+            transport.complete(requests(verb, comm), "a collective")
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("verb", "world_size"),
+    [
+        ("all_reduce", 4),
+        ("all_reduce", 5),
+        ("all_gather", 4),
+        ("all_gather", 5),
+        ("all_to_all", 5),
+        ("small all_to_all", 4),
+        ("exchange", 5),
+        ("broadcast", 4),
+    ],
+)
+def test_every_verb_names_a_killed_rank_and_nobody_else(verb: str, world_size: int) -> None:
+    check(repeat_until_killed, world_size, verb, words="a collective failed: a peer was lost; rank 1 was killed")
+
+
+def all_reduce_after(sleep_s: list[float], ending: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Every rank sleeps as long as it is told, then makes a large all-reduce; the victim ends in some way instead."""
+    rank = default_group_from_env(timeout_s=60)
+    transport, comm = connect(timeout_s)
+    transport.complete(requests("all_reduce", comm), "the first collective")
+    dist.barrier()  # where it is not over yet, what happens next ends it
+    if rank == VICTIM:
+        ENDINGS[ending](transport)
+        return
+    time.sleep(sleep_s[rank])
+    began_s = time.monotonic()
+    try:
+        transport.complete(requests("all_reduce", comm), "the second collective")
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def stop(transport: TorchTransport) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(transport: TorchTransport) -> None:
+    transport.close()
+    report(event="dying", at_s=time.monotonic())
+    time.sleep(2 * PROMPT_S)
+
+
+def give_up(transport: TorchTransport) -> None:
+    transport.abort()
+    report(event="dying", at_s=time.monotonic())
+    time.sleep(2 * PROMPT_S)
+
+
+def raise_an_error(transport: TorchTransport) -> None:
+    report(event="dying", at_s=time.monotonic())
+    raise KeyError("the user's own error")
+
+
+def die_with_a_child(transport: TorchTransport) -> None:
+    """A data loader's worker, say, holds copies of all connections and outlives its parent."""
+    if os.fork() == 0:
+        time.sleep(3 * PROMPT_S)
+        os._exit(0)
+    die()
+
+
+ENDINGS: dict[str, Callable[[TorchTransport], None]] = {
+    "killed": lambda transport: die(),
+    "killed, with a child": die_with_a_child,
+    "stopped": stop,
+    "left": leave,
+    "gave up": give_up,
+    "failed": raise_an_error,
+    "script over": lambda transport: report(event="dying", at_s=time.monotonic()),
+}
+
+
+@pytest.mark.parametrize(
+    ("sleep_s", "ending", "words"),
+    [
+        ([0, 0, 0, 2], "killed", "was killed"),
+        ([2, 0, 2, 0, 0], "killed", "was killed"),  # whoever would see a connection to the victim break is busy
+        ([0, 0, 0, 0], "killed, with a child", "was killed"),
+        ([0, 0, 0, 1], "left", "rank 1 has left"),
+        ([0, 0, 0, 1], "script over", "rank 1 has left"),
+        ([0, 0, 0, 1], "gave up", "rank 1 ended this model's communication"),
+        ([0, 0, 0, 1], "failed", "rank 1 ended with an exception"),
+    ],
+    ids=["killed", "killed-beside-busy-ones", "killed-with-a-child", "left", "script-over", "gave-up", "failed"],
+)
+def test_how_a_rank_ended_is_told_while_another_one_is_busy(sleep_s: list[float], ending: str, words: str) -> None:
+    check(all_reduce_after, len(sleep_s), sleep_s, ending, words=words)
+
+
+def test_a_stopped_rank_is_named_alone_and_late() -> None:
+    timeout_s = 3.0
+    with start_ranks(all_reduce_after, 4, [0, 0, 0, 1], "stopped", timeout_s) as ranks:
+        for exit_ in ranks.wait(40, [0, 2, 3]):
+            found = facts(exit_, "error")
+            assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
+            assert "no answer within 3 s; rank 1 did not come" in found["message"], found
+            assert found["at_s"] - found["began_s"] < timeout_s + PROMPT_S, found
+
+
+def come_late(timeout_s: float) -> None:
+    """The victim comes to a collective long after the others have given up."""
+    rank = default_group_from_env(timeout_s=60)
+    transport, comm = connect(timeout_s)
+    time.sleep(3 * timeout_s if rank == VICTIM else 0)
+    began_s = time.monotonic()
+    try:
+        transport.complete(requests("all_reduce", comm), "the collective")
+    except CommlibError as error:
+        report_error(error, began_s)
+        time.sleep(0 if rank == VICTIM else 2 * timeout_s)  # a rank that ends would be told of, too
+        raise
+
+
+def test_a_rank_that_comes_too_late_is_told_that_it_was_the_one() -> None:
+    check(come_late, 3, 1.5, kind="PeerTimeout", speakers=(0, 1, 2), words="rank 1 ")
+
+
+def in_a_subgroup() -> None:
+    """Ranks 1 and 3 have a communicator of their own; 3 is killed."""
+    rank = default_group_from_env(timeout_s=60)
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=60))
+    if rank in (0, 2):
+        time.sleep(2 * PROMPT_S)
+        return
+    transport, comm = connect(group=group)
+    if rank == 3:
+        die()
+    began_s = time.monotonic()
+    try:
+        transport.complete(requests("all_reduce", comm), "the collective")
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_ranks_are_those_of_the_default_group() -> None:
+    check(in_a_subgroup, 4, accused=(3,), speakers=(1,), words="rank 1 (0 of 2 in its group): the collective failed")
+
+
+# --- set-up ----------------------------------------------------------------------------------------------------------
+
+
+def wrap_and_die(moment: str) -> None:
+    """The victim is killed at some moment of `wrap`."""
+    rank = default_group_from_env(timeout_s=60)
+    where = {
+        "meeting": (torch_dist, "connect_all"),
+        "connecting": (connections, "_accept"),
+        "backend": (torch_dist, "_make_backend"),
+        "agreeing": (commlib.verify, "agree"),
+    }[moment]
+    if rank == VICTIM:
+        setattr(*where, lambda *_: die())
+    began_s = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=4 if moment == "meeting" else TIMEOUT_S)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+@pytest.mark.parametrize("moment", ["meeting", "connecting", "backend", "agreeing"])
+def test_a_rank_that_is_killed_during_wrap(moment: str) -> None:
+    """Before it can be connected to, nothing tells a dead rank from one that is late."""
+    late = moment == "meeting"
+    check(wrap_and_die, 4, moment, kind="PeerTimeout" if late else "PeerFailure", within_s=8 if late else PROMPT_S)
+
+
+@on_ranks(3, timeout=60)
+def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
+    """Rank 1 misses one, rank 2 two; then all make several communicators, in the whole group and in a part of it."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2])
+    for absent in ({1, 2}, {2}):
+        if rank not in absent:
+            with pytest.raises(PeerTimeout) as caught:
+                connect(0.5)
+            assert caught.value.ranks == absent, caught.value
+            assert f"failed: {'rank 2' if len(absent) == 1 else 'ranks [1, 2]'} did not come" in str(caught.value)
+        dist.barrier()
+    for _ in range(3):
+        transport, comm = connect()
+        total = torch.ones(5)
+        transport.complete(comm.all_reduce(total), "the collective")
+        assert (total == 3).all()
+        transport.close()
+    if rank != 1:
+        transport, comm = connect(group=pair)
+        total = torch.ones(5)
+        transport.complete(comm.all_reduce(total), "the collective")
+        assert (total == 2).all()
+        transport.close()
+
+
+# --- what is said at set-up ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_is_no_plain_value_is_an_error_on_all_ranks() -> None:
+    transport, _ = connect()
+    with pytest.raises((ConfigError, TransportError)) as caught:
+        transport.gather_objects(object() if dist.get_rank() == 1 else "plain")
+    words = "it is of type object" if dist.get_rank() == 1 else "rank 1 could not say its part: cannot send value"
+    assert words in str(caught.value)
+    assert transport.gather_objects((dist.get_rank(), b"x", None)) == [(0, b"x", None), (1, b"x", None)]
+    transport.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("data", [b"\x80\x04K\x05.", b'{"t": [true', b"3", b'{"t": [true]}', b" "], ids=range(5))
+def test_malformed_bytes_name_their_sender(data: bytes) -> None:
+    transport, _ = connect()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(torch_dist, "encode", lambda value: data)
+        with pytest.raises(TransportError, match="rank 1 sent what is no set-up information"):
+            transport.gather_objects("plain")
+    transport.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("announced", [-1, 0, 1 << 62])
+def test_a_senseless_size_names_its_sender(announced: int) -> None:
+    transport, comm = connect()
+    if dist.get_rank() == 1:
+        transport.complete(comm.all_gather(torch.empty(2, dtype=torch.int64), torch.tensor([announced])), "a trick")
+    else:
+        with pytest.raises(TransportError, match=rf"rank 1 sent what .* announced {announced} bytes"):
+            transport.gather_objects("plain")
+    transport.close()
+
+
+# --- nothing is left, nothing is lost --------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_lifelines_cost_one_connection_a_peer_and_end_with_the_transport() -> None:
+    before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    transport, comm = connect()
+    lines = transport._lifelines
+    assert lines is not None
+    assert len(lines._sockets) == 2
+    assert len([t for t in threading.enumerate() if t.name == "commlib-lifelines"]) == 1
+    transport.complete(comm.all_reduce(torch.ones(3)), "a collective")
+    dist.barrier()
+    transport.close()
+    assert set(threading.enumerate()) == before[0]
+    assert all(each.fileno() == -1 for each in lines._sockets.values())

@@ -1,0 +1,303 @@
+"""What differs from DDP, or has no counterpart there: the lines of docs/architecture.md that no other file tests."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlib
+from commlib.errors import ConfigError
+from commlib.replica import replica_of
+from tests.multi.common import (
+    Cnn,
+    Mlp,
+    assert_replicas_identical,
+    cnn_loss,
+    data,
+    mlp_loss,
+    raises_on_every_rank,
+    seeded,
+    sgd,
+    tensors,
+    train,
+    wrap,
+)
+from tests.multi.pool import on_ranks
+
+ROOT = Path(__file__).parents[2]
+SECTION = "## What differs from DDP"
+
+
+def lines_of_the_page() -> list[str]:
+    """The bullets of the section, each as one line."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(SECTION)[1].split("\n## ")[0]
+    return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", section)[1:]]
+
+
+def test_every_line_of_the_page_names_its_test() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    defined = set(re.findall(r"def (test_\w+|contract_\w+)\(", sources))
+    lines = lines_of_the_page()
+    assert len(lines) > 10
+    for line in lines:
+        named = re.findall(r"`(test_\w+|contract_\w+)`", line)
+        assert named, f"this line names no test: {line}"
+        assert set(named) <= defined, f"no such test: {set(named) - defined}"
+
+
+@contextlib.contextmanager
+def nothing_sent(model: nn.Module) -> Iterator[None]:
+    before = commlib.stats(model).wire_bytes
+    yield
+    assert commlib.stats(model).wire_bytes == before
+
+
+@on_ranks(2, 3)
+def test_no_forward_communicates_buffers() -> None:
+    model = wrap(seeded(Cnn))
+    train(model, cnn_loss, 3)
+    with nothing_sent(model):
+        for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+            with mode():
+                for _ in range(dist.get_rank()):
+                    model(data(0, 4, 2, 6, 6))
+    train(model, cnn_loss, 1)
+    assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_a_buffer_changed_between_steps_is_the_ranks_own_until_the_next_backward_ends() -> None:
+    model = wrap(seeded(Cnn))
+    train(model, cnn_loss, 2)
+    model.norm.running_mean.fill_(100 * dist.get_rank())
+    loss = cnn_loss(model, 2)
+    assert bool((model.norm.running_mean > 50).all()) is (dist.get_rank() == 1)
+    loss.backward()
+    model.zero_grad()
+    assert_replicas_identical(model)
+
+
+class OfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+    def join(self, other: Any) -> str:
+        return f"joined {other}"
+
+
+@on_ranks(2)
+def test_a_class_with_a_method_that_a_wrapped_model_needs_is_refused() -> None:
+    with raises_on_every_rank(ConfigError, "'join'", "Rename"):
+        wrap(OfItsOwn())
+
+
+@on_ranks(2)
+def test_join_is_refused_where_rounds_over_weights_wait() -> None:
+    model = seeded(Mlp)
+    wrap(model, algorithm="local_sgd", optimizer=sgd(model))
+    with raises_on_every_rank(ConfigError, "local_sgd", "steps"), model.join():
+        pass
+
+
+@on_ranks(2)
+def test_other_wrappers_around_a_wrapped_model_are_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(inputs)
+
+    model = wrap(seeded(Mlp))
+    with raises_on_every_rank(ConfigError, "averaged twice", "unwrap"):
+        DistributedDataParallel(model)
+    outer = DistributedDataParallel(Outer(model))
+    with raises_on_every_rank(ConfigError, "averaged twice"):
+        outer(data(0, 5, 8))
+    with raises_on_every_rank(ConfigError, "first.weight", "DTensor"):
+        wrap(fully_shard(seeded(Mlp)))
+    sharded = fully_shard(wrap(seeded(Mlp)))
+    with raises_on_every_rank(ConfigError, "first.weight", "fully_shard"):
+        sharded(data(0, 5, 8))
+
+
+@on_ranks(2)
+def test_distributed_autograd_is_refused() -> None:
+    model = wrap(seeded(Mlp))
+    from torch.distributed.rpc import api
+
+    class Context:
+        """Stands in for rpc's agent, which needs a network of its own."""
+
+        def __enter__(self) -> None:
+            self.before = api._is_current_rpc_agent_set
+            api._is_current_rpc_agent_set = lambda: True
+            self.current = torch._C._distributed_autograd._current_context
+            torch._C._distributed_autograd._current_context = lambda: object()
+
+        def __exit__(self, *_: Any) -> None:
+            api._is_current_rpc_agent_set = self.before
+            torch._C._distributed_autograd._current_context = self.current
+
+    with Context(), raises_on_every_rank(ConfigError, "torch.distributed.autograd"):
+        mlp_loss(model, 0)
+    train(model, mlp_loss, 1)
+    assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_deterministic_runs_refuse_algorithms_that_depend_on_clocks() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        for name in ("auto", "async_averaging", "async_sgd", "passive_gossip", "hogwild"):
+            model = seeded(Mlp)
+            with raises_on_every_rank(ConfigError, name, "clocks"):
+                wrap(model, algorithm=name, optimizer=sgd(model))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@on_ranks(2)
+def test_deterministic_runs_and_given_sizes_are_bit_identical() -> None:
+    def run(**options: Any) -> dict[str, Tensor]:
+        model = seeded(lambda: Mlp(width=64))
+        wrap(model, algorithm=commlib.algorithms.TopK(ratio=0.05), **options)
+        optimizer = sgd(model)
+        for step in range(8):
+            time.sleep(0.003 * ((dist.get_rank() + step * id(model)) % 3))
+            optimizer.zero_grad()
+            mlp_loss(model, step).backward()
+            optimizer.step()
+        assert commlib.stats(model).plan == "fixed"
+        return tensors(commlib.unwrap(model))
+
+    def assert_alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+    assert_alike(run(bucket_cap_mb=0.01), run(bucket_cap_mb=0.01))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_alike(run(), run())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@on_ranks(2, 3)
+def test_saving_on_one_rank_settles_the_plan_on_all() -> None:
+    model = wrap(seeded(lambda: Mlp(width=64)))
+    train(model, mlp_loss, 4)
+    assert commlib.stats(model).plan in ("trial", "planned")
+    undecided = replica_of(model).engine.is_undecided
+    if dist.get_rank() == 0:
+        commlib.state_dict(model)
+    train(model, mlp_loss, 2)
+    assert_replicas_identical(model)
+    assert commlib.stats(model).plan == ("settled" if undecided else "planned")
+
+
+@on_ranks(2)
+def test_a_resized_parameter_is_named() -> None:
+    for algorithm in ("allreduce", "local_sgd"):
+        model = seeded(Mlp)
+        optimizer = sgd(model)
+        wrap(model, algorithm=algorithm, optimizer=optimizer)
+        train(model, mlp_loss, 2, optimizer)
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        model.third.weight.data = torch.zeros(7, 16)
+        model.third.bias.data = torch.zeros(7)
+        with raises_on_every_rank(ConfigError, "third.weight", "(7, 16)"):
+            for _ in range(9):
+                train(model, mlp_loss, 1, optimizer)
+        commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_gradients_that_were_communicated_are_not_taken_for_new_ones() -> None:
+    for algorithm in ("dgc", commlib.algorithms.SignSGD(feedback=False), commlib.algorithms.AllReduce(op="sum")):
+        model = wrap(seeded(lambda: Mlp(width=64)), algorithm=algorithm)
+        mlp_loss(model, 0).backward()
+        with raises_on_every_rank(ConfigError, "no_sync", ".weight"):
+            mlp_loss(model, 1).backward()
+        for set_to_none in (True, False):  # and it goes on
+            model.zero_grad(set_to_none)
+            mlp_loss(model, 2).backward()
+        assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_a_copy_that_needs_an_optimizer_says_so() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm="diloco", optimizer=optimizer)
+    train(model, mlp_loss, 2, optimizer)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        mlp_loss(twin, 0)
+    with raises_on_every_rank(ConfigError, "optimizer", "unwrap"):
+        mlp_loss(twin, 0)
+    wrap(twin, algorithm="allreduce")
+    train(twin, mlp_loss, 2)
+    assert_replicas_identical(twin)
+
+
+@on_ranks(2)
+def test_weights_loaded_through_the_bare_module_leave_the_anchor() -> None:
+    """The wrapped model sees its own `load_state_dict` only; `.module`'s is the bare class's."""
+    for load, moves in ((lambda m: m, False), (lambda m: m.module, True)):
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrap(model, algorithm=commlib.algorithms.DiLoCo(period=2), optimizer=optimizer)
+        early = {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, mlp_loss, 6, optimizer)
+        load(model).load_state_dict(early)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(model, mlp_loss, 4, optimizer)
+        moved = max(float((value - early[name]).abs().max()) for name, value in model.state_dict().items())
+        assert (moved > 1e-4) is moves
+        commlib.unwrap(model)
+
+
+@on_ranks(2)
+def test_a_parameter_outside_of_the_optimizers_is_named() -> None:
+    model = seeded(Mlp)
+    parts = [sgd(model.first), sgd(model.second)]
+    with raises_on_every_rank(ConfigError, "third.weight", "list"):
+        wrap(model, algorithm="local_sgd", optimizer=parts)
+    wrap(model, algorithm="local_sgd", optimizer=[*parts, sgd(model.third)])
+
+
+@on_ranks(2)
+def test_a_forward_of_other_methods_stays_local_and_is_logged_once() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("commlib")
+    logger.addHandler(handler)
+    model = wrap(seeded(Mlp))
+    train(model, mlp_loss, 2)
+    for step in range(3):
+        model.zero_grad()
+        with nothing_sent(model):
+            model.third(torch.tanh(model.second(torch.tanh(model.first(data(step, 5, 8)))))).sum().backward()
+    logger.removeHandler(handler)
+    assert len([text for text in records if "stay local" in text]) == 1

@@ -1,0 +1,144 @@
+"""Works that nothing ends are abandoned; when works are ended follows from what is known of the peers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from commlib.transport import backends
+from commlib.transport.backends import Connection, Connections, TorchWork
+from commlib.transport.base import EndedError
+from commlib.transport.lifelines import KILLED, Peer, Word
+
+
+class Backend:
+    """A Gloo backend that knows its name only."""
+
+    def name(self) -> str:
+        return "gloo"
+
+
+class Work:
+    """As torch's: `wait` with a limit raises when that is over."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        try:
+            self.future.result(None if limit is None else limit.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("Operation timed out!") from None
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    def get_future(self) -> Future[None]:
+        return self.future
+
+
+class Peers:
+    """What `Connections.react` asks of lifelines."""
+
+    def __init__(self, **peers: Peer) -> None:
+        self.peers = {int(name[1:]): peer for name, peer in peers.items()}
+
+    @property
+    def has_broken(self) -> bool:
+        return any(peer.has_reported for peer in self.peers.values())
+
+    def ended(self) -> dict[int, Peer]:
+        return {rank: peer for rank, peer in self.peers.items() if peer.ending}
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> Connections:
+    made = Connections()
+    made.by_group["all"] = Connection(range(3))
+    made.by_group["all"].backend = Backend()
+    monkeypatch.setattr(Connection, "abort", lambda self: None)
+    return made
+
+
+def begin(connections: Connections, *partners: int) -> tuple[Work, TorchWork]:
+    work = Work()
+    return work, TorchWork(work, connections.by_group["all"], partners)
+
+
+def test_a_long_wait_ends_with_the_data(connections: Connections) -> None:
+    work, made = begin(connections, 1)
+    threading.Timer(3 * backends._SLICE.total_seconds(), work.future.set_result, [None]).start()
+    made.wait()
+    assert not connections.by_group["all"].pending
+
+
+def test_a_work_raises_its_own_error(connections: Connections) -> None:
+    work, made = begin(connections, 1)
+    work.future.set_exception(RuntimeError("closed"))
+    with pytest.raises(RuntimeError, match="closed"):
+        made.wait()
+
+
+def test_an_abandoned_work_ends_its_wait_and_calls_back_once(connections: Connections) -> None:
+    work, made = begin(connections, 1)
+    calls: list[int] = []
+    made.add_done_callback(lambda: calls.append(1))
+    threading.Timer(0.05, made.abandon).start()
+    with pytest.raises(EndedError):
+        made.wait()
+    assert calls == [1]
+    assert made.is_stuck()
+    made.add_done_callback(lambda: calls.append(2))
+    work.future.set_result(None)
+    assert calls == [1, 2]
+    assert not made.is_stuck()
+
+
+def known(*words: Word, killed_before_s: float | None = None) -> Peer:
+    peer = Peer()
+    for word in words:
+        peer.hear(word)
+    if killed_before_s is not None:
+        peer.end(KILLED)
+        peer.ended_s -= killed_before_s
+    return peer
+
+
+@pytest.mark.parametrize(
+    ("peer", "partners", "is_ended"),
+    [
+        (lambda: known(), (1,), False),
+        (lambda: known(Word.LOST), (2,), True),
+        (lambda: known(killed_before_s=9.0), (1,), True),
+        (lambda: known(killed_before_s=0.0), (1,), False),  # its last messages may be on their way
+        (lambda: known(killed_before_s=9.0), (2,), False),
+        (lambda: known(Word.LEFT), (1,), False),
+    ],
+)
+def test_works_are_ended_when_they_are_in_vain(
+    connections: Connections, peer: Callable[[], Peer], partners: tuple[int, ...], is_ended: bool
+) -> None:
+    begin(connections, *partners)
+    lifelines: Any = Peers(r1=peer(), r2=known())
+    again_s = connections.react(lifelines)
+    assert (connections.aborted_s is not None) == is_ended
+    is_due_later = is_ended or (lifelines.peers[1].ending == KILLED and 1 in partners)
+    assert (again_s is not None) == is_due_later
+
+
+def test_works_that_do_not_end_with_their_connections_are_abandoned(connections: Connections) -> None:
+    _, stuck = begin(connections, 1)
+    lifelines: Any = Peers(r1=known(Word.LOST))
+    again_s = connections.react(lifelines)
+    assert again_s is not None
+    time.sleep(again_s + 0.01)
+    assert connections.react(lifelines) is None
+    assert stuck.is_abandoned
+    with pytest.raises(EndedError):
+        stuck.wait()

@@ -1,0 +1,159 @@
+"""How ranks meet in a store: they agree on a name that nobody used, whatever was left there, or say who is missing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport.plain import encode
+from commlib.transport.rendezvous import Meeting
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture(params=["tcp", "file", "hash"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Of each kind, one that all ranks share, as a job's is."""
+    kinds: dict[str, Callable[[], Any]] = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, 1, True),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "hash": dist.HashStore,
+    }
+    return kinds[request.param]()
+
+
+def meet(
+    store: Any, ranks: Sequence[int], world_size: int, timeout_s: float = LIMIT_S, wait_s: Sequence[float] = ()
+) -> list[Any]:
+    """Let some ranks meet, each in a thread and some late; returns a meeting or an error of each."""
+
+    def attend(rank: int) -> Any:
+        time.sleep(wait_s[rank] if wait_s else 0.0)
+        try:
+            return Meeting(store, rank, [10 * each for each in range(world_size)], timeout_s)
+        except TransportError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(attend, ranks))
+
+
+def names(meetings: Sequence[Any]) -> set[str]:
+    assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
+    return {meeting.name for meeting in meetings}
+
+
+def test_ranks_agree_on_a_new_name_each_time(store: Any) -> None:
+    found = [names(meet(store, range(4), 4)) for _ in range(5)]
+    assert all(len(each) == 1 for each in found)
+    assert len(set.union(*found)) == 5
+
+
+def test_several_meetings_in_a_row_whoever_is_faster(store: Any) -> None:
+    """Rank 0 invites to the next one before the others have left the last."""
+
+    def all_of(rank: int) -> list[str]:
+        made = []
+        for turn in range(6):
+            time.sleep(0.02 if (rank + turn) % 3 == 0 else 0.0)
+            made.append(Meeting(store, rank, range(3), LIMIT_S).name)
+        return made
+
+    with ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(all_of, range(3))
+    assert all(other == first for other in others)
+    assert len(set(first)) == 6
+
+
+@pytest.mark.parametrize("absent", [[0], [1], [2], [0, 2], [1, 2]], ids=str)
+def test_who_misses_it_is_named_by_all_and_the_next_one_works(store: Any, absent: list[int]) -> None:
+    present = [rank for rank in range(3) if rank not in absent]
+    for _ in range(2):
+        for error in meet(store, present, 3, timeout_s=0.3):
+            assert isinstance(error, PeerTimeout)
+            assert error.ranks == {10 * rank for rank in absent}
+    assert len(names(meet(store, range(3), 3))) == 1
+
+
+def test_who_was_there_alone_before_is_missing_all_the_same(store: Any) -> None:
+    meet(store, [1], 2, timeout_s=0.1)
+    (error,) = meet(store, [0], 2, timeout_s=0.1)
+    assert error.ranks == {10}
+    (error,) = meet(store, [1], 2, timeout_s=0.1)
+    assert error.ranks == {0}
+
+
+def test_what_a_killed_rank_left_is_not_taken_for_it(store: Any) -> None:
+    """Another life of the job on the same store: the old one ended in the middle of a meeting."""
+    old = dist.PrefixStore("commlib/meeting", store)
+    for rank in range(3):
+        old.set(f"here/{rank}", f"+old{rank}")
+    old.set("invitation", encode(["oldname", "+old0", "+old1", "+old2"]).decode())
+    old.set("ack/oldname/1", "1")
+    errors = meet(store, [0, 1], 3, timeout_s=0.5)
+    assert all(isinstance(error, PeerTimeout) and error.ranks == {20} for error in errors), errors
+    found = names(meet(store, range(3), 3, wait_s=[0.0, 0.1, 0.2]))
+    assert len(found) == 1
+    assert "oldname" not in str(found)
+
+
+def test_what_ranks_say_reaches_all_in_rank_order(store: Any) -> None:
+    meetings = meet(store, range(3), 3)
+    for turn in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            said = list(
+                pool.map(lambda meeting, turn=turn: meeting.gather_objects((meeting.rank, turn, b"x")), meetings)
+            )
+        assert said == [[(rank, turn, b"x") for rank in range(3)]] * 3
+
+
+def test_who_says_nothing_is_named(store: Any) -> None:
+    first, _ = meet(store, range(2), 2, timeout_s=1.0)
+    with pytest.raises(PeerTimeout, match="rank 10 did not come within 1 s") as caught:
+        first.gather_objects(1)
+    assert caught.value.ranks == {10}
+
+
+def test_a_rank_that_gave_up_is_not_taken_for_the_one_that_died(store: Any) -> None:
+    """Rank 1 found out that rank 2 is dead and closed its connections; rank 0 sees only that of rank 1 end."""
+    zero, one, _ = meet(store, range(3), 3)
+    assert one.diagnose(ConnectionError("refused"), "connecting", [2]).ranks == {20}
+    error = zero.diagnose(ConnectionError("ended"), "connecting", [1])
+    assert isinstance(error, PeerFailure)
+    assert error.ranks == {20}
+    assert "rank 20 died during it" in str(error)
+
+
+def test_what_is_no_plain_value_names_who_wrote_it(store: Any) -> None:
+    zero, one = meet(store, range(2), 2)
+    one.store.set("told/0/1", "{")
+    with pytest.raises(TransportError, match="rank 10 wrote into the store 1 bytes"):
+        zero.gather_objects(0)
+
+
+def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, 1, True)
+    client = dist.TCPStore("127.0.0.1", host.port, 1, False)
+    failed: list[Exception] = []
+
+    def attend() -> None:
+        try:
+            Meeting(client, 1, range(2), LIMIT_S)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    time.sleep(0.2)
+    del host
+    thread.join(2 * LIMIT_S)
+    assert isinstance(failed[0], TransportError)
+    assert "store does not answer" in str(failed[0])
