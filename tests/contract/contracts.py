@@ -45,13 +45,15 @@ def hold(algorithm: str, *names: str) -> None:
         AssertionError: A promise was not kept, on this rank or another.
     """
     for name in names:
-        error = _outcome(Subject(algorithm), name)
+        subject = Subject(algorithm)
+        error = _outcome(subject, name)
         words = None if error is None else f"{type(error).__name__}: {error}"
         try:  # so that no rank goes on, or leaves its peers, alone
             everyone = gathered(words)
         except RuntimeError as gone:
             lost = f"{algorithm} breaks the contract {name!r}: a rank is gone ({gone}); here: {words}"
             raise AssertionError(lost) from (error or gone)
+        subject.release()
         if any(each is not None for each in everyone):
             where = [rank for rank, each in enumerate(everyone) if each is not None]
             raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import commlib
 from commlib.engine import plan as plans
 from commlib.errors import ConfigError
+from commlib.transport.base import Communication
 from tests.contract.contracts_state import saved_of
 from tests.contract.probes import (
     counted,
@@ -20,7 +23,7 @@ from tests.contract.probes import (
     is_victim,
     words_of,
 )
-from tests.contract.subjects import Frozen, Subject, Training, build, gathered, loss_of, spread
+from tests.contract.subjects import ConvNet, Frozen, Subject, Training, build, gathered, loss_of, spread
 
 #: How long a rank may wait for one that fails.
 _TIMEOUT_S = 4.0
@@ -76,6 +79,23 @@ def contract_failed_backward_before_any_communication(subject: Subject) -> None:
     training = subject.start().steps(4)
     _failed_backward(training)
     training.assert_trains_on()
+
+
+def contract_leaving_after_the_last_step(subject: Subject) -> None:
+    """A rank whose script is over does not break what its peers still have to do of the last step."""
+    training, rank = subject.start(build(ConvNet)).steps(2), torch.distributed.get_rank()
+    if rank == 1 and not is_victim():  # the last one has received rank 0's buffers before this one asks for them
+        training.engine._copy_buffers = functools.partial(_after_a_while, training.engine._copy_buffers)
+    training.step()
+    if is_victim():
+        commlib.unwrap(training.model)
+    else:
+        assert torch.isfinite(training.flat()).all()
+
+
+def _after_a_while(communicate: Callable[[], Communication]) -> Communication:
+    time.sleep(0.3)
+    yield from communicate()
 
 
 def _all_or_none(training: Training, act: Callable[[], Any]) -> None:

@@ -162,6 +162,7 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._started: list[Training] = []  # lest a rank that is done ends one in which its peers are at work
         self.cls: type[Algorithm] = _class_of(name)
         self.traits = self.algorithm().traits
         self.limits: dict[str, str] = {**_limits_of(self.traits), **self.cls.limits}
@@ -195,7 +196,13 @@ class Subject:
     def start(self, model: Any = None, *, lr: float | None = None, **options: Any) -> Training:
         """Wrap a model (an `Mlp` by default) with its optimizer."""
         model = build() if model is None else model
-        return Training(self, model, self.optimizer(list(model.parameters()), lr), **options)
+        training = Training(self, model, self.optimizer(list(model.parameters()), lr), **options)
+        self._started.append(training)
+        return training
+
+    def release(self) -> None:
+        """Let go of all that was started."""
+        self._started.clear()
 
 
 class Training:

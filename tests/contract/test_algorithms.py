@@ -20,6 +20,7 @@ FAMILIES = (
 QUICK = (
     *("replicas_alike", "synchronize", "accumulation_in_no_sync", "nonfinite_step_without_a_scaler", "change_of_plan"),
     *("unused_parameters", "buffers", "rounds_and_steps", "state_dict_is_plain", "join"),
+    "leaving_after_the_last_step",
 )
 
 
