@@ -202,7 +202,7 @@ def _buffers(model: nn.Module) -> Tensor:
 
 
 def contract_buffers(subject: Subject) -> None:
-    """Where gradients are shared, buffers are rank 0's after each step; else they are the rank's own until asked for."""
+    """Where gradients are shared, buffers are rank 0's after each step; else the rank's own until `synchronize`."""
     training = subject.start(build(ConvNet))
     for step in range(5):
         training.backward()
@@ -267,7 +267,7 @@ def _evaluate(model: Any, is_still: bool) -> None:
 
 
 def contract_copies(subject: Subject) -> None:
-    """A deepcopy trains on all ranks by itself, as DDP's does, or asks for its optimizer; the original stays as it is."""
+    """A deepcopy trains on all ranks, as DDP's does, or asks for its optimizer; the original stays as it is."""
     training = subject.start().steps(4)
     commlib.synchronize(training.model)
     copied, before = copy.deepcopy(training.model), training.flat()

@@ -31,7 +31,7 @@ def contract_replicas_alike(subject: Subject) -> None:
 
 
 def contract_synchronize(subject: Subject) -> None:
-    """`synchronize` gives all ranks the same weights, the mean of theirs where they train apart; once more changes none."""
+    """`synchronize` gives all ranks the same weights, the mean of theirs if they differ; again it changes nothing."""
     training = subject.start().steps(subject.traits.warmup_steps + 2 * subject.traits.period + 1)
     commlib.state_dict(training.model)  # takes a round that is under way
     mean = everyones(training.flat()).mean(dim=0)

@@ -182,6 +182,11 @@ class Subject:
         return "two_runs_are_alike" in self.limits
 
     @property
+    def measures_first(self) -> bool:
+        """Whether the first steps measure the network, which takes seconds."""
+        return self.on_gradients and self.runs_by_clocks
+
+    @property
     def is_exact(self) -> bool:
         """Whether gradients are the full-precision mean from first to last."""
         return self.algorithm().exactness == "exact" and not self.runs_by_clocks

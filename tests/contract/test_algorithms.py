@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 import commlib
 from tests.contract.contracts import CONTRACTS, hold
@@ -24,8 +27,17 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def pairs() -> list[ParameterSet]:
+    """Return every algorithm with every contract; those that measure the network for seconds keep the quick ones."""
+    found = []
+    for algorithm, contract in itertools.product(ALGORITHMS, CONTRACTS):
+        is_slow = Subject(algorithm).measures_first and contract not in QUICK
+        marks = [pytest.mark.slow] if is_slow else []
+        found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
+    return found
+
+
+@pytest.mark.parametrize(("algorithm", "contract"), pairs())
 def test_two_ranks(algorithm: str, contract: str) -> None:
     run_ranks(hold, 2, algorithm, contract)
 
