@@ -175,6 +175,7 @@ def _check_place(subject: Subject, place: Any, fault: Callable[[Training], conte
     def act_with_fault() -> None:
         with fault(training):
             act()
+            training.step()  # where the change itself sends nothing
 
     try:
         _all_or_none(training, act_with_fault)

@@ -205,9 +205,11 @@ def contract_buffers(subject: Subject) -> None:
     """Where gradients are shared, buffers are rank 0's after each step; else the rank's own until `synchronize`."""
     training = subject.start(build(ConvNet))
     for step in range(5):
-        training.backward()
-        rows = everyones(_buffers(training.model))
         is_shared = subject.on_gradients or step < subject.traits.warmup_steps
+        with counted(training) as sent:
+            training.backward()
+        assert is_shared or sent() == 0, "buffers were sent where no gradient is"
+        rows = everyones(_buffers(training.model))
         assert not is_shared or (rows == rows[0]).all(), f"buffers differ after the backward of step {step + 1}"
         training.optimizer.step()
         training.num_steps += 1
