@@ -171,6 +171,7 @@ def contract_a_failed_collective(subject: Subject) -> None:
 
 def _check_place(subject: Subject, place: Any, fault: Callable[[Training], contextlib.AbstractContextManager]) -> None:
     training, act = place(subject)
+    gathered(None)  # the end of one rank may break what its peers do: not of the steps before
 
     def act_with_fault() -> None:
         with fault(training):
