@@ -346,7 +346,7 @@ def _communicated(racer: Racer) -> tuple[Any, Any]:
     import commlib
 
     stats = commlib.stats(racer.model)
-    return stats.steps, stats.wire_bytes
+    return stats.rounds, stats.wire_bytes
 
 
 def schedule(step: int, steps: int) -> float:

@@ -104,7 +104,7 @@ class Replica:
         engine.forget_failed_backward()
         engine.check()
         self.structure.check(self.bare, engine.parameters)
-        if self.structure.was_unfrozen() or engine.has_idle_parameters() or engine.layout_changed():
+        if self.structure.was_unfrozen() or engine.idle.is_due() or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
         if self.tuner is not None and engine.require_sync:
@@ -129,7 +129,7 @@ class Replica:
     def _adopt_parameters(self) -> None:
         """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
         engine = self.engine
-        known = engine.names_to_keep()
+        known = {parameter.name for parameter in engine.parameters} - engine.idle.leave_out()
         parameters = verify.parameters_of(self.bare, self.ignored, known)
         try:
             verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)

@@ -7,7 +7,8 @@
     settling    the engine plans the buckets of the choice
     watching    windows of steps are compared with what was expected; a departure leads back to choosing
 
-What an algorithm turned out to take, relative to its prediction, corrects its later predictions.
+What an algorithm turned out to take, relative to its prediction, corrects its later predictions. A single candidate is
+adopted at once, before the first step, and nothing is measured for a choice that there is not.
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ class Tuner:
         synchronize: Callable[[], None],
     ) -> None:
         self._engine = engine
-        engine.num_profiled = MIN_PROFILED
         self._auto = auto
         self._connect = connect
         self._synchronize = synchronize
@@ -109,6 +109,15 @@ class Tuner:
         self._bias: dict[str, float] = {}
         self._steps_left = -1  # of the window under way; -1 before there is a choice
         self.choice: Choice | None = None
+        candidates = self._candidates()
+        self._has_choice = len(candidates) > 1
+        if self._has_choice:
+            engine.num_profiled = MIN_PROFILED
+            engine.may_settle = False  # the choice rests on the profile, which a checkpoint would end
+        else:
+            self._use(Choice(candidates[0], {}, "the only candidate"))
+            if engine.comm.rank == 0:
+                _log.warning("commlib auto: %s: the only candidate; nothing is measured", candidates[0].name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the choice rests on, so that a resumed run may choose anew as this one may."""
@@ -116,6 +125,8 @@ class Tuner:
 
     def forward_begins(self) -> None:
         """Take note that a training step begins; choose where that is due. All ranks alike."""
+        if not self._has_choice:
+            return
         if self.choice is not None and self._engine.algorithm.traits.asynchronous:
             return  # ranks do not keep step, so they cannot meet
         self._watch.step_begins(self._engine.exposed_s)
@@ -128,7 +139,8 @@ class Tuner:
 
     def forward_ends(self) -> None:
         """Take note that the forward of a training step has ended."""
-        self._watch.forward_ends()
+        if self._has_choice:
+            self._watch.forward_ends()
 
     def adopt(self, name: str, times: Mapping[str, Any]) -> None:
         """Go on with the algorithm of that name: what a checkpoint says was chosen. Collective.
@@ -253,6 +265,7 @@ class Tuner:
     def _use(self, choice: Choice) -> None:
         """Let the engine go on with a choice."""
         engine = self._engine
+        engine.may_settle = True
         self.choice = choice
         self._expected_s = choice.predicted_s.get(choice.algorithm.name)
         self._steps_left = -1

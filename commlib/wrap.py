@@ -103,7 +103,7 @@ def wrap(
         for module in model.modules():
             restore_class(module)  # copies that have not joined, of which this model takes care now
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
-        if isinstance(own, Auto) and transport.world_size > 1:
+        if isinstance(own, Auto) and (transport.world_size > 1 or len(candidates_of(own, setup.optimizer)) == 1):
             replica.tuner = Tuner(engine, own, connect, replica.synchronize)
         extend(model, replica)
         undo.callback(restore_class, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -67,47 +67,80 @@ class Copy:
         return self.buffer.view(torch.float32)
 
 
-class Published:
-    """The latest copy of some tensors. A reader's copy stays whole for as long as it holds it; a writer never waits.
+class Snapshot(Copy):
+    """A copy that others may read.
 
-    There are as many buffers as there were readers of different copies at once, and two.
+    Attributes:
+        step: The steps that its rank had made.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.step = 0
+
+
+class Published:
+    """The latest copies of some tensors. A reader's copy stays whole for as long as it holds it; a writer never waits.
+
+    There are `depth` buffers, and one for each copy that is still held when it is not among the latest any more.
+
+    Args:
+        tensors: What is copied; at once, with the number 0.
+        depth: How many of the latest copies are kept; the oldest is given up for the next one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], depth: int = 2) -> None:
         self.layout = Layout(tensors)
+        self._depth = depth
         self._lock = threading.Lock()
-        self._copies = [Copy(self.layout)]
-        self._latest = self._copies[0]
+        self._kept: list[Snapshot] = []  # the latest comes last
+        self._copies: list[Snapshot] = []  # all buffers
         self.publish(tensors, 0)
 
-    def publish(self, tensors: Sequence[torch.Tensor], number: int) -> None:
+    def publish(self, tensors: Sequence[torch.Tensor], number: int, step: int = 0) -> None:
         """Copy `tensors` and make the copy the latest."""
         with self._lock:
-            free = [copy for copy in self._copies if copy is not self._latest and copy.num_readers == 0]
-        copy = free[0] if free else Copy(self.layout)
+            if len(self._kept) == self._depth:
+                del self._kept[0]
+            free = [copy for copy in self._copies if copy not in self._available()]
+        copy = free[0] if free else Snapshot(self.layout)
         torch._foreach_copy_(copy.tensors, list(tensors))
-        copy.number = number
+        copy.number, copy.step = number, step
         with self._lock:
-            self._latest = copy
+            self._kept.append(copy)
             if not free:
                 self._copies.append(copy)
 
-    def take(self) -> Copy:
-        """Return the latest copy, which stays as it is until it is given back."""
-        with self._lock:
-            self._latest.num_readers += 1
-            return self._latest
+    def _available(self) -> list[Snapshot]:
+        """Return the latest copies and those that are held, the latest last."""
+        held = [copy for copy in self._copies if copy.num_readers > 0 and copy not in self._kept]
+        return [*sorted(held, key=lambda copy: copy.number), *self._kept]
 
-    def give_back(self, copy: Copy) -> None:
+    def forget(self) -> None:
+        """Give up all copies, those that are held too: nobody else gets them any more."""
+        with self._lock:
+            self._kept.clear()
+            self._copies.clear()
+
+    def take(self, choose: Callable[[Sequence[Snapshot]], Snapshot | None]) -> Snapshot | None:
+        """Return the copy that is chosen of those there are, the latest last; it is held until it is given back."""
+        with self._lock:
+            copy = choose(self._available())
+            if copy is not None:
+                copy.num_readers += 1
+            return copy
+
+    def give_back(self, copy: Snapshot) -> None:
         """Say that a copy is not read any more."""
         with self._lock:
             copy.num_readers -= 1
 
     @contextlib.contextmanager
-    def latest(self) -> Iterator[Copy]:
-        """Hold the latest copy for the length of the block."""
-        copy = self.take()
+    def holding(self, choose: Callable[[Sequence[Snapshot]], Snapshot | None]) -> Iterator[Snapshot | None]:
+        """Hold the copy that is chosen for the length of the block."""
+        copy = self.take(choose)
         try:
             yield copy
         finally:
-            self.give_back(copy)
+            if copy is not None:
+                self.give_back(copy)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from typing_extensions import override
@@ -127,17 +127,26 @@ class Shard(ABC):
         self._rests_until_s = now_s + self._rest * min(before_s, self._took_s)
         self.has_arrived.set()
 
-    def take_over(self, weights: Sequence[torch.Tensor]) -> None:
-        """Make the parameters the weights that have arrived, and what was done to them since the push."""
+    def take_over(self, weights: Sequence[torch.Tensor], frozen: Collection[int] = ()) -> None:
+        """Make the parameters the weights that have arrived, and what was done to them since the push.
+
+        Args:
+            weights: Of all parameters.
+            frozen: Indices of those that stay as they are.
+        """
         self.wire.unpack()
         own = cut(weights, self.pieces)
         if self.is_stale:
             torch._foreach_copy_(self._origin, own)
             self._end()
             return
-        torch._foreach_sub_(own, self._origin)
-        torch._foreach_copy_(self._origin, self.wire.received.tensors)
-        torch._foreach_add_(own, self._origin)
+        moving = [place for place, piece in enumerate(self.pieces) if piece.index not in frozen]
+        if moving:
+            own = [own[place] for place in moving]
+            origin = [self._origin[place] for place in moving]
+            torch._foreach_sub_(own, origin)
+            torch._foreach_copy_(origin, [self.wire.received.tensors[place] for place in moving])
+            torch._foreach_add_(own, origin)
         self._end()
 
     def begin_anew(self, weights: Sequence[torch.Tensor]) -> None:

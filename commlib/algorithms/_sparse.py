@@ -24,6 +24,9 @@ class Sparse(Compressed[SparseExchange]):
         hierarchical: See `Compressed`.
     """
 
+    #: Whether a rank gathers everyone's payloads.
+    gathers = True
+
     def __init__(
         self,
         codec: SparseCodec,
@@ -39,4 +42,4 @@ class Sparse(Compressed[SparseExchange]):
     def _make_exchange(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> SparseExchange:
-        return SparseExchange(numel, device, self.codec, comm, begin=begin)
+        return SparseExchange(numel, device, self.codec, comm, begin=begin, gathers=self.gathers)

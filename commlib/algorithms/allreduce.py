@@ -67,21 +67,28 @@ class AllReduce(Algorithm):
             accumulates=op == "mean",
             window=_ALL_IN_FLIGHT if is_prompt else self.traits.window,
         )
+        # Made when they are first needed: a warm-up that has no steps communicates nothing.
         self._wires: dict[int, torch.Tensor] = {}
         self._stages: dict[int, NodeStage] = {}
 
     @override
     def setup(self, context: Context) -> None:
-        narrow, local = _WIRE_DTYPES[self.wire_dtype], context.comm.local
         self._wires, self._stages = {}, {}
-        for bucket in context.buckets:
-            summed, dtype = bucket.payload, bucket.payload.dtype
-            if local is not None:
-                self._stages[bucket.index] = stage = NodeStage(summed.numel(), dtype, context.device, local)
-                summed = stage.sum[: stage.count]
-            wire_dtype = narrow if narrow and dtype in (torch.float32, torch.float64) else dtype
-            if wire_dtype != summed.dtype:  # a node's sum of bf16 gradients is fp32 too
-                self._wires[bucket.index] = torch.empty_like(summed, dtype=wire_dtype)
+
+    def _stage(self, bucket: BucketView, local: Communicator | None) -> NodeStage | None:
+        """Return what the bucket keeps for the level inside a node, if there is one."""
+        if local is not None and bucket.index not in self._stages:
+            payload = bucket.payload
+            self._stages[bucket.index] = NodeStage(payload.numel(), payload.dtype, payload.device, local)
+        return self._stages.get(bucket.index)
+
+    def _wire(self, bucket: BucketView, summed: torch.Tensor) -> torch.Tensor | None:
+        """Return what `summed` is sent in, where that is of another dtype."""
+        narrow, dtype = _WIRE_DTYPES[self.wire_dtype], bucket.payload.dtype
+        wire_dtype = narrow if narrow and dtype in (torch.float32, torch.float64) else dtype
+        if wire_dtype != summed.dtype and bucket.index not in self._wires:  # a node's sum of bf16 gradients is fp32 too
+            self._wires[bucket.index] = torch.empty_like(summed, dtype=wire_dtype)
+        return self._wires.get(bucket.index)
 
     @override
     def divisor(self, comm: Communicator) -> float:
@@ -93,13 +100,14 @@ class AllReduce(Algorithm):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        stage, wire = self._stages.get(bucket.index), self._wires.get(bucket.index)
+        local, peers = comm.local, comm.across
+        stage = self._stage(bucket, local)
         if stage is None:
-            yield from centralized_full_precision(bucket.payload, comm, wire=wire)
+            yield from centralized_full_precision(bucket.payload, comm, wire=self._wire(bucket, bucket.payload))
         else:
-            local, peers = comm.local, comm.across
             assert local is not None
             assert peers is not None
+            wire = self._wire(bucket, stage.sum[: stage.count])
             yield from nodes.hierarchical(
                 bucket.payload, stage, local, lambda own: centralized_full_precision(own, peers, wire=wire)
             )

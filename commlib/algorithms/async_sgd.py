@@ -262,7 +262,8 @@ class _Worker(Runner):
     def _take_over(self, shard: Shard) -> None:
         """Take over the weights that have arrived, if they have."""
         if shard.has_arrived.is_set():
-            shard.take_over(self._weights)
+            frozen = {idx for idx, parameter in enumerate(self._parameters) if not parameter.requires_grad}
+            shard.take_over(self._weights, frozen)
             self.num_rounds += 1
 
     def _push(self, shard: Shard) -> None:

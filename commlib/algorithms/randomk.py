@@ -35,6 +35,8 @@ class RandomK(Sparse):
     Deviations: stratified choice, the same on all ranks.
     """
 
+    gathers = False
+
     def __init__(
         self,
         ratio: float = 0.01,

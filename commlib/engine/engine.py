@@ -37,6 +37,7 @@ from commlib.engine import plan as plans
 from commlib.engine.attached import Attached
 from commlib.engine.bucket import Bucket, Run, Slot, SparseBucket, layout_key
 from commlib.engine.gradient_round import GradientRound
+from commlib.engine.idle import Idle
 from commlib.engine.memory import Memory
 from commlib.engine.optimizers import Steps
 from commlib.engine.plan import Parameter, Plan
@@ -58,9 +59,6 @@ _PROFILED_BACKWARDS = 3
 #: more latency; and DDP's first step is one bucket as well. Adam magnifies the last bits of the first gradient more
 #: than those of any other, so loss curves part less from DDP's where the first sum has its order.
 _PROFILE_CAP_BYTES = 1 << 30
-
-#: Rounds in a row after which parameters that are frozen in all of them are not communicated any more.
-_IDLE_ROUNDS = 8
 
 _in_backward: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -141,9 +139,7 @@ class Engine:
         self._is_flushed = False
         self.dense = []
         self._slots: list[Slot] = []
-        self._idle: frozenset[int] = frozenset()  # places of the parameters that were frozen in the last round
-        self._num_idle_rounds = 0
-        self._dropped: set[str] = set()  # parameters that were not communicated any more because they were frozen
+        self.idle = Idle()
         self.use(algorithm, parameters)
         own = weakref.ref(self)
         self._steps = Steps(
@@ -192,7 +188,6 @@ class Engine:
             self._params = [parameter.param for parameter in parameters]
             self._dtypes = list(map(_dtype, self._params))
             self._has_counts = False
-            self._idle, self._num_idle_rounds = frozenset(), 0
             self._readiness = Readiness(len(self.parameters), self.device)
             self.next_plan: Plan | None = None
             self._trials: Trials | None = None
@@ -236,6 +231,7 @@ class Engine:
                 self.algorithm.setup(context)
         before: list[Bucket] = self.dense
         self.plan, self.buckets, self.dense, self._memory = plan, buckets, dense, memory
+        self.last_sent, self.last_seconds = [], []
         for bucket in before:
             bucket.release()
 
@@ -505,7 +501,7 @@ class Engine:
         round_.wait()
         self.exposed_s = time.perf_counter() - start
         if publishes:
-            self._note_idle(round_.publish())
+            self.idle.note(frozenset(self.parameters[idx].name for idx in round_.publish()))
         else:
             round_.drop()
         self.last_sent = [task.sent_bytes for task in round_.tasks]
@@ -519,35 +515,6 @@ class Engine:
             self._plan_after_profile()
         else:
             self._continue_trials()
-
-    # --- parameters that are frozen ---------------------------------------------------------------------------------
-
-    def _note_idle(self, idle: frozenset[int]) -> None:
-        """Take note of which parameters had no gradient anywhere because they are frozen."""
-        if not idle and not self._idle:
-            return
-        self._num_idle_rounds = self._num_idle_rounds + 1 if idle == self._idle else 1
-        self._idle = idle
-
-    def has_idle_parameters(self) -> bool:
-        """Return whether parameters that were not dropped before have been frozen for a while; alike on all ranks."""
-        return self._num_idle_rounds >= _IDLE_ROUNDS and bool(self._idle_names() - self._dropped)
-
-    def _idle_names(self) -> set[str]:
-        return {self.parameters[idx].name for idx in self._idle}
-
-    def names_to_keep(self) -> set[str]:
-        """Return the parameters that stay communicated though they may be frozen now, and drop others for a first time.
-
-        Two losses that take turns freeze parameters in every other step; those that were dropped once and came back
-        stay, so that freezing them again changes nothing.
-        """
-        known = {parameter.name for parameter in self.parameters}
-        if not self.has_idle_parameters():
-            return known
-        dropped = self._idle_names() - self._dropped
-        self._dropped |= dropped
-        return known - dropped
 
     def run(self, what: str, communication: Communication) -> None:
         """Run one communication on its own, now, and wait for it; `what` names it in errors."""

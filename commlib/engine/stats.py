@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from commlib.engine.bucket import Bucket, SparseBucket
@@ -20,12 +20,12 @@ class BucketStats:
         index: Its place in the plan.
         num_parameters: How many parameters it holds.
         numel: How many elements.
-        nbytes: Bytes of its values.
+        nbytes: Bytes of its values; of the dense parameter, where gradients are sparse.
         dtype: Their dtype.
         parameters: The parameters' names, in the bucket's order.
         ready_s: Seconds from the start of backward until its last gradient is ready, as profiled on rank 0; or None.
-        wire_bytes: Bytes that this rank sent for it in the last round.
-        seconds: From its start to its end in the last round (on CUDA: as issued by the host).
+        wire_bytes: Bytes that this rank sent for it in the last round over gradients.
+        seconds: From its start to its end in that round (on CUDA: as issued by the host).
     """
 
     index: int
@@ -43,29 +43,39 @@ class BucketStats:
 class Stats:
     """The communication of one wrapped model, as this rank sees it.
 
+    A round is one synchronisation: of gradients in a backward, of weights after an optimizer step, or one exchange of
+    an algorithm that runs by itself. Bytes are those of the verbs' optimal formulas, or of the payloads that an
+    algorithm sends by itself.
+
     Attributes:
         algorithm: The algorithm's name.
         world_size: The number of ranks.
-        plan: "initial", "trial", "planned", "fixed" (also where no gradient is communicated) or "restored".
-        num_buckets: How many buckets the plan has.
-        steps: How many rounds (synchronisations) there were.
-        wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, by each verb's optimal formula.
-        wire_bytes_per_step: The same for the last round over gradients.
-        raw_bytes_per_step: What a full-precision all-reduce of the same values would send.
-        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent.
+        plan: "initial", "trial", "planned", "fixed" (also where no gradient is communicated), "settled" (by a
+            checkpoint) or "restored".
+        num_buckets: How many buckets of gradients the plan has.
+        rounds: How many rounds there were whose result this rank has taken, however many steps or backwards it made.
+        wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, in rounds of every kind.
+        wire_bytes_per_step: Bytes that it sent in the last round over gradients, flags of unused parameters included;
+            0.0 where there was none.
+        raw_bytes_per_step: What an all-reduce of the same gradients would send, dense and in the parameters' own
+            dtypes, those whose gradients are sparse included; 0.0 before the first round over gradients.
+        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent. Below 1 where indices
+            and values of sparse gradients are more than the dense gradient.
         consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
             last `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from that of the
-            neighbours on a graph. None for algorithms on gradients, whose replicas are alike, and before any round.
-        exposed_s: Seconds that the last round kept the training thread waiting (on CUDA: host time only).
+            neighbours on a graph. Where every step waits for a round, it is measured in every tenth. None for
+            algorithms on gradients, whose replicas are alike, for those that run by themselves, and before any round.
+        exposed_s: Seconds that the last round over gradients kept the training thread waiting at the end of backward
+            (on CUDA: host time only); 0.0 where there was none.
         cost: What a bucket was measured to cost, on rank 0; None where the plan was not measured.
-        buckets: One entry per bucket.
+        buckets: One entry per bucket of gradients.
     """
 
     algorithm: str
     world_size: int
     plan: str
     num_buckets: int
-    steps: int
+    rounds: int
     wire_bytes: float
     wire_bytes_per_step: float
     raw_bytes_per_step: float
@@ -78,7 +88,7 @@ class Stats:
     def __str__(self) -> str:
         lines = [
             f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), "
-            f"{self.steps} rounds",
+            f"{self.rounds} rounds",
             f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
             f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]
@@ -95,6 +105,18 @@ class Stats:
             )
         return "\n".join(lines)
 
+    def as_dict(self, prefix: str = "") -> dict[str, int | float | str]:
+        """Return what a logger of numbers takes, each name with `prefix` before it.
+
+        Buckets are left out, and so is what is None: `consensus_distance`, and the two figures of `cost`.
+        """
+        found = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("cost", "buckets")
+        }
+        if self.cost is not None:
+            found |= {"cost_latency_s": self.cost.latency_s, "cost_s_per_byte": self.cost.s_per_byte}
+        return {f"{prefix}{name}": value for name, value in found.items() if value is not None}
+
 
 def collect(engine: Engine) -> Stats:
     """Return what the engine communicated so far."""
@@ -102,13 +124,13 @@ def collect(engine: Engine) -> Stats:
     others = [each for each in (weights, engine.attached and engine.attached.runner) if each is not None]
     sent = sum(engine.last_sent)
     share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
-    raw = sum(bucket.nbytes for bucket in engine.dense) * share if engine.last_sent else 0.0
+    raw = share * _dense_bytes(engine) if engine.last_sent else 0.0
     return Stats(
         algorithm=engine.algorithm.name,
         world_size=engine.comm.world_size,
         plan="fixed" if engine.is_idle else engine.plan.kind,  # rounds over weights have buckets of one size
         num_buckets=len(engine.buckets),
-        steps=engine.num_rounds + sum(each.num_rounds for each in others),
+        rounds=engine.num_rounds + sum(each.num_rounds for each in others),
         wire_bytes=engine.transport.bytes_sent + sum(each.bytes_sent for each in others),
         wire_bytes_per_step=sent,
         raw_bytes_per_step=raw,
@@ -123,6 +145,11 @@ def collect(engine: Engine) -> Stats:
 def of_copy(algorithm: str, world_size: int) -> Stats:
     """Return those of a copy of a wrapped model, which has not communicated yet."""
     return Stats(algorithm, world_size, "initial", 0, 0, 0.0, 0.0, 0.0, 1.0, None, 0.0, None, ())
+
+
+def _dense_bytes(engine: Engine) -> int:
+    """Return the bytes of all gradients in the plan, as dense tensors, without what a buffer has between them."""
+    return sum(slot.param.nbytes for bucket in engine.buckets for slot in bucket.slots)
 
 
 def _of_bucket(engine: Engine, bucket: Bucket | SparseBucket) -> BucketStats:

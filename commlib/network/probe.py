@@ -236,10 +236,11 @@ def _local_work(
     with torch.no_grad():
         algorithm.setup(Context(comm, [bucket], device))
     other = torch.zeros(_EVICTED_BYTES // 4, dtype=torch.float32, device=device)
+    values = _normal_like(bucket.flat)
 
     @torch.no_grad()
     def run() -> float:
-        bucket.flat.normal_()
+        bucket.flat.copy_(values)
         seconds, generator = 0.0, algorithm.communicate(bucket, comm)
         while True:
             other.add_(1.0)
@@ -251,6 +252,14 @@ def _local_work(
             _echo(request)
 
     return run
+
+
+def _normal_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return normal random values; the user's generators are left alone."""
+    if tensor.device.type == "meta":
+        return torch.empty_like(tensor)
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    return torch.empty_like(tensor).normal_(generator=generator)
 
 
 def _echo(request: Request) -> None:

@@ -170,7 +170,7 @@ class DifferenceExchange:
         self.is_known = False
         self.replica = torch.zeros(numel, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.pull = torch.zeros_like(self.replica)
-        self.difference = torch.zeros_like(self.replica)
+        self.difference = torch.zeros_like(self.replica)  # to the replica, before it is encoded
         rows = 1 + len(neighbours.sources)
         # Rows begin at multiples of 16 bytes, as codecs want it.
         self._payloads = torch.zeros(rows, -(-codec.payload_bytes(numel) // 16) * 16, dtype=torch.uint8, device=device)
@@ -178,7 +178,7 @@ class DifferenceExchange:
     def encoded(self) -> list[torch.Tensor]:
         """Return what is sent for `difference`, and the buffers for the neighbours', in their order."""
         if not self.is_known:
-            return [self.difference.clone(), *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
+            return [self.difference, *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
         own, *others = self._payloads[:, : self.codec.payload_bytes(self.replica.numel())]
         self.codec.encode(self.difference, own)
         return [own, *others]

@@ -43,7 +43,10 @@ class NodeStage:
         # Equal stretches go by all-to-all and all-gather, from the bucket with padding at its end; others by messages
         # of their own sizes.
         width = self._ends[0] if self._is_even else self.count
-        self._padded = torch.zeros(local.world_size * width if self._is_even else 0, dtype=dtype, device=device)
+        self._has_padding = self._is_even and local.world_size * width > numel
+        # The bucket's values with zeros behind them, where it does not divide into equal stretches; a stretch from each
+        # local rank, first of its values, then of its sum; the own stretch's sum.
+        self._padded = torch.zeros(local.world_size * width if self._has_padding else 0, dtype=dtype, device=device)
         self._received = torch.zeros(local.world_size, width, dtype=dtype, device=device)
         self.sum = torch.zeros(width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.owed: torch.Tensor | None = None
@@ -51,8 +54,9 @@ class NodeStage:
     def share_out(self, tensor: torch.Tensor, local: Communicator) -> Communication:
         """Sum over the node, in rank order: leaves this rank's stretch of the sum of `tensor` [numel] in `sum`."""
         if self._is_even:
-            self._padded[: tensor.numel()] = tensor
-            yield local.all_to_all(self._received.view(-1), self._padded)
+            if self._has_padding:
+                self._padded[: tensor.numel()] = tensor
+            yield local.all_to_all(self._received.view(-1), self._padded if self._has_padding else tensor)
         else:
             stretches = self._stretches(tensor)
             self._received[local.rank] = stretches[local.rank]
@@ -64,11 +68,14 @@ class NodeStage:
 
     def gather(self, tensor: torch.Tensor, local: Communicator) -> Communication:
         """Replace `tensor` [numel] by the `sum` of all local ranks."""
-        own = self._received[0].copy_(self.sum)
-        if self._is_even:
-            yield local.all_gather(self._padded, own)
-            tensor.copy_(self._padded[: tensor.numel()])
+        if self._has_padding:
+            own = self._padded[: self.sum.numel()].copy_(self.sum)
+            yield local.all_gather(self._received.view(-1), own)
+            tensor.copy_(self._received.view(-1)[: tensor.numel()])
+        elif self._is_even:
+            yield local.all_gather(tensor, self._received[0].copy_(self.sum))
         else:
+            own = self._received[0].copy_(self.sum)
             stretches = self._stretches(tensor)
             stretches[local.rank].copy_(own)
             yield local.exchange(_to_others([own] * local.world_size, local), _to_others(stretches, local))

@@ -9,7 +9,7 @@ import torch
 
 from commlib.codecs.base import BlockCodec, Feedback, Random
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
-from commlib.transport.base import Communication, Communicator
+from commlib.transport.base import AllGather, AllToAll, Communication, Communicator
 
 #: Chunks begin at multiples of this many elements (64 bytes of fp32), which keeps the codecs' loads aligned.
 _CHUNK_STEP = 16
@@ -23,7 +23,7 @@ def to_nearest(stage: int) -> None:
 
 
 class LowPrecisionExchange:
-    """What one bucket keeps from round to round: payload buffers and, with error feedback, both residuals.
+    """What one bucket keeps from round to round: two buffers of payloads and, with error feedback, both residuals.
 
     The tensor is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
     encodings lost, its owner residual [elements of chunk r] what the encodings of the sum lost; both fp32, without
@@ -58,28 +58,48 @@ class LowPrecisionExchange:
         self.first = min(rank * self.chunk, numel)
         self.count = min(self.chunk, numel - self.first)
         nbytes = codec.payload_bytes(self.chunk)
-        # Three buffers: what is sent (and later gathered), what is received, and the own chunk's payload.
-        self.sent = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=device)
-        self.received = torch.zeros_like(self.sent)
-        self.own = self.sent.new_zeros(nbytes)
-        self._short = self.sent.new_zeros(world_size, codec.payload_bytes(self.count))
+        # Two buffers of all payloads: what is sent to the chunks' owners, then what they have made of it, which comes
+        # from the beginning of the first and is gathered in the second.
+        self._sent = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=device)
+        self._received = torch.zeros_like(self._sent)
+        self._world_size = world_size
+        self._chunk_bytes = nbytes
         self.worker = torch.zeros(numel if feedback else 0, dtype=torch.float32, device=device)
         self.owner = torch.zeros(self.count if feedback else 0, dtype=torch.float32, device=device)
         self._old = torch.empty_like(self.worker) if averaging else None
         self._averaging = averaging
         self.has_feedback = feedback
 
-    @property
-    def coded(self) -> torch.Tensor:
-        """The part of `sent` that holds the payloads of the whole bucket."""
-        return self.sent[: self.codec.buffer_bytes(self.numel, self.chunk)]
+    def outgoing(self) -> torch.Tensor:
+        """Return where the payloads of the whole tensor are encoded to."""
+        return self._sent[: self.codec.buffer_bytes(self.numel, self.chunk)]
+
+    def share_out(self, comm: Communicator) -> AllToAll:
+        """Describe how each payload comes to its chunk's owner."""
+        return comm.all_to_all(self._received, self._sent)
 
     def payloads(self) -> torch.Tensor:
         """Return the received payloads of the own chunk, [world_size, bytes]."""
-        rows = self.received.view(len(self._short), -1)
+        rows = self._received.view(self._world_size, -1)
         if self.count == self.chunk:
             return rows
-        return self._short.copy_(rows[:, : self._short.shape[1]])  # the bucket's last chunk is shorter
+        # The last chunk is shorter, so its payloads have gaps between them. By way of what was sent, as they overlap.
+        nbytes = self.codec.payload_bytes(self.count)
+        numel = self._world_size * nbytes
+        close = self._sent[:numel].view(self._world_size, nbytes).copy_(rows[:, :nbytes])
+        return self._received[:numel].view(close.shape).copy_(close)
+
+    def own(self) -> torch.Tensor:
+        """Return where the own chunk's sum is encoded to, once what was sent is of no more use."""
+        return self._sent[: self.codec.payload_bytes(self.count)]
+
+    def gather(self, comm: Communicator) -> AllGather:
+        """Describe how everyone gets the sums of all chunks."""
+        return comm.all_gather(self._received, self._sent[: self._chunk_bytes])
+
+    def gathered(self) -> torch.Tensor:
+        """Return the payloads of the sums of the whole tensor."""
+        return self._received[: self.codec.buffer_bytes(self.numel, self.chunk)]
 
     def forget(self) -> None:
         """Set the residuals to zero."""
@@ -158,19 +178,19 @@ def centralized_low_precision(
 
     if comm.contributes:
         with exchange.feeding_back(exchange.worker, scale, decay) as feedback:
-            codec.encode(tensor, exchange.coded, chunk=chunk, feedback=feedback, random=random_of(0))
+            codec.encode(tensor, exchange.outgoing(), chunk=chunk, feedback=feedback, random=random_of(0))
     else:
-        codec.encode(tensor, exchange.coded, chunk=chunk)
-    yield comm.all_to_all(exchange.received, exchange.sent)
+        codec.encode(tensor, exchange.outgoing(), chunk=chunk)
+    yield exchange.share_out(comm)
     with exchange.feeding_back(exchange.owner, scale, decay) as feedback:
         codec.encode_sum(
             exchange.payloads(),
             exchange.count,
-            exchange.own[: codec.payload_bytes(exchange.count)],
+            exchange.own(),
             divisor=divisor,
             feedback=feedback,
             random=random_of(1),
             first=exchange.first,
         )
-    yield comm.all_gather(exchange.sent, exchange.own)
-    codec.decode(exchange.coded, tensor, chunk=chunk)
+    yield exchange.gather(comm)
+    codec.decode(exchange.gathered(), tensor, chunk=chunk)

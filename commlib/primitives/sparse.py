@@ -23,12 +23,20 @@ class SparseExchange:
         codec: Chooses the elements; the one with the most places that will be used.
         comm: The ranks that exchange.
         begin: Where the stretch begins in its bucket.
+        gathers: Whether everyone's payloads are gathered; else there is room for the own one only.
     """
 
     def __init__(
-        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int = 0
+        self,
+        numel: int,
+        device: torch.device,
+        codec: SparseCodec,
+        comm: Communicator,
+        *,
+        begin: int = 0,
+        gathers: bool = True,
     ) -> None:
-        self._world_size = world_size = comm.world_size
+        self._world_size = world_size = comm.world_size if gathers else 0
         self.begin = begin
         self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         self.numel = numel
@@ -36,7 +44,7 @@ class SparseExchange:
         self._sum = torch.zeros(0, dtype=torch.float32, device=device)
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes]."""
+        """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes], if these are gathered."""
         nbytes = codec.payload_bytes(self.numel)
         everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
         return self._buffer[:nbytes], everyone

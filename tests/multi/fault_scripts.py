@@ -158,7 +158,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
             optimizer.step()
 
     train_steps(0, 5)
-    report(event="trained", rounds=commlib.stats(model).steps)
+    report(event="trained", rounds=commlib.stats(model).rounds)
     began = time.monotonic()
     try:
         train_steps(5, 9)

@@ -204,7 +204,7 @@ def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
             average([[p.data for p in replica.parameters()] for replica in replicas])
     for name, value in tensors(replicas[dist.get_rank()]).items():
         assert_close(tensors(model)[name], value, name, exact=False)
-    assert commlib.stats(model).steps == warm_up + 3, "two rounds over gradients, then three over weights"
+    assert commlib.stats(model).rounds == warm_up + 3, "two rounds over gradients, then three over weights"
     commlib.synchronize(model)
     assert_replicas_identical_parameters(model)
 
@@ -322,7 +322,7 @@ def test_asynchronous_rounds_never_wait_and_synchronize_completes_them() -> None
     commlib.synchronize(model)
     assert_replicas_identical_parameters(model)
     rounds = [0] * dist.get_world_size()
-    dist.all_gather_object(rounds, commlib.stats(model).steps)
+    dist.all_gather_object(rounds, commlib.stats(model).rounds)
     assert rounds == [rounds[0]] * len(rounds)
     assert rounds[0] >= 1
     distance = commlib.stats(model).consensus_distance
@@ -385,7 +385,7 @@ def test_a_resumed_run_is_bit_identical(stop_after: int) -> None:
     assert_same_trace(got, rest, exact=True)
     before, after = commlib.stats(whole), commlib.stats(resumed)
     assert [b.parameters for b in after.buckets] == [b.parameters for b in before.buckets]
-    assert after.steps == before.steps
+    assert after.rounds == before.rounds
 
 
 @on_ranks(2)
@@ -413,7 +413,7 @@ def test_all_ranks_plan_alike_and_stats_show_it() -> None:
     assert sorted(n for bucket in stats.buckets for n in bucket.parameters) == sorted(
         name for name, _ in model.named_parameters()
     )
-    assert stats.steps == 700
+    assert stats.rounds == 700
     nbytes = sum(p.numel() * 4 for p in model.parameters())
     assert stats.raw_bytes_per_step == nbytes
     assert nbytes <= stats.wire_bytes_per_step <= nbytes + 4 * len(list(model.parameters()))

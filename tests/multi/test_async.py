@@ -57,8 +57,8 @@ def until(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, limit
     import commlib
 
     deadline, step = time.monotonic() + limit_s, 0
-    while commlib.stats(model).steps < rounds:
-        assert time.monotonic() < deadline, f"{commlib.stats(model).steps} rounds of {rounds} within {limit_s} s"
+    while commlib.stats(model).rounds < rounds:
+        assert time.monotonic() < deadline, f"{commlib.stats(model).rounds} rounds of {rounds} within {limit_s} s"
         train(model, optimizer, range(step, step + 1), 0.002)
         step += 1
     return step

@@ -392,7 +392,7 @@ def test_synchronize_gives_the_mean_and_training_goes_on() -> None:
         assert all(torch.equal(everyone[0], other) for other in everyone)
         losses = train(model, optimizer, range(7, 30))
         assert np.mean(losses[-5:]) < np.mean(losses[:5])
-        assert commlib.stats(model).steps == 29, "the round of the last step is under way"
+        assert commlib.stats(model).rounds == 29, "the round of the last step is under way"
 
 
 # --- Nodes ----------------------------------------------------------------------------------------------

@@ -494,7 +494,7 @@ def test_statistics() -> None:
     stats = commlib.stats(model)
     raw = sum(p.numel() * 4 for p in model.parameters())
     assert stats.algorithm == "allreduce"
-    assert (stats.world_size, stats.steps) == (2, 4)
+    assert (stats.world_size, stats.rounds) == (2, 4)
     assert stats.raw_bytes_per_step == raw
     assert raw <= stats.wire_bytes_per_step <= raw * 1.5 + 4096
     assert stats.wire_bytes >= 4 * raw

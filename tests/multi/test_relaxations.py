@@ -243,7 +243,7 @@ def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
     if dist.get_rank() > 0:  # only the reference of rank 0 takes steps
         return
     num = dist.get_world_size() // reference.world_size
-    for name in reference.q if commlib.stats(model).steps else ():
+    for name in reference.q if commlib.stats(model).rounds else ():
         for worker in range(reference.world_size):
             ranks = everyone[num * worker : num * (worker + 1)]
             (owner,) = [own for own in ranks if name in own["errors"]]

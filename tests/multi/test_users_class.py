@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import inspect
 import pickle
@@ -144,9 +145,9 @@ def test_a_shallow_copy_is_no_second_wrapping() -> None:
     shallow = copy.copy(model)
     with torch.no_grad():
         assert torch.equal(shallow(data(0, 5, 8)), model(data(0, 5, 8)))
-    rounds = commlib.stats(model).steps
+    rounds = commlib.stats(model).rounds
     assert_trains_alike(model)
-    assert commlib.stats(model).steps == rounds + 3
+    assert commlib.stats(model).rounds == rounds + 3
     with raises_on_every_rank(ConfigError, "first.weight", "another wrapped model"):
         shallow(data(0, 5, 8))
 
@@ -214,5 +215,19 @@ def test_transforms_and_traces_on_one_rank_are_local() -> None:
                 traced = torch.jit.trace(model, inputs)
             assert torch.equal(traced(inputs), model.module(inputs))
             assert torch.equal(torch.fx.symbolic_trace(model)(inputs), model.module(inputs))
+        train(model, mlp_loss, 1)
+        assert_replicas_identical(model)
+
+
+@on_ranks(2)
+def test_the_bare_module_is_what_is_exported() -> None:
+    model = wrap(seeded(Mlp))
+    for _ in range(4):
+        if dist.get_rank() == 0:
+            inputs = data(0, 5, 8)
+            exported = torch.export.export(model.module, (inputs,))
+            assert torch.equal(exported.module()(inputs), model.module(inputs))
+            with contextlib.suppress(RuntimeError):  # torch refuses what keeps torch.compile out
+                torch.export.export(model, (inputs,))
         train(model, mlp_loss, 1)
         assert_replicas_identical(model)

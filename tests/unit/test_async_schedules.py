@@ -9,20 +9,21 @@ import copy
 import itertools
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from commlib.algorithms import AsyncSGD, PassiveGossip
+from commlib.algorithms import AsyncSGD, PassiveGossip, _published
 from commlib.algorithms._shard_client import PUSH, PUSH_FOR_CHANGE
 from commlib.algorithms.base import Algorithm, Attachment, Runner
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.errors import ConfigError
+from commlib.primitives.topology import RandomMatching
 from commlib.transport.base import Communicator
 from commlib.transport.mailbox import Message
 
@@ -83,6 +84,23 @@ class ScriptedMailbox:
     def close(self) -> None: ...
 
 
+def attachment_of(
+    rank: int,
+    network: Network,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+) -> Attachment:
+    return Attachment(
+        comm=Communicator(rank, network.world_size),
+        parameters=named,
+        optimizer=optimizer,
+        gather=lambda value: [value],
+        run=lambda what, communication: None,
+        connect=network.connect(rank),
+        timeout_s=1.0,
+    )
+
+
 def set_gradients(parameters: Sequence[torch.nn.Parameter], gradient: np.ndarray) -> None:
     start = 0
     for parameter in parameters:
@@ -121,17 +139,7 @@ class Ranks:
 
     def _attach(self, algorithm: Algorithm, rank: int) -> Runner:
         named = [(f"p{idx}", parameter) for idx, parameter in enumerate(self.parameters[rank])]
-        return algorithm.attach(
-            Attachment(
-                comm=Communicator(rank, self.network.world_size),
-                parameters=named,
-                optimizer=self.optimizers[rank],
-                gather=lambda value: [value],
-                run=lambda what, communication: None,
-                connect=self.network.connect(rank),
-                timeout_s=1.0,
-            )
-        )
+        return algorithm.attach(attachment_of(rank, self.network, named, self.optimizers[rank]))
 
     def weights(self, rank: int) -> np.ndarray:
         return flat(self.parameters[rank])
@@ -595,54 +603,153 @@ def test_async_sgd_options_are_checked(options: dict[str, Any]) -> None:
 # --- passive gossip --------------------------------------------------------------------------------------------------
 
 
+class CopyOf(NamedTuple):
+    number: int
+    step: int
+    weights: np.ndarray
+
+
+class ReferenceRank:
+    """One rank's weights, its copies, and what it wants, in float64."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.weights = weights.astype(np.float64)
+        self.step = self.number = self.published_at = self.done = 0
+        self.kept = [CopyOf(0, 0, self.weights.copy())]
+        self.wanted: CopyOf | None = None
+        self.takes_any = self.has_waited = False
+        self.question: Any = None  # partner, number, takes_any
+        self.answer: Any = None
+        self.had: dict[int, tuple[int, int]] = {}
+
+    def available(self) -> list[CopyOf]:
+        held = [self.wanted] if self.wanted and all(self.wanted.number != copy.number for copy in self.kept) else []
+        return [*held, *self.kept]
+
+
 class ReferenceGossip:
-    """Weights, what was published last, and the change that is on its way, in float64."""
-
     def __init__(self, weights: list[np.ndarray], period: int) -> None:
-        self.weights = [each.astype(np.float64) for each in weights]
-        self.published = [each.copy() for each in self.weights]
-        self.line: list[Any] = [None] * len(weights)
-        self.steps = [0] * len(weights)
-        self.published_at = [0] * len(weights)
+        self.ranks = [ReferenceRank(each) for each in weights]
         self.period = period
-        self.num_taken = 0
+        self.takes: Counter[str] = Counter()
 
-    def step(self, rank: int, gradient: np.ndarray, partner: int | None) -> None:
-        self.weights[rank] -= LR * gradient.astype(np.float64)
-        self.steps[rank] += 1
-        if self.line[rank] is not None and self.line[rank][0] == "change":
-            self.weights[rank] += self.line[rank][1]
-            self.line[rank] = None
-            self.num_taken += 1
-        if self.steps[rank] - self.published_at[rank] >= self.period:
-            self.published[rank] = self.weights[rank].copy()
-            self.published_at[rank] = self.steps[rank]
-            if self.line[rank] is None and len(self.weights) > 1:
-                self.line[rank] = ("asked", partner, self.published[rank])
+    def partner(self, rank: int, number: int) -> int | None:
+        matrix = RandomMatching(0).matrix(len(self.ranks), number)
+        others = [other for other in range(len(self.ranks)) if other != rank and matrix[rank][other]]
+        return others[0] if others else None
+
+    def step(self, rank: int, gradient: np.ndarray) -> None:
+        own = self.ranks[rank]
+        own.weights = own.weights - LR * gradient.astype(np.float64)
+        own.step += 1
+        if own.answer is not None:
+            self._take(own)
+        if own.step - own.published_at >= self.period:
+            own.number, own.published_at = own.number + 1, own.step
+            own.kept = [*own.kept, CopyOf(own.number, own.step, own.weights.copy())][-3:]
+            if own.wanted is None:
+                self._want_next(rank)
+        if own.wanted is not None and own.question is None:
+            own.question = (self.partner(rank, own.wanted.number), own.wanted.number, own.takes_any)
+
+    def _want_next(self, rank: int) -> None:
+        own = self.ranks[rank]
+        own.takes_any, own.has_waited, own.wanted = False, False, None
+        for copy_ in own.kept:
+            if copy_.number > own.done:
+                if self.partner(rank, copy_.number) is not None:
+                    own.wanted = copy_
+                    return
+                own.done = copy_.number
+
+    def _take(self, own: ReferenceRank) -> None:
+        (partner, number, _), (found, latest) = own.question, own.answer
+        own.question = own.answer = None
+        if found is None:
+            own.has_waited, own.takes_any = True, own.number - latest > 2
+            return
+        theirs, mine = found
+        share = 0.5 if theirs.number == mine.number else theirs.number / (theirs.number + mine.number)
+        before = own.had.get(partner, (None, 0))
+        made_at = before[1] if before[0] == theirs.number else mine.step
+        own.had[partner] = theirs.number, made_at
+        share *= self.period / (self.period + own.step - made_at)
+        own.weights += share * (theirs.weights - mine.weights)
+        kind = theirs.number - mine.number
+        self.takes["equal" if kind == 0 else "ahead" if kind > 0 else "behind"] += 1
+        own.number += max(0, round(share * kind))
+        own.done = own.number if own.takes_any else number if own.has_waited else max(number, own.number - 1)
+        self._want_next(self.ranks.index(own))
 
     def deliver(self, rank: int, partner: int) -> None:
-        line = self.line[rank]
-        if line is not None and line[0] == "asked" and line[1] == partner:
-            self.line[rank] = ("change", (self.published[partner] - line[2]) / 2)
+        own = self.ranks[rank]
+        if own.question is None or own.question[0] != partner or own.answer is not None:
+            return
+        _, number, takes_any = own.question
+        copies = self.ranks[partner].available()
+        found = [copy for copy in copies if copy.number == number]
+        if not found and (takes_any or copies[-1].number > number):
+            found = [copies[-1]]
+        if not found:
+            own.answer = (None, self.ranks[partner].number)
+            return
+        mine = sorted(own.available(), key=lambda copy: abs(copy.number - found[0].number))
+        own.answer = ((found[0], mine[0]), found[0].number)
 
 
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_passive_gossip_follows_the_reference(world_size: int, period: int) -> None:
-    ranks = Ranks(PassiveGossip(period), world_size, lambda p: torch.optim.SGD(p, LR), alike=False)
+    algorithm = PassiveGossip(period, limit_s=math.inf)
+    ranks = Ranks(algorithm, world_size, lambda p: torch.optim.SGD(p, LR), alike=False)
     reference = ReferenceGossip([ranks.weights(rank) for rank in range(world_size)], period)
-    for number, (rank, partner) in enumerate(script(world_size, seed=10 + world_size, length=400)):
+    events = list(script(world_size, seed=10 + world_size, length=200 * world_size))
+    for number, (rank, partner) in enumerate(events):
         if partner is None:
             gradient = gradient_of(ranks.weights(rank), number, rank)
             ranks.step(rank, gradient)
-            asked = [pair[1] for pair, questions in ranks.network.under_way.items() if pair[0] == rank and questions]
-            reference.step(rank, gradient, asked[0] if asked else None)
+            reference.step(rank, gradient)
         else:
             ranks.network.deliver(rank, partner)
             reference.deliver(rank, partner)
         for each in range(world_size):
-            np.testing.assert_allclose(ranks.weights(each), reference.weights[each], rtol=1e-5, atol=1e-5)
-    assert world_size == 1 or reference.num_taken > 10
+            expected = reference.ranks[each].weights
+            np.testing.assert_allclose(ranks.weights(each), expected, rtol=1e-5, atol=1e-5)
+    assert world_size == 1 or reference.takes.total() > 10
+    assert world_size == 1 or reference.takes["ahead"] > 0
+
+
+@pytest.mark.parametrize(("behind", "delay"), [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1), (7, 1), (7, 0), (1, 5), (3, 5)])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: int) -> None:
+    """Ranks that go the same way come as far as alone, however many steps one of them is behind."""
+    period, num_steps = 4, 60
+    ranks = Ranks(PassiveGossip(period, limit_s=math.inf), world_size, lambda p: torch.optim.SGD(p, LR), alike=True)
+    start = ranks.weights(0)
+    gradient = np.random.default_rng(0).standard_normal(NUMEL).astype(np.float32)
+    for now in range(num_steps + behind):
+        for rank in range(world_size):
+            if (behind if rank == 0 else 0) <= now < num_steps + (behind if rank == 0 else 0):
+                ranks.step(rank, gradient)
+        if now % (delay + 1) == 0:
+            for pair in list(ranks.network.under_way):
+                ranks.network.deliver(*pair)
+    for rank in range(world_size):
+        np.testing.assert_allclose(ranks.weights(rank), start - LR * num_steps * gradient, rtol=1e-4, atol=1e-4)
+        assert ranks.runners[rank].num_rounds >= 3, "of an odd number of ranks one rests"
+
+
+def test_passive_gossip_leaves_a_partner_that_stands_still_behind() -> None:
+    period, num_steps, stops_at = 4, 400, 40
+    ranks = Ranks(PassiveGossip(period, limit_s=math.inf), 2, lambda p: torch.optim.SGD(p, LR), alike=True)
+    start, gradient = ranks.weights(0), np.ones(NUMEL, np.float32)
+    for now in range(num_steps):
+        for rank in range(2 if now < stops_at else 1):
+            ranks.step(rank, gradient)
+        for pair in list(ranks.network.under_way):
+            ranks.network.deliver(*pair)
+    distance = (start - ranks.weights(0)) / LR
+    assert (distance > 0.8 * num_steps).all(), f"{distance.min():.0f} steps of {num_steps} are left"
 
 
 def test_passive_gossip_asks_another_partner_when_one_is_late() -> None:
@@ -654,20 +761,23 @@ def test_passive_gossip_asks_another_partner_when_one_is_late() -> None:
     assert len(asked) == 2, "at most two are asked at once"
 
 
-def test_a_published_copy_stays_whole_while_it_is_read() -> None:
-    from commlib.algorithms._published import Published
-
+def test_a_published_copy_stays_whole_while_it_is_held() -> None:
     tensors = [torch.zeros(5), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)]
-    published = Published(tensors)
-    held = published.take()
+    published = _published.Published(tensors, depth=2)
+    held = published.take(lambda copies: copies[-1])
     for number in range(1, 5):
         for tensor in tensors:
             tensor.fill_(number)
         published.publish(tensors, number)
         assert all(float(each.abs().max()) == 0 for each in held.tensors)
-    with published.latest() as latest:
+    with published.holding(lambda copies: copies[-1]) as latest:
         assert latest.number == 4
         assert all(torch.equal(each, tensor) for each, tensor in zip(latest.tensors, tensors, strict=True))
+    with published.holding(lambda copies: copies[0]) as oldest:
+        assert oldest is held, "what is held can be had by others too"
     published.give_back(held)
     published.publish(tensors, 5)
     assert len(published._copies) == 3, "buffers are used again"
+    assert [copy.number for copy in published._kept] == [4, 5]
+    published.forget()
+    assert published.take(lambda copies: copies[-1] if copies else None) is None

@@ -217,7 +217,7 @@ def test_statistics_print() -> None:
     model = commlib.wrap(net())
     step(model)
     stats = commlib.stats(model)
-    assert (stats.algorithm, stats.world_size, stats.steps) == ("allreduce", 1, 0)
+    assert (stats.algorithm, stats.world_size, stats.rounds) == ("allreduce", 1, 0)
     assert stats.wire_bytes == 0, "there is nobody to communicate with"
     assert "allreduce" in str(stats)
 

@@ -1,0 +1,183 @@
+"""The columns "extra memory" of docs/algorithms.md: what every algorithm really keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commlib
+from commlib import algorithms
+from commlib.codecs.base import BlockCodec
+from commlib.replica import replica_of
+from tests.multi.common import seeded
+from tests.multi.pool import run_ranks
+from tests.multi.test_relaxations import two_nodes
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+COLUMN = "extra memory"
+#: The algorithms whose first rounds are late: steps until they hold all that they will.
+STEPS = {"passive_gossip": 33, "streaming_diloco": 12}
+#: Bytes an element: biases, flags, padding, and the chunk that is smaller than others.
+TOLERANCE = 0.02
+WIDTH = 700
+
+
+class Model(nn.Module):
+    """Two matrices that do not divide into equal parts, and little else: about 4 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH + 3, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs))
+
+
+def rows() -> list[tuple[str, str]]:
+    """Return each algorithm of the page's tables, as it is written there, with the formula of its memory."""
+    found, columns = [], []
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            columns = []
+        elif not columns:
+            columns = cells
+        elif COLUMN in columns and not line.startswith("|---"):
+            found.append((re.fullmatch(r"`(.*)`", cells[0])[1], cells[columns.index(COLUMN)]))  # type: ignore[index]
+    return found
+
+
+def has_nodes(row: tuple[str, str]) -> bool:
+    return "hierarchical=True" in row[0]
+
+
+def value(formula: str, **names: float) -> float:
+    """Return the bytes that a formula of the page stands for: factors side by side, as 2bn or 8(N - 1) · ratio · n."""
+    text = "0" if formula == "none" else formula.replace("Σ(rows + columns)", "s").replace("·", " ")
+    factors = re.findall(r"ratio|[a-zA-Z]|[\d.]+|[()+/-]", text)
+    assert "".join(factors) == text.replace(" ", ""), f"{formula!r} is not a formula"
+    joined = ""
+    for before, factor in zip(["+", *factors], factors, strict=False):
+        joined += ("" if before in "(+-/" or factor in ")+-/" else "*") + factor
+    return float(eval(joined, {}, names))  # the page is ours
+
+
+def make(call: str) -> Any:
+    name, _, options = call.partition("(")
+    return algorithms.get(name)(**eval(f"dict({options or ')'}"))
+
+
+def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
+    """Return what the letters of the page stand for here."""
+    parameters = list(Model().parameters())
+    numel = sum(p.numel() for p in parameters)
+    names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
+    names |= {"r": getattr(algorithm, "rank", 0), "ratio": getattr(algorithm, "ratio", 0)}
+    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec):
+        names["b"] = codec.payload_bytes(numel) / numel
+    if (topology := getattr(algorithm, "topology", None)) is not None:
+        names["d"] = len(topology.neighbours(0, size, 0).sources)
+    return names
+
+
+def storages() -> dict[int, int]:
+    """Return the bytes of all memory that new tensors refer to, by address."""
+    gc.collect()
+    found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
+
+
+def kept_by(algorithm: Any) -> int:
+    """Return the bytes that an algorithm keeps beyond the model, the optimizer's state and one flat buffer."""
+    before = storages()
+    model = seeded(Model)
+    optimizer_type = algorithm.optimizer_type or torch.optim.SGD
+    optimizer = optimizer_type(model.parameters(), lr=1e-4)
+    commlib.wrap(model, algorithm, optimizer=optimizer, bucket_cap_mb=100)
+    for _ in range(STEPS.get(replica_of(model).engine.algorithm.name, 3)):
+        model(torch.ones(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()  # in step: a gossiping rank holds one more copy for a partner that is behind
+    engine = replica_of(model).engine
+    own = [bucket.flat for bucket in (engine.weights.buckets if engine.weights else engine.dense)]
+    own += [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
+    own += list(model.parameters())
+    known = {*before, *(each.untyped_storage().data_ptr() for each in own)}
+    kept = sum(nbytes for address, nbytes in storages().items() if address not in known)
+    dist.barrier()
+    commlib.unwrap(model)
+    return kept
+
+
+def wrong_rows(own: list[tuple[str, str]]) -> list[str]:
+    """Return the rows of the page that are not what this rank measures."""
+    found = []
+    gc.collect()
+    gc.freeze()  # what was there before: `storages` sees the rest only, which takes a hundredth of the time
+    for call, formula in own:
+        algorithm = make(call)
+        with two_nodes() if has_nodes((call, formula)) else contextlib.nullcontext():
+            kept = kept_by(algorithm)
+        per_node = dist.get_world_size() // 2 if has_nodes((call, formula)) else 1
+        names = names_of(algorithm, dist.get_world_size() // per_node, per_node)
+        expected = value(formula, **names)
+        if abs(kept - expected) > TOLERANCE * names["n"]:
+            n = names["n"]
+            found.append(f"{call}: {kept / n:.3f} n are kept, the page says {formula}, which is {expected / n:.3f} n")
+    gc.unfreeze()
+    return found
+
+
+def check_rows(own: list[tuple[str, str]]) -> None:
+    found = wrong_rows(own)
+    assert not found, "\n".join(found)
+
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("row", [row for row in ROWS if not has_nodes(row)], ids=lambda row: row[0])
+def test_algorithms_keep_what_the_page_says(row: tuple[str, str], world_size: int) -> None:
+    run_ranks(check_rows, world_size, [row])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if has_nodes(row)], ids=lambda row: row[0])
+def test_hierarchical_algorithms_keep_what_the_page_says(row: tuple[str, str]) -> None:
+    run_ranks(check_rows, 4, [row])
+
+
+def test_every_algorithm_has_a_row() -> None:
+    named = {call.partition("(")[0] for call, _ in ROWS}
+    assert named == {*algorithms.list()} - {"auto"}, "auto is one of the others"
+
+
+def test_a_wrong_figure_is_found() -> None:
+    run_ranks(check_finds_wrong_rows, 2, timeout=60)
+
+
+def check_finds_wrong_rows() -> None:
+    assert len(wrong_rows([("bytegrad", "0.5n"), ("bytegrad", "2bn"), ("topk", "4n"), ("local_sgd", "4n")])) == 3
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [("none", 0), ("2bn", 40), ("4n + 4n/N", 50), ("8(N + 1) · ratio · n", 150), ("8n + (4n + 2bn)/L", 120)],
+)
+def test_formulas(formula: str, expected: float) -> None:
+    assert value(formula, n=10, N=4, b=2, L=2, ratio=3 / 8) == expected
+
+
+def test_what_is_no_formula_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="is not a formula"):
+        value("4n & more", n=1)
