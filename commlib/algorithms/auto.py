@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
@@ -26,6 +27,8 @@ class Auto(AllReduce):
 
     Paper: none; Gan et al., "BAGUA" (VLDB 2021), name an automatic choice as what they lack.
     """
+
+    limits = MappingProxyType({"two_runs_are_alike": "what is chosen depends on what was measured"})
 
     def __init__(self, allow: str = "8bit", candidates: Sequence[str | Algorithm] | None = None) -> None:
         super().__init__()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -259,6 +260,10 @@ class Algorithm:
 
     #: The optimizer that it is one half of and must be given; None where any will do.
     optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
+
+    #: What it cannot do of what every algorithm is held to, and why: the name of a contract (`tests/contract`) and a
+    #: reason. What the traits tell is not said again; the use itself is refused with a `ConfigError` on all ranks.
+    limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Return the group of a parameter; a bucket holds parameters of one group. The same on all ranks."""

@@ -69,7 +69,7 @@ class MxFp4(BlockCodec):
 class BF16(BlockCodec):
     """A cast to bfloat16.
 
-    Error of an element: at most 2^-9 |x| for normal results.
+    Error of an element: at most 2^-8 |x| for normal results.
     Compression: 2 of fp32.
     """
 

@@ -179,6 +179,9 @@ def serve(fd: int) -> None:
     stack_file: io.TextIOBase = open(stack_path, "w")  # noqa: SIM115 (open for the life of the process)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     import_torch()
+    for name in ("torch._dynamo", "commlib"):
+        importlib.import_module(name)
+    gc.freeze()  # after each job what it left is collected: without a look at all of torch's objects
     background = BackgroundFailures()
     connection.send_bytes(b"ready")
     while True:

@@ -1,0 +1,184 @@
+"""Contracts about uneven inputs, backwards that fail, and faults on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import commlib
+from commlib.engine import plan as plans
+from commlib.errors import ConfigError
+from commlib.transport.base import Communication
+from tests.contract.contracts_state import saved_of
+from tests.contract.probes import (
+    counted,
+    failing_allocation,
+    failing_collective,
+    is_victim,
+    words_of,
+)
+from tests.contract.subjects import ConvNet, Frozen, Subject, Training, build, gathered, loss_of, spread
+
+#: How long a rank may wait for one that fails.
+_TIMEOUT_S = 4.0
+
+
+def contract_join(subject: Subject) -> None:
+    """With uneven inputs in `model.join()` the training ends, with the same weights on all ranks; or it is refused."""
+    training = subject.start()
+    rank = torch.distributed.get_rank()
+    refused: ConfigError | None = None
+    try:
+        with training.model.join():
+            training.steps(4 + 2 * rank)
+            before = [None if p.grad is None else p.grad.clone() for p in training.model.parameters()]
+    except ConfigError as error:
+        refused = error
+    if refused is not None:
+        assert not subject.on_gradients, f"join was refused: {refused}"
+        return
+    after = [p.grad for p in training.model.parameters()]
+    same = [a is b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert all(same), "gradients changed while the rank had no data"
+    assert spread(training.model) == 0, "replicas differ after join"
+    training.num_steps = 20
+    training.steps(3)
+    assert torch.isfinite(training.flat()).all()
+
+
+def _break(_: torch.Tensor) -> None:
+    raise ArithmeticError("an error in the user's backward, says the test")
+
+
+def _failed_backward(training: Training) -> None:
+    training.optimizer.zero_grad()
+    output = training.model(*training.model.inputs(training.num_steps, 0))
+    output.register_hook(_break)  # called before any gradient of a parameter is there
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+
+
+def contract_failed_backward_in_no_sync(subject: Subject) -> None:
+    """A backward that fails on one rank inside `no_sync()` costs nothing but its gradients."""
+    training = subject.start().steps(4)
+    with counted(training) as sent, training.model.no_sync():
+        training.optimizer.zero_grad()
+        if is_victim():
+            _failed_backward(training)
+        else:
+            loss_of(training.model, 4).backward()
+    assert not subject.on_gradients or sent() == 0
+    training.assert_trains_on()
+
+
+def contract_failed_backward_before_any_communication(subject: Subject) -> None:
+    """A backward that fails before anything was sent is forgotten."""
+    training = subject.start().steps(4)
+    _failed_backward(training)
+    training.assert_trains_on()
+
+
+def contract_leaving_after_the_last_step(subject: Subject) -> None:
+    """A rank whose script is over does not break what its peers still have to do of the last step."""
+    training, rank = subject.start(build(ConvNet)).steps(2), torch.distributed.get_rank()
+    if rank == 1 and not is_victim():  # the last one has received rank 0's buffers before this one asks for them
+        training.engine._copy_buffers = functools.partial(_after_a_while, training.engine._copy_buffers)
+    training.step()
+    if is_victim():
+        commlib.unwrap(training.model)
+    else:
+        assert torch.isfinite(training.flat()).all()
+
+
+def _after_a_while(communicate: Callable[[], Communication]) -> Communication:
+    time.sleep(0.3)
+    yield from communicate()
+
+
+def _all_or_none(training: Training, act: Callable[[], Any]) -> None:
+    """Check that after something went wrong on one rank all ranks raise, or all go on alike."""
+    error: BaseException | None = None
+    try:
+        act()
+        training.steps(3)
+        commlib.synchronize(training.model)
+    except BaseException as raised:
+        error = raised
+    everyone = gathered(words_of(error))
+    assert all(everyone) or not any(everyone), f"some ranks raised and others went on: {everyone}"
+    if error is None:
+        assert torch.isfinite(training.flat()).all()
+        assert spread(training.model) == 0, "all went on, and replicas differ"
+
+
+def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
+    training = subject.start(timeout=_TIMEOUT_S).steps(4)
+    engine = training.engine
+
+    def act() -> None:
+        if engine.weights is not None:
+            with engine.wholly():
+                engine.weights.adopt(engine.parameters)
+        if not engine.is_idle:
+            engine.restore(plans.by_sizes(engine.parameters, 1 << 30), engine.hook_counts())
+
+    return training, act
+
+
+def _adoption(subject: Subject) -> tuple[Training, Callable[[], Any]]:
+    training = subject.start(build(Frozen), timeout=_TIMEOUT_S).steps(4)
+
+    def act() -> None:
+        training.model.second.requires_grad_(True)
+        training.model(*training.model.inputs(0, 0))
+
+    return training, act
+
+
+def _resumption(subject: Subject) -> tuple[Training, Callable[[], Any]]:
+    training = subject.start(timeout=_TIMEOUT_S).steps(4)
+    commlib.synchronize(training.model)
+    state, weights, of_optimizer = saved_of(training)
+
+    def act() -> None:
+        commlib.load_state_dict(training.model, state)
+        training.model.load_state_dict(weights)
+        training.optimizer.load_state_dict(of_optimizer)
+
+    return training, act
+
+
+_PLACES = (_plan_change, _adoption, _resumption)
+
+
+def contract_a_failed_allocation(subject: Subject) -> None:
+    """Where memory ends on one rank in a change of buckets or a resume, all ranks raise, or all go on alike."""
+    for place in _PLACES:
+        _check_place(subject, place, lambda _: failing_allocation())
+
+
+def contract_a_failed_collective(subject: Subject) -> None:
+    """Where a collective fails on one rank in a change of buckets or a resume, all ranks raise, or all go on alike."""
+    for place in _PLACES:
+        _check_place(subject, place, failing_collective)
+
+
+def _check_place(subject: Subject, place: Any, fault: Callable[[Training], contextlib.AbstractContextManager]) -> None:
+    training, act = place(subject)
+    gathered(None)  # the end of one rank may break what its peers do: not of the steps before
+
+    def act_with_fault() -> None:
+        with fault(training):
+            act()
+            training.step()  # where the change itself sends nothing
+
+    try:
+        _all_or_none(training, act_with_fault)
+    except AssertionError as error:
+        raise AssertionError(f"in {place.__name__.strip('_')}: {error}") from error

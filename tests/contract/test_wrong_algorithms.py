@@ -1,0 +1,47 @@
+"""The contracts catch what they are for: algorithms that are wrong in one thing break the one that names it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.contracts import CONTRACTS, hold
+from tests.multi.pool import RankError, RankHang, run_ranks
+
+#: By class in `wrong.py`, the contract that must catch it; on two ranks if no other number is given.
+CAUGHT_BY = {
+    "ForgetsItsResidual": "resume_at_any_step",
+    "KeepsWhatIsNotFinite": "nonfinite_step_without_a_scaler",
+    "DrawsFromTheGlobalGenerator": "random_state",
+    "AsksOnOneRankOnly": "replicas_alike",
+    "KeepsStateByBucket": "change_of_plan",
+    "LivesInItsState": "state_dict_is_plain",
+    "SavesAnObject": "state_dict_is_plain",
+    "TrustsTheDefaultDtype": "default_dtype",
+    "IgnoresTheScaler": "amp",
+    "LooksAtTheClock": "two_runs_are_alike",
+    "SharesNothing": "replicas_alike",
+    "CountsTwoRanks": "accumulation_in_no_sync",
+    "FillsGradients": "unused_parameters",
+    "LeavesAHook": "unwrap_restores",
+    "WaitsForData": "join",
+    "MovesWhatIsFrozen": "frozen_layer_stays",
+    "ComesBackToItsAnchor": "loaded_weights_stay",
+}
+NUM_RANKS = {"CountsTwoRanks": 3}
+
+
+def name_of(cls: str) -> str:
+    return f"tests.contract.wrong:{cls}"
+
+
+@pytest.mark.parametrize("cls", CAUGHT_BY)
+def test_a_wrong_algorithm_breaks_the_contract(cls: str) -> None:
+    contract = CAUGHT_BY[cls]
+    with pytest.raises((RankError, RankHang), match=f"breaks the contract '{contract}'"):
+        run_ranks(hold, NUM_RANKS.get(cls, 2), name_of(cls), contract)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("cls", ["Careful", "CarefulWeights"])
+def test_a_right_algorithm_keeps_every_contract(cls: str, contract: str) -> None:
+    run_ranks(hold, 2, name_of(cls), contract)

@@ -1,0 +1,252 @@
+"""Algorithms that are wrong on purpose, each in one thing, beside the two right ones that they derive from."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlib.algorithms import Algorithm, BucketView, Context, Traits
+from commlib.algorithms._policy import Units
+from commlib.primitives.parts import cut, paste
+from commlib.transport.base import Communication, Communicator
+
+
+class Careful(Algorithm):
+    """Averages what is left of gradients when they are rounded coarsely, and remembers the rest. Nothing is wrong."""
+
+    exactness = "compensated"
+
+    def __init__(self) -> None:
+        self._units = Units()
+        self._parts: dict[int, Any] = {}
+        self._residuals: dict[int, Tensor] = {}
+
+    def setup(self, context: Context) -> None:
+        saved = self.state_dict()
+        self._units.follow(None, context.scaler)
+        self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
+        self._residuals = {bucket.index: self._make(bucket) for bucket in context.buckets}
+        self.load_state_dict(saved)
+
+    def _make(self, bucket: BucketView) -> Tensor:
+        return torch.zeros_like(bucket.flat)
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        residual, scale = self._residuals[bucket.index], self._scale()
+        value = bucket.flat + residual * scale
+        sent = self._rounded(value)
+        self._keep(residual, (value - sent) / scale)
+        yield comm.all_reduce(sent)
+        bucket.flat.copy_(sent / self._divisor(comm))
+
+    def _scale(self) -> float:
+        return self._units.scale
+
+    def _divisor(self, comm: Communicator) -> int:
+        return comm.num_active
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        step = (value.abs().amax() / 4).clamp_min(torch.finfo(value.dtype).tiny)
+        return (value / step).round() * step
+
+    def _keep(self, residual: Tensor, lost: Tensor) -> None:
+        if lost.isfinite().all():
+            residual.copy_(lost)
+
+    def state_dict(self) -> dict[str, Any]:
+        pieces: dict[str, Any] = {}
+        for index, residual in self._residuals.items():
+            pieces |= cut(residual, 0, self._parts[index])
+        return {"worker": pieces}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, residual in self._residuals.items():
+            residual.zero_()
+            paste(state["worker"], residual, self._parts[index])
+
+
+class CarefulWeights(Algorithm):
+    """Averages weights in every second step. Nothing is wrong."""
+
+    traits = Traits(tensors="weights", period=2)
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield comm.all_reduce(bucket.flat)
+        bucket.flat.div_(comm.world_size)
+
+
+class ForgetsItsResidual(Careful):
+    """Does not save what it remembers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {}}
+
+    def setup(self, context: Context) -> None:
+        residuals = self._residuals
+        super().setup(context)
+        if [r.shape for r in residuals.values()] == [r.shape for r in self._residuals.values()]:
+            self._residuals = residuals
+
+
+class KeepsWhatIsNotFinite(Careful):
+    """Remembers NaN for ever."""
+
+    def _keep(self, residual: Tensor, lost: Tensor) -> None:
+        residual.copy_(lost)
+
+
+class DrawsFromTheGlobalGenerator(Careful):
+    """Takes the user's random numbers."""
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        torch.rand(1)
+        return super()._rounded(value)
+
+
+class AsksOnOneRankOnly(Careful):
+    """Makes one more collective on rank 0."""
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield from super().communicate(bucket, comm)
+        if comm.rank == 0 and comm.step == 2 and bucket.index == 0:
+            yield comm.all_reduce(torch.zeros(7, device=bucket.flat.device))
+
+
+class KeepsStateByBucket(Careful):
+    """Saves residuals by the bucket's place, which another plan gives to other parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {str(index): (0, residual.clone()) for index, residual in self._residuals.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, residual in self._residuals.items():
+            _, saved = state["worker"].get(str(index), (0, residual))
+            if saved.shape == residual.shape:
+                residual.copy_(saved)
+
+
+class LivesInItsState(Careful):
+    """Gives its live tensors out as saved ones."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worker": {}, "live": dict(self._residuals)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, residual in self._residuals.items():
+            saved = state.get("live", {}).get(index, residual)
+            if saved.shape == residual.shape:
+                residual.copy_(saved)
+
+
+class _Memo:
+    """Something that only Python can read."""
+
+    note = "mine"
+
+
+class SavesAnObject(Careful):
+    """Saves what only pickle can load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "memo": _Memo()}
+
+
+class TrustsTheDefaultDtype(Careful):
+    """Makes its residuals in whatever dtype the user likes best."""
+
+    def _make(self, bucket: BucketView) -> Tensor:
+        return torch.zeros(bucket.flat.numel(), device=bucket.flat.device)
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        assert self._residuals[bucket.index].dtype == torch.float32
+        yield from super().communicate(bucket, comm)
+
+
+class IgnoresTheScaler(Careful):
+    """Remembers what was lost in the units of a loss scale that changes."""
+
+    def _scale(self) -> float:
+        return 1.0
+
+
+class LooksAtTheClock(Careful):
+    """Rounds differently from moment to moment."""
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        return super()._rounded(value) * (1 + time.perf_counter_ns() % 997 / 1e5)
+
+
+class SharesNothing(Careful):
+    """Leaves each rank its own gradient."""
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield comm.all_reduce(bucket.flat.clone())
+
+
+class CountsTwoRanks(Algorithm):
+    """Says that it is exact, and divides by two however many ranks there are."""
+
+    exactness = "exact"
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield comm.all_reduce(bucket.flat)
+        bucket.flat.div_(2)
+
+
+class FillsGradients(Careful):
+    """Gives every parameter a gradient, also those that nobody used."""
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield from super().communicate(bucket, comm)
+        for parameter in bucket.parameters:
+            parameter.requires_grad_(False)
+            parameter.add_(0.01)
+            parameter.requires_grad_(True)
+
+
+class LeavesAHook(Careful):
+    """Hangs something at the user's optimizer and forgets it there."""
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        if context.optimizer is not None:
+            context.optimizer.register_step_post_hook(lambda *_: None)
+
+
+class WaitsForData(Careful):
+    """Makes no collective on a rank that has joined early."""
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        if comm.contributes:
+            yield from super().communicate(bucket, comm)
+
+
+class MovesWhatIsFrozen(CarefulWeights):
+    """Pulls the parameters that it was shown first towards zero, frozen or not."""
+
+    def __init__(self) -> None:
+        self._first: list[torch.nn.Parameter] = []
+
+    def setup(self, context: Context) -> None:
+        self._first = self._first or [p for bucket in context.buckets for p in bucket.parameters]
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield from super().communicate(bucket, comm)
+        for parameter in self._first:
+            parameter.data.mul_(0.99)
+
+
+class ComesBackToItsAnchor(CarefulWeights):
+    """Keeps earlier weights, and does not let go of them when others are loaded."""
+
+    def __init__(self) -> None:
+        self._anchors: dict[int, Tensor] = {}
+
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        yield from super().communicate(bucket, comm)
+        anchor = self._anchors.setdefault(bucket.index, bucket.flat.clone())
+        bucket.flat.lerp_(anchor, 0.5)
+        anchor.copy_(bucket.flat)
