@@ -90,8 +90,7 @@ def wrap(
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
-        traits = own.traits
-        if setup.optimizer is not None and not (traits.on_gradients or traits.runs_itself):
+        if engine.acts_after_steps:
             engine.follow_optimizer(connect())
         again = {
             "algorithm": setup.algorithm,
@@ -109,7 +108,7 @@ def wrap(
         undo.callback(restore_class, model)
         if init_sync:
             replica.broadcast_model()
-        if setup.optimizer is not None and traits.runs_itself:
+        if setup.optimizer is not None and own.traits.runs_itself:
             engine.attached = Attached(engine, setup.optimizer)
         undo.pop_all()
     return model

@@ -166,7 +166,7 @@ class Engine:
         with self.wholly():
             self._stop_following()
             self.use(algorithm, self.parameters)
-            if self.optimizer is not None and not algorithm.traits.on_gradients:
+            if self.acts_after_steps:
                 self.follow_optimizer(connect())
 
     def _stop_following(self) -> None:
@@ -554,6 +554,13 @@ class Engine:
 
     # --- weights and optimizer state --------------------------------------------------------------------------------
 
+    @property
+    def acts_after_steps(self) -> bool:
+        """Whether there are rounds over weights or optimizer state."""
+        traits = self.algorithm.traits
+        is_alone = self.comm.world_size == 1 and traits.idle_alone
+        return self.optimizer is not None and not (traits.on_gradients or traits.runs_itself or is_alone)
+
     def follow_optimizer(self, transport: Transport) -> None:
         """Run the algorithm's rounds over weights or state at the end of the optimizer's steps, on `transport`."""
         cap_bytes = self.cap_bytes or INITIAL_CAP_BYTES
@@ -572,7 +579,7 @@ class Engine:
             self.weights.end_step()
         elif self.attached is not None:
             self.attached.end_step()
-        elif self.algorithm.traits.on_gradients:
+        else:
             self.schedule.end_step()
 
     def weights_were_loaded(self) -> None:
