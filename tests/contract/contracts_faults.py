@@ -122,9 +122,7 @@ def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
     engine = training.engine
 
     def act() -> None:
-        if engine.weights is not None:
-            with engine.wholly():
-                engine.weights.adopt(engine.parameters)
+        training.rebuild_weights()
         if not engine.is_idle:
             engine.restore(plans.by_sizes(engine.parameters, 1 << 30), engine.hook_counts())
 

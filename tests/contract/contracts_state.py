@@ -166,8 +166,7 @@ def contract_change_of_plan(subject: Subject) -> None:
 
 def _change_plan(training: Training, finer: bool) -> None:
     engine = training.engine
-    if engine.weights is not None:
-        engine.weights.adopt(engine.parameters)
+    training.rebuild_weights()
     if not engine.is_idle:
         single = plans.Plan(tuple((idx,) for idx in reversed(range(len(engine.parameters)))), "settled")
         engine.restore(single if finer else plans.by_sizes(engine.parameters, 1 << 30), engine.hook_counts())

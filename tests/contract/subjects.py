@@ -232,6 +232,14 @@ class Training:
         """The engine of the wrapped model."""
         return replica_of(self.model).engine
 
+    def rebuild_weights(self) -> None:
+        """Make the buckets of rounds over weights anew, as the engine does where parameters change. Collective."""
+        engine = self.engine
+        if engine.weights is not None:
+            with engine.wholly():
+                engine.weights.settle(max(engine.transport.gather_objects(engine.weights.num_started)))
+                engine.weights.adopt(engine.parameters)
+
     def backward(self) -> None:
         """Make one forward and backward from gradients of None."""
         self.optimizer.zero_grad()
