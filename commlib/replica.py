@@ -35,6 +35,9 @@ from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
 from commlib.tuner import Tuner
 
+#: Wraps a copy of a wrapped model as that was; pickled with the copy.
+Again = Callable[[nn.Module], Any]
+
 
 class Replica:
     """What belongs to one wrapped model: its engine, its buffers, and what its forward does beside the user's.
@@ -45,7 +48,7 @@ class Replica:
         ignored: Names of parameters and buffers that are left alone.
         broadcast_buffers: Whether rank 0's buffers are everyone's after each synchronised backward.
         group: The user's process group.
-        options: What `wrap` was given, for copies.
+        again: Wraps a copy as this model was.
     """
 
     def __init__(
@@ -55,13 +58,13 @@ class Replica:
         ignored: set[str],
         broadcast_buffers: bool,
         group: Any,
-        options: Mapping[str, Any],
+        again: Again,
     ) -> None:
         self.engine = engine
         self.group: Callable[[], Any] = weakref.ref(group)  # does not keep a destroyed group's threads
         self.original_class = model.__class__
         self.ignored = ignored
-        self.options = options
+        self.again = again
         self.bare = bare_of(model, model.__class__)
         self.structure = self._observed()
         self.join = JoinState(engine.comm)
@@ -187,18 +190,15 @@ class Copy:
 
     Attributes:
         bare: The copy as an object of the user's class.
-        options: What `wrap` is to be given.
+        again: Wraps it.
         require_sync: Whether the first backwards are synchronised.
     """
 
-    #: Set by `commlib.wrap`'s module: wraps a copy, or raises.
-    wrap_copy: Callable[[nn.Module, Mapping[str, Any]], None]
-
-    def __init__(self, model: nn.Module, original_class: type, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, again: Again) -> None:
         self.model: Callable[[], Any] = weakref.ref(model)
-        self.original_class = original_class
-        self.bare = bare_of(model, original_class)
-        self.options = options
+        self.original_class = model.__class__
+        self.bare = bare_of(model, model.__class__)
+        self.again = again
         self.require_sync = True
         self.is_running = False
 
@@ -220,7 +220,7 @@ class Copy:
             ConfigError: It cannot be: it needs an optimizer, or there is no process group.
         """
         model = self.model()
-        Copy.wrap_copy(model, self.options)
+        self.again(model)
         replica = _registry.get(model)
         assert isinstance(replica, Replica)
         replica.engine.require_sync = self.require_sync
@@ -390,21 +390,21 @@ class Parallel:
         wrapped = _registry.get(self)
         original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
         copied = copy.copy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare)
-        return copied if wrapped is None else copy_of(copied, dict(wrapped.options))
+        return copied if wrapped is None else copy_of(copied, wrapped.again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         wrapped = _registry.get(self)
         original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
         copied = copy.deepcopy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare, memo)
         memo[id(self)] = copied
-        return copied if wrapped is None else copy_of(copied, dict(wrapped.options))
+        return copied if wrapped is None else copy_of(copied, wrapped.again)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrapped = _registry.get(self)
         if wrapped is None:  # an ordinary object, of a class that cannot be named
             original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
             return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
-        return copy_of, (wrapped.bare, dict(wrapped.options))
+        return copy_of, (wrapped.bare, wrapped.again)
 
 
 def bare_of(model: nn.Module, cls: type) -> nn.Module:
@@ -463,10 +463,10 @@ def restore_class(model: nn.Module) -> None:
         model.__class__ = wrapped.original_class
 
 
-def copy_of(bare: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+def copy_of(bare: nn.Module, again: Again) -> nn.Module:
     """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
     if _registry.get(bare) is None:
-        extend(bare, Copy(bare, bare.__class__, options))
+        extend(bare, Copy(bare, again))
     return bare
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -92,15 +93,18 @@ def wrap(
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
         if engine.acts_after_steps:
             engine.follow_optimizer(connect())
-        again = {
-            "algorithm": setup.algorithm,
-            "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
-            "ignored_parameters": tuple(sorted(setup.ignored)),
-            "timeout": timeout,
-        }
+        again = functools.partial(
+            wrap_copy,
+            algorithm=setup.algorithm,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+            ignored_parameters=tuple(sorted(setup.ignored)),
+            timeout=timeout,
+        )
         for module in model.modules():
-            restore_class(module)  # copies that have not joined, of which this model takes care now
+            if isinstance(waiting := find(module), Copy):  # for its first training: this model takes care of it now
+                restore_class(module)
+                undo.callback(extend, module, waiting)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
         if isinstance(own, Auto) and (transport.world_size > 1 or len(candidates_of(own, setup.optimizer)) == 1):
             replica.tuner = Tuner(engine, own, connect, replica.synchronize)
@@ -143,7 +147,8 @@ def stats(model: nn.Module) -> Stats:
     wrapped = find(model)
     if isinstance(wrapped, Copy):
         group = torch.distributed.group.WORLD
-        return statistics.of_copy(wrapped.options["algorithm"].name, 1 if group is None else group.size())
+        algorithm = cast("functools.partial[Any]", wrapped.again).keywords["algorithm"]
+        return statistics.of_copy(algorithm.name, 1 if group is None else group.size())
     return statistics.collect(replica_of(model).engine)
 
 
@@ -301,20 +306,17 @@ def _check_repeatable(algorithm: Algorithm) -> None:
     _log.warning("%s, though torch.use_deterministic_algorithms is on", message)
 
 
-def wrap_copy(model: nn.Module, options: Mapping[str, Any]) -> None:
-    """Wrap a copy of a wrapped model. Collective.
+def wrap_copy(model: nn.Module, algorithm: Algorithm, **options: Any) -> None:
+    """Wrap a copy of a wrapped model, with the options of that one. Collective.
 
     Raises:
         ConfigError: Its algorithm needs an optimizer, which no copy has.
     """
-    traits = options["algorithm"].traits
+    traits = algorithm.traits
     if traits.needs_optimizer or not traits.on_gradients:
         raise ConfigError(
-            f"this {type(model).__name__} is a copy of a model wrapped with {options['algorithm'].name!r}, which needs "
+            f"this {type(model).__name__} is a copy of a model wrapped with {algorithm.name!r}, which needs "
             "the optimizer of the copy. Call commlib.wrap(copy, ..., optimizer=...) to train it on all ranks, or "
             "commlib.unwrap(copy) to train it on this rank alone"
         )
-    wrap(model, init_sync=False, **options)
-
-
-Copy.wrap_copy = staticmethod(wrap_copy)
+    wrap(model, algorithm, init_sync=False, **options)

@@ -10,13 +10,14 @@ import pickle
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.errors import ConfigError
+from commlib.errors import ConfigError, TransportError
 from tests.multi.common import (
     Mlp,
     assert_replicas_identical,
@@ -135,6 +136,20 @@ def test_a_copy_is_made_by_the_users_own_methods_and_joins() -> None:
     for each in (copied, pickle.loads(pickle.dumps(model))):
         assert_same_tensors(tensors(each), tensors(model), "value", exact=True)
         assert_trains_alike(each)
+    assert_trains_alike(model)
+
+
+@on_ranks(2)
+def test_a_copy_that_cannot_join_stays_one() -> None:
+    """It raises again, rather than to train on its rank alone."""
+    model = wrap(seeded(Mlp), timeout=1)
+    train(model, mlp_loss, 2)
+    if dist.get_rank() == 0:
+        copied = copy.deepcopy(model)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="rank 1"):
+                mlp_loss(copied, 0)
+    dist.barrier()
     assert_trains_alike(model)
 
 
