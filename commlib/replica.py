@@ -1,8 +1,4 @@
-"""What a wrapped model is: the methods that its class gains, and what its forward does beside the user's.
-
-[Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
-only adds methods. What belongs to the wrapping is kept for the object, in `_registry`: another object of that class,
-which a method of the model made by `type(self)(...)`, is an ordinary model.
+"""What belongs to a wrapped model, or to a copy of one: what its forward does beside the user's.
 
 [Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's
 class has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is
@@ -11,11 +7,7 @@ wrapped.
 
 from __future__ import annotations
 
-import abc
-import contextlib
-import copy
 import dataclasses
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch._C import _distributed_autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +28,13 @@ from commlib.tuner import Tuner
 
 #: Wraps a copy of a wrapped model as that was; pickled with the copy.
 Again = Callable[[nn.Module], Any]
+
+
+#: Why no other wrapper may be around a wrapped model.
+REFUSAL = (
+    "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
+    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to)"
+)
 
 
 class Replica:
@@ -77,11 +75,11 @@ class Replica:
     @property
     def require_sync(self) -> bool:
         """Whether the next backwards are synchronised."""
-        return self.engine.require_sync
+        return self.engine.backward.require_sync
 
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
-        self.engine.require_sync = value
+        self.engine.backward.require_sync = value
 
     @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,22 +102,22 @@ class Replica:
         if not torch.is_grad_enabled():
             return
         self._refuse_other_wrappers()
-        engine.forget_failed_backward()
+        engine.backward.forget_failed()
         engine.check()
         self.structure.check(self.bare, engine.parameters)
         if self.structure.was_unfrozen() or engine.idle.is_due() or engine.layout_changed():
             self._adopt_parameters()
         engine.install_pending()
-        if self.tuner is not None and engine.require_sync:
+        if self.tuner is not None and engine.backward.require_sync:
             with engine.wholly():
                 self.tuner.forward_begins()
         if self.join.enabled:
-            self.join.announce(engine, engine.require_sync)
+            self.join.announce(engine, engine.backward.require_sync)
 
     def _refuse_other_wrappers(self) -> None:
         outer = DistributedDataParallel._active_ddp_module
         if outer is not None and outer.module is not self.bare and _shares_parameters(outer, self.engine):
-            raise ConfigError(f"DistributedDataParallel is around {_REFUSAL}")
+            raise ConfigError(f"DistributedDataParallel is around {REFUSAL}")
         if _is_in_distributed_autograd():
             raise ConfigError(
                 "torch.distributed.autograd keeps gradients in contexts of its own, where commlib does not see them. "
@@ -149,15 +147,9 @@ class Replica:
         """Have the outputs' gradients announce the backward."""
         if not torch.is_grad_enabled() or self.engine.is_idle:
             return
-        engine, sync = self.engine, self.engine.require_sync
-        if self.tuner is not None and sync:
+        if self.tuner is not None and self.require_sync:
             self.tuner.forward_ends()
-        announcing = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        engine.has_hidden_outputs = not announcing
-        engine.forward_ran = True
-        engine.expects_sync |= sync
-        for tensor in announcing:
-            tensor.register_hook(lambda _: engine.begin(sync))
+        self.engine.backward.announce([tensor for tensor in tensors_in(output) if tensor.requires_grad])
 
     def _buffers(self) -> list[torch.Tensor]:
         return self.structure.buffers(self.bare, self.ignored)
@@ -221,19 +213,16 @@ class Copy:
         """
         model = self.model()
         self.again(model)
-        replica = _registry.get(model)
+        replica = registry.get(model)
         assert isinstance(replica, Replica)
-        replica.engine.require_sync = self.require_sync
+        replica.engine.backward.require_sync = self.require_sync
         return replica
 
 
 Wrapped = Replica | Copy
 
-#: What a wrapped model's class has for itself, so that the user's must not have it.
-NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
 
-
-class _Registry:
+class Registry:
     """What belongs to each wrapped model and each copy of one, as long as the model is there.
 
     By the identity of the model's attributes, which the bare object shares.
@@ -243,14 +232,17 @@ class _Registry:
         self._entries: dict[int, tuple[weakref.ref[nn.Module], Wrapped]] = {}
 
     def put(self, model: nn.Module, wrapped: Wrapped) -> None:
+        """Note what belongs to a model."""
         key, entries = id(model.__dict__), self._entries
         entries[key] = (weakref.ref(model, lambda _: entries.pop(key, None)), wrapped)
 
     def get(self, model: Any) -> Wrapped | None:
+        """Return what belongs to this very object; None for its bare one, too."""
         entry = self._entries.get(id(model.__dict__))
         return entry[1] if entry is not None and entry[0]() is model else None
 
     def discard(self, model: nn.Module) -> None:
+        """Forget a model."""
         self._entries.pop(id(model.__dict__), None)
 
     def replicas(self) -> Iterator[Replica]:
@@ -260,151 +252,7 @@ class _Registry:
                 yield wrapped
 
 
-_registry = _Registry()
-
-
-class _Refusal:
-    """Stands where `DistributedDataParallel` looks for names to ignore, and says that it must not wrap this model."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise ConfigError(f"DistributedDataParallel would be around {_REFUSAL}")
-
-
-_REFUSAL = (
-    "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
-    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to)"
-)
-
-
-@Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's
-class Parallel:
-    """What a wrapped model's class gains; `super()` is the user's class. Each wrapped model has a class of its own."""
-
-    _ddp_params_and_buffers_to_ignore = _Refusal()
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Leave the user's `__init_subclass__` out: he has made no class."""
-
-    @torch._disable_dynamo(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, ready for a synchronised backward."""
-        forward = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = _registry.get(self)
-        return forward(*args, **kwargs) if wrapped is None else wrapped.run(forward, args, kwargs)
-
-    @property
-    def module(self) -> Any:
-        """The model as an object of its original class, sharing everything with this one; a submodule so named wins."""
-        own = self.__dict__.get("_modules", {}).get("module")
-        wrapped = _registry.get(self)
-        if own is None and wrapped is None:
-            raise AttributeError("module")
-        return own if own is not None else cast("Wrapped", wrapped).bare
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next backwards are synchronised, as in DDP; `no_sync` sets it for a while."""
-        wrapped = _registry.get(self)
-        if wrapped is None:
-            raise AttributeError("require_backward_grad_sync")
-        return wrapped.require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        _wrapped(self).require_sync = bool(value)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
-        before = _wrapped(self).require_sync
-        _wrapped(self).require_sync = False
-        try:
-            yield
-        finally:
-            _wrapped(self).require_sync = before  # of a copy that has been wrapped meanwhile, too
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train with uneven inputs: a rank that runs out takes part without data. See `torch.distributed` `Join`."""
-        joinable = cast("Joinable", self)
-        return Join(
-            [joinable],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook that shadows this model's collectives once the rank has joined.
-
-        Raises:
-            ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
-        """
-        replica = _joined(self)
-        algorithm = replica.engine.algorithm
-        if replica.engine.weights is not None and not algorithm.traits.asynchronous:
-            raise ConfigError(
-                f"join: in the rounds of {algorithm.name!r} over weights nobody can stand in for a rank that has no "
-                "data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
-            )
-        return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of `Join`'s own collectives."""
-        return _joined(self).engine.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The user's process group, on which `Join` counts ranks.
-
-        Raises:
-            ConfigError: It has been destroyed.
-        """
-        group = _joined(self).group()
-        if group is None:
-            raise ConfigError("join: the process group of the model has been destroyed")
-        return group
-
-    @property
-    def _join_config(self) -> Any:
-        return _joined(self).join.config
-
-    @_join_config.setter
-    def _join_config(self, config: Any) -> None:
-        _joined(self).join.set_config(config, self)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew."""
-        result = super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = _registry.get(self)
-        if isinstance(wrapped, Replica):
-            wrapped.engine.weights_were_loaded()
-        return result
-
-    def __copy__(self) -> Any:
-        wrapped = _registry.get(self)
-        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
-        copied = copy.copy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare)
-        return copied if wrapped is None else copy_of(copied, wrapped.again)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        wrapped = _registry.get(self)
-        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
-        copied = copy.deepcopy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare, memo)
-        memo[id(self)] = copied
-        return copied if wrapped is None else copy_of(copied, wrapped.again)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        wrapped = _registry.get(self)
-        if wrapped is None:  # an ordinary object, of a class that cannot be named
-            original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
-            return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
-        return copy_of, (wrapped.bare, wrapped.again)
+registry = Registry()
 
 
 def bare_of(model: nn.Module, cls: type) -> nn.Module:
@@ -414,70 +262,14 @@ def bare_of(model: nn.Module, cls: type) -> nn.Module:
     return bare
 
 
-def extend(model: nn.Module, wrapped: Wrapped) -> None:
-    """Give the model, an object of the user's class, the methods of `Parallel`; see [Note: object and class]."""
-    cls = wrapped.original_class
-    members: dict[str, Any] = {
-        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
-        "_commlib_class": cls,
-        "forward": _forward_of(cls),
-    }
-    if issubclass(cls, torch.fx.GraphModule):
-        members["recompile"] = _recompile
-    # Not by calling the metaclass: nobody's registry of classes is to hear of it.
-    make = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
-    model.__class__ = make(type(cls), cls.__name__, (Parallel, cls), members)
-    _registry.put(model, wrapped)
-
-
-def _forward_of(cls: type) -> Callable[..., Any]:
-    """Return `forward` for a wrapped model's class, with the signature of the user's."""
-
-    @functools.wraps(cls.forward)
-    @torch._disable_dynamo(recursive=False)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = super(Parallel, self).forward  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = _registry.get(self)
-        if wrapped is None or wrapped.is_running:
-            return own(*args, **kwargs)
-        return wrapped.run(own, args, kwargs)
-
-    return forward
-
-
-def _recompile(self: Any) -> Any:
-    """Let torch.fx write the code that it generates to the class that it made, not to the wrapped model's."""
-    extended = type(self)
-    self.__class__ = extended._commlib_class
-    try:
-        return self.recompile()
-    finally:
-        self.__class__ = extended
-
-
-def restore_class(model: nn.Module) -> None:
-    """Make a wrapped model or a copy an ordinary object of the user's class again."""
-    wrapped = _registry.get(model)
-    if wrapped is not None:
-        _registry.discard(model)
-        model.__class__ = wrapped.original_class
-
-
-def copy_of(bare: nn.Module, again: Again) -> nn.Module:
-    """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
-    if _registry.get(bare) is None:
-        extend(bare, Copy(bare, again))
-    return bare
-
-
 def find(model: Any) -> Wrapped | None:
     """Return what belongs to a wrapped model or a copy of one; None for any other object."""
-    return _registry.get(model) if isinstance(model, nn.Module) else None
+    return registry.get(model) if isinstance(model, nn.Module) else None
 
 
 def replicas() -> Iterator[Replica]:
     """Yield what belongs to each wrapped model of this process."""
-    return _registry.replicas()
+    return registry.replicas()
 
 
 def replica_of(model: Any) -> Replica:
@@ -486,7 +278,7 @@ def replica_of(model: Any) -> Replica:
     Raises:
         ConfigError: The model is not wrapped, or is a copy that has not trained yet.
     """
-    wrapped = _wrapped(model)
+    wrapped = wrapped_of(model)
     if isinstance(wrapped, Copy):
         raise ConfigError(
             f"the {type(model).__name__} is a copy of a wrapped model, which is wrapped in its first forward with "
@@ -495,17 +287,16 @@ def replica_of(model: Any) -> Replica:
     return wrapped
 
 
-def _wrapped(model: Any) -> Wrapped:
+def wrapped_of(model: Any) -> Wrapped:
+    """Return what belongs to a wrapped model or a copy of one.
+
+    Raises:
+        ConfigError: The model is neither.
+    """
     wrapped = find(model)
     if wrapped is None:
         raise ConfigError(f"the {type(model).__name__} is not wrapped; call commlib.wrap(model, ...) first")
     return wrapped
-
-
-def _joined(model: Any) -> Replica:
-    """Return what belongs to a wrapped model; a copy is wrapped now, as all ranks come here together."""
-    wrapped = _wrapped(model)
-    return wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped
 
 
 def is_local() -> bool:

@@ -112,8 +112,8 @@ class Tuner:
         candidates = self._candidates()
         self._has_choice = len(candidates) > 1
         if self._has_choice:
-            engine.num_profiled = MIN_PROFILED
-            engine.may_settle = False  # the choice rests on the profile, which a checkpoint would end
+            engine.planning.num_profiled = MIN_PROFILED
+            engine.planning.may_settle = False  # the choice rests on the profile, which a checkpoint would end
         else:
             self._use(Choice(candidates[0], {}, "the only candidate"))
             if engine.comm.rank == 0:
@@ -253,7 +253,7 @@ class Tuner:
         engine = self._engine
         parameters = [dataclasses.replace(p, group=candidate.group(p.name, p.param)) for p in engine.parameters]
         factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, parameters)
-        cap_bytes = engine.cap_bytes
+        cap_bytes = engine.planning.cap_bytes
         device = scaled(found.device, factor)
         if not self._watch.uses_processor:
             device = beside_nothing(device)
@@ -265,7 +265,7 @@ class Tuner:
     def _use(self, choice: Choice) -> None:
         """Let the engine go on with a choice."""
         engine = self._engine
-        engine.may_settle = True
+        engine.planning.may_settle = True
         self.choice = choice
         self._expected_s = choice.predicted_s.get(choice.algorithm.name)
         self._steps_left = -1

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.algorithms.base import Algorithm
 from commlib.codecs import BlockCodec, SparseCodec
-from commlib.engine.bucket import name_some
 from commlib.engine.plan import Parameter
+from commlib.engine.slot import name_some
 from commlib.errors import CommlibError, ConfigError
 from commlib.transport.base import Transport
 

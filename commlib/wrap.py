@@ -20,11 +20,12 @@ from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
 from commlib.engine.attached import Attached
-from commlib.engine.bucket import name_some
 from commlib.engine.engine import Engine
+from commlib.engine.slot import name_some
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.replica import NAMES, Copy, Replica, extend, find, replica_of, replicas, restore_class
+from commlib.parallel import NAMES, extend, restore_class
+from commlib.replica import Copy, Replica, find, replica_of, replicas
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
 from commlib.tuner import Tuner, candidates_of
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from commlib.engine import planner
-from commlib.engine.bucket import Bucket, Slot, SparseBucket, flat_numel, layout_key
+from commlib.engine.bucket import Bucket, SparseBucket, flat_numel, layout_key
 from commlib.engine.memory import Memory
+from commlib.engine.slot import Slot
 
 
 @dataclass(frozen=True, slots=True)

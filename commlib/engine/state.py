@@ -18,9 +18,10 @@ def save(engine: Engine) -> dict[str, Any]:
     """Return the engine's state on this rank; see `commlib.state_dict`."""
     if engine.weights is not None:
         engine.weights.drain()
-    engine.settle()
+    if not engine.is_idle:
+        engine.planning.settle()
     names = [parameter.name for parameter in engine.parameters]
-    pending = engine.next_plan or engine.plan
+    pending = engine.planning.next
     return {
         "format": _FORMAT,
         "algorithm": engine.algorithm.name,
@@ -32,7 +33,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "plan": None
         if pending.kind == "initial"
         else {"buckets": [[names[idx] for idx in members] for members in pending.buckets], "ready_s": pending.ready_s},
-        "hook_counts": engine.hook_counts(),  # None before they are known
+        "hook_counts": engine.backward.hook_counts(),  # None before they are known
         "state": _keeper(engine).state_dict(),
     }
 

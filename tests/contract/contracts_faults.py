@@ -124,7 +124,7 @@ def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
     def act() -> None:
         training.rebuild_weights()
         if not engine.is_idle:
-            engine.restore(plans.by_sizes(engine.parameters, 1 << 30), engine.hook_counts())
+            engine.restore(plans.by_sizes(engine.parameters, 1 << 30), engine.backward.hook_counts())
 
     return training, act
 

@@ -169,7 +169,7 @@ def _change_plan(training: Training, finer: bool) -> None:
     training.rebuild_weights()
     if not engine.is_idle:
         single = plans.Plan(tuple((idx,) for idx in reversed(range(len(engine.parameters)))), "settled")
-        engine.restore(single if finer else plans.by_sizes(engine.parameters, 1 << 30), engine.hook_counts())
+        engine.restore(single if finer else plans.by_sizes(engine.parameters, 1 << 30), engine.backward.hook_counts())
 
 
 def _owed(training: Training) -> dict[str, Tensor]:

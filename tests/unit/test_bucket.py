@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from commlib.engine.bucket import Bucket, Slot, flat_numel, layout_key
+from commlib.engine.bucket import Bucket, flat_numel, layout_key
+from commlib.engine.slot import Slot
 from commlib.errors import ConfigError
 
 

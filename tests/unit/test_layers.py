@@ -29,7 +29,7 @@ BELOW = {
     "__main__": {"cli"},
 }
 # Files of the top layer that `wrap` is made of.
-PARTS_OF_WRAP = {"join", "replica", "tuner", "verify"}
+PARTS_OF_WRAP = {"join", "parallel", "replica", "tuner", "verify"}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

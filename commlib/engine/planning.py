@@ -1,0 +1,165 @@
+"""The way from no plan to the final one: what the first backwards record, the plans that are tried, and its end.
+
+[Note: settling] While plans are tried, which one a step runs with depends on clocks. A checkpoint ends that: from the
+round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it
+goes the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commlib.engine import plan as plans
+from commlib.engine.plan import Parameter, Plan
+from commlib.engine.planner import INITIAL_CAP_BYTES, Cost
+from commlib.engine.profile import Readiness, Trials, steps_per_visit
+from commlib.engine.scheduler import Task
+from commlib.transport.base import Communication, Communicator, Transport
+
+#: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
+_PROFILED_BACKWARDS = 3
+
+#: Bucket size in those backwards, where the sizes are to be planned. Nothing overlaps in them, so more buckets are only
+#: more latency; and DDP's first step is one bucket as well. Adam magnifies the last bits of the first gradient more
+#: than those of any other, so loss curves part less from DDP's where the first sum has its order.
+_PROFILE_CAP_BYTES = 1 << 30
+
+
+class Planning:
+    """Finds the plan of one model; alike on all ranks, round by round.
+
+    Args:
+        transport: Carries what ranks tell each other about times.
+        device: Where the parameters are.
+        cap_bytes: A fixed bucket size instead of a planned one.
+
+    Attributes:
+        plan: The plan of the buckets that there are.
+        pending: The plan to change to before the next backward; None where there is none.
+        cap_bytes: The fixed bucket size, if there is one.
+        num_profiled: Backwards that are recorded before the plan is made.
+        may_settle: Whether a checkpoint may end the search.
+        readiness: When gradients became ready, in the backwards that are recorded.
+    """
+
+    plan: Plan
+
+    def __init__(self, transport: Transport, device: torch.device, cap_bytes: int | None) -> None:
+        if cap_bytes is None and torch.are_deterministic_algorithms_enabled():
+            cap_bytes = INITIAL_CAP_BYTES  # a plan that no clock has a say in
+        self._transport = transport
+        self._device = device
+        self.cap_bytes = cap_bytes
+        self.num_profiled = _PROFILED_BACKWARDS if cap_bytes is None else 1
+        self.may_settle = True
+        self.pending: Plan | None = None
+        self._parameters: Sequence[Parameter] = ()
+        self._trials: Trials | None = None
+        self._wants_to_settle = False
+        self._wish: torch.Tensor | None = None  # of the round under way: whether any rank wants to
+
+    def restart(self, parameters: Sequence[Parameter]) -> Plan:
+        """Begin anew with these parameters; return the plan to begin with."""
+        self._parameters = parameters
+        self._trials = None
+        self.readiness = Readiness(len(parameters), self._device)
+        return plans.initial(parameters, self.cap_bytes or _PROFILE_CAP_BYTES)
+
+    def restore(self, plan: Plan | None) -> Plan:
+        """Take a plan from a checkpoint; None is the first one, to be settled. Return the plan to change to."""
+        if plan is None:
+            return self.restart(self._parameters)
+        self._trials = None
+        return plan
+
+    def installed(self, plan: Plan) -> None:
+        """Take note that there are buckets of a plan now."""
+        self.plan, self.pending = plan, None
+
+    @property
+    def next(self) -> Plan:
+        """The plan of the next backward."""
+        return self.pending or self.plan
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the plan is still to be found by measuring."""
+        return self.cap_bytes is None and self.next.kind in ("initial", "trial")
+
+    def begins(self) -> bool:
+        """A backward begins that is synchronised; return whether it is recorded, without overlap."""
+        is_profiled = self.plan.kind == "initial"
+        if is_profiled:
+            self.readiness.start()
+        return is_profiled
+
+    # --- settling -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let all ranks stay with the plan of the next round, if plans are still tried; see [Note: settling]."""
+        self._wants_to_settle = self.may_settle and self.is_undecided
+
+    def tasks(self, comm: Communicator) -> list[Task]:
+        """Return what goes beside the buckets of a round: the wish to settle, as long as it matters."""
+        self._wish = None
+        if not (self.is_undecided and self.may_settle):
+            return []
+        wish = torch.full((1,), float(self._wants_to_settle), dtype=torch.float32, device=self._device)
+        self._wish = wish
+
+        def agree() -> Communication:
+            yield comm.all_reduce(wish, op="max")
+
+        return [Task(lambda: "whether the plan is settled", agree, is_prompt=True, is_single=True)]
+
+    def _end(self) -> None:
+        """Some rank wants to settle."""
+        self._wants_to_settle, self._trials = False, None
+        self.readiness = Readiness(0, self._device)
+        if self.plan.kind == "initial":
+            self.pending = plans.by_sizes(self._parameters, INITIAL_CAP_BYTES)
+        else:
+            self.plan = dataclasses.replace(self.plan, kind="settled")
+
+    # --- after a round ------------------------------------------------------------------------------------------------
+
+    def ended(self, is_profiled: bool, measure_cost: Callable[[], Cost]) -> None:
+        """Take note that a round has ended; sets `pending` where the plan is to change. Collective."""
+        if self._wish is not None and bool(self._wish.item()):
+            self._end()
+        elif is_profiled and self.readiness.num_backwards >= self.num_profiled:
+            self._plan_after_profile(measure_cost)
+        else:
+            self._continue_trials()
+
+    def _plan_after_profile(self, measure_cost: Callable[[], Cost]) -> None:
+        """Make the plan, or the candidates to try, from what rank 0 recorded: the same on all ranks."""
+        recorded = self.readiness.result() if self._transport.rank == 0 else None
+        ready_s, backward_s = self._transport.gather_objects(recorded)[0]
+        self.readiness = Readiness(0, self._device)
+        if self.cap_bytes is None:
+            found = plans.candidates(self._parameters, ready_s, backward_s, measure_cost())
+        else:
+            found = [plans.fixed(self._parameters, self.cap_bytes, ready_s)]
+        if len(found) == 1:
+            only = found[0]
+            self.pending = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
+        else:
+            self._trials = Trials(found, steps_per_visit(backward_s))
+            self.pending = self._trials.current
+
+    def _continue_trials(self) -> None:
+        """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
+        if self._trials is None or not self._trials.step_ended(time.perf_counter()):
+            return
+        if self._trials.current is None:
+            of_ranks = self._transport.gather_objects(self._trials.figures)
+            self._trials.end_pass([max(column) for column in zip(*of_ranks, strict=True)])
+        self.pending = self._trials.current
+        if self.pending is None:
+            self.pending = dataclasses.replace(self._trials.plans[0], kind="planned")
+            self._trials = None

@@ -1,0 +1,225 @@
+"""The methods that a wrapped model's class gains.
+
+[Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
+only adds methods. What belongs to the wrapping is kept for the object, in `registry`: another object of that class,
+which a method of the model made by `type(self)(...)`, is an ordinary model.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from commlib.errors import ConfigError
+from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, registry, wrapped_of
+
+#: What a wrapped model's class has for itself, so that the user's must not have it.
+NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
+
+
+class _Refusal:
+    """Stands where `DistributedDataParallel` looks for names to ignore, and says that it must not wrap this model."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(f"DistributedDataParallel would be around {REFUSAL}")
+
+
+@Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's
+class Parallel:
+    """What a wrapped model's class gains; `super()` is the user's class. Each wrapped model has a class of its own."""
+
+    _ddp_params_and_buffers_to_ignore = _Refusal()
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Leave the user's `__init_subclass__` out: he has made no class."""
+
+    @torch._disable_dynamo(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, ready for a synchronised backward."""
+        forward = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = registry.get(self)
+        return forward(*args, **kwargs) if wrapped is None else wrapped.run(forward, args, kwargs)
+
+    @property
+    def module(self) -> Any:
+        """The model as an object of its original class, sharing everything with this one; a submodule so named wins."""
+        own = self.__dict__.get("_modules", {}).get("module")
+        wrapped = registry.get(self)
+        if own is None and wrapped is None:
+            raise AttributeError("module")
+        return own if own is not None else cast("Wrapped", wrapped).bare
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backwards are synchronised, as in DDP; `no_sync` sets it for a while."""
+        wrapped = registry.get(self)
+        if wrapped is None:
+            raise AttributeError("require_backward_grad_sync")
+        return wrapped.require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        wrapped_of(self).require_sync = bool(value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
+        before = wrapped_of(self).require_sync
+        wrapped_of(self).require_sync = False
+        try:
+            yield
+        finally:
+            wrapped_of(self).require_sync = before  # of a copy that has been wrapped meanwhile, too
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs: a rank that runs out takes part without data. See `torch.distributed` `Join`."""
+        joinable = cast("Joinable", self)
+        return Join(
+            [joinable],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the hook that shadows this model's collectives once the rank has joined.
+
+        Raises:
+            ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
+        """
+        replica = _joined(self)
+        algorithm = replica.engine.algorithm
+        if replica.engine.weights is not None and not algorithm.traits.asynchronous:
+            raise ConfigError(
+                f"join: in the rounds of {algorithm.name!r} over weights nobody can stand in for a rank that has no "
+                "data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+            )
+        return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of `Join`'s own collectives."""
+        return _joined(self).engine.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The user's process group, on which `Join` counts ranks.
+
+        Raises:
+            ConfigError: It has been destroyed.
+        """
+        group = _joined(self).group()
+        if group is None:
+            raise ConfigError("join: the process group of the model has been destroyed")
+        return group
+
+    @property
+    def _join_config(self) -> Any:
+        return _joined(self).join.config
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        _joined(self).join.set_config(config, self)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew."""
+        result = super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = registry.get(self)
+        if isinstance(wrapped, Replica):
+            wrapped.engine.weights_were_loaded()
+        return result
+
+    def __copy__(self) -> Any:
+        wrapped = registry.get(self)
+        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.copy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare)
+        return copied if wrapped is None else copy_of(copied, wrapped.again)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        wrapped = registry.get(self)
+        original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.deepcopy(bare_of(cast("nn.Module", self), original) if wrapped is None else wrapped.bare, memo)
+        memo[id(self)] = copied
+        return copied if wrapped is None else copy_of(copied, wrapped.again)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wrapped = registry.get(self)
+        if wrapped is None:  # an ordinary object, of a class that cannot be named
+            original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
+            return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
+        return copy_of, (wrapped.bare, wrapped.again)
+
+
+def extend(model: nn.Module, wrapped: Wrapped) -> None:
+    """Give the model, an object of the user's class, the methods of `Parallel`; see [Note: object and class]."""
+    cls = wrapped.original_class
+    members: dict[str, Any] = {
+        **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
+        "_commlib_class": cls,
+        "forward": _forward_of(cls),
+    }
+    if issubclass(cls, torch.fx.GraphModule):
+        members["recompile"] = _recompile
+    # Not by calling the metaclass: nobody's registry of classes is to hear of it.
+    make = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
+    model.__class__ = make(type(cls), cls.__name__, (Parallel, cls), members)
+    registry.put(model, wrapped)
+
+
+def _forward_of(cls: type) -> Callable[..., Any]:
+    """Return `forward` for a wrapped model's class, with the signature of the user's."""
+
+    @functools.wraps(cls.forward)
+    @torch._disable_dynamo(recursive=False)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = super(Parallel, self).forward  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = registry.get(self)
+        if wrapped is None or wrapped.is_running:
+            return own(*args, **kwargs)
+        return wrapped.run(own, args, kwargs)
+
+    return forward
+
+
+def _recompile(self: Any) -> Any:
+    """Let torch.fx write the code that it generates to the class that it made, not to the wrapped model's."""
+    extended = type(self)
+    self.__class__ = extended._commlib_class
+    try:
+        return self.recompile()
+    finally:
+        self.__class__ = extended
+
+
+def restore_class(model: nn.Module) -> None:
+    """Make a wrapped model or a copy an ordinary object of the user's class again."""
+    wrapped = registry.get(model)
+    if wrapped is not None:
+        registry.discard(model)
+        model.__class__ = wrapped.original_class
+
+
+def copy_of(bare: nn.Module, again: Again) -> nn.Module:
+    """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
+    if registry.get(bare) is None:
+        extend(bare, Copy(bare, again))
+    return bare
+
+
+def _joined(model: Any) -> Replica:
+    """Return what belongs to a wrapped model; a copy is wrapped now, as all ranks come here together."""
+    wrapped = wrapped_of(model)
+    return wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped
