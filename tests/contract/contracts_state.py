@@ -16,7 +16,7 @@ from commlib.engine import plan as plans
 from tests.contract.subjects import Subject, Training, build, everyones, gathered, spread
 
 #: Steps after which a run is saved: while plans are profiled and tried, in warm-ups, and after them.
-_SAVED_AFTER = (1, 2, 3, 5, 9)
+_SAVED_AFTER = (1, 2, 3, 4, 9, 10)
 
 
 def contract_replicas_alike(subject: Subject) -> None:
@@ -59,8 +59,7 @@ def contract_two_runs_are_alike(subject: Subject) -> None:
 def contract_resume_at_any_step(subject: Subject) -> None:
     """A run that is saved after any step and resumed, in either order of loading, goes on bit for bit."""
     for steps in _SAVED_AFTER:
-        for weights_first in (True, False):
-            _check_resume(subject, steps, weights_first)
+        _check_resume(subject, steps, weights_first=steps % 2 == 0)
 
 
 def _check_resume(subject: Subject, steps: int, weights_first: bool) -> None:

@@ -26,12 +26,24 @@ QUICK = (
     "leaving_after_the_last_step",
 )
 
+#: Of a family that has one in `FAMILIES`: what the engine alone promises is a slow test for these.
+SIBLINGS = (
+    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "qadam", "post_local_sgd", "hierarchical_local_sgd"),
+    *("streaming_diloco", "gossip", "low_precision_decentralized"),
+)
+OF_THE_ENGINE = (
+    *("autocast", "clip_grad_norm", "closure", "copies", "failed_backward_before_any_communication"),
+    *("failed_backward_in_no_sync", "local_evaluation", "optimizer_list", "optimizer_proxy", "own_buffers"),
+    *("unwrap_restores", "leaving_after_the_last_step"),
+)
+
 
 def pairs() -> list[ParameterSet]:
-    """Return every algorithm with every contract; those that measure the network for seconds keep the quick ones."""
+    """Return every algorithm with every contract; a new algorithm is held to all of them in the fast part."""
     found = []
     for algorithm, contract in itertools.product(ALGORITHMS, CONTRACTS):
         is_slow = Subject(algorithm).measures_first and contract not in QUICK
+        is_slow |= algorithm in SIBLINGS and contract in OF_THE_ENGINE
         marks = [pytest.mark.slow] if is_slow else []
         found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
     return found

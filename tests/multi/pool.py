@@ -113,6 +113,7 @@ class RankPool:
         self._ranks: list[PooledRank] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._job_ids = itertools.count()
+        self._store: Any = None
 
     def run(self, job: Job) -> list[Any]:
         """Run `job` on ranks `0 .. world_size - 1` and return their results by rank.
@@ -123,7 +124,7 @@ class RankPool:
         """
         __tracebackhide__ = True
         ranks = self._started(job.world_size)[: job.world_size]
-        job = job._replace(store_path=self._store_path())
+        job = job._replace(store=self._store_of_job())
         try:
             for rank in ranks:
                 rank.send(job._replace(rank=rank.rank))
@@ -134,9 +135,12 @@ class RankPool:
         self._judge(outcomes, ranks, job)
         return [outcomes[rank].value for rank in range(job.world_size)]
 
-    def _store_path(self) -> str:
-        assert self._directory is not None
-        return str(Path(self._directory.name) / f"store-{next(self._job_ids)}")
+    def _store_of_job(self) -> tuple[int, str]:
+        """Return the port of the pool's store, which lives in this process, and a prefix for one job."""
+        from torch.distributed import TCPStore
+
+        self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port, f"job-{next(self._job_ids)}"
 
     def _started(self, num_ranks: int = NUM_RANKS) -> list[PooledRank]:
         self._directory = self._directory or tempfile.TemporaryDirectory(prefix="rank-pool-")
@@ -223,7 +227,7 @@ def run_ranks(
         The results (pickled on the way) by rank.
     """
     __tracebackhide__ = True
-    job = Job(fn.__module__, fn.__qualname__, args, kwargs or {}, 0, world_size, "", timeout)
+    job = Job(fn.__module__, fn.__qualname__, args, kwargs or {}, 0, world_size, (0, ""), timeout)
     return POOL.run(job)
 
 

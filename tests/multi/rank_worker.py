@@ -41,7 +41,7 @@ class Job(NamedTuple):
     kwargs: dict[str, Any]
     rank: int
     world_size: int
-    store_path: str
+    store: tuple[int, str]  # port and prefix
     timeout_s: float
 
 
@@ -110,10 +110,12 @@ class BackgroundFailures:
 
 
 def init_group(job: Job) -> None:
-    """Set up the default Gloo group of a pooled job over a fresh file store."""
+    """Set up the default Gloo group of a pooled job over a fresh part of the pool's store."""
     import torch.distributed as dist
 
-    store = dist.FileStore(job.store_path, job.world_size)
+    port, prefix = job.store
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=job.timeout_s))
+    store = dist.PrefixStore(prefix, client)
     timeout = datetime.timedelta(seconds=job.timeout_s)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
 
