@@ -23,7 +23,7 @@ import torch.distributed as dist
 from models import WORKLOADS
 from rich.table import Table
 
-from commlib.engine import engine
+from commlib.engine import planning
 from commlib.engine.plan import Plan
 from commlib.engine.profile import Figure, Trials
 
@@ -56,7 +56,7 @@ def record(bench: Any) -> dict[str, Any]:
     from systems import parse
 
     Rotation.wanted = bench.spec["passes"]
-    engine.Trials = Rotation
+    planning.Trials = Rotation
     racer = bench.racer(parse("commlib:allreduce"))
     while not racer.is_planned():
         racer.step(bench.batches[racer.num_steps % len(bench.batches)])

@@ -297,8 +297,7 @@ class Engine:
     def acts_after_steps(self) -> bool:
         """Whether there are rounds over weights or optimizer state."""
         traits = self.algorithm.traits
-        is_alone = self.comm.world_size == 1 and traits.idle_alone
-        return self.optimizer is not None and not (traits.on_gradients or traits.runs_itself or is_alone)
+        return self.optimizer is not None and not (traits.on_gradients or traits.runs_itself)
 
     def follow_optimizer(self, transport: Transport) -> None:
         """Run the algorithm's rounds over weights or state at the end of the optimizer's steps, on `transport`."""
