@@ -219,6 +219,13 @@ def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, **options)
 
 
+def take_buffers_of_rank_0(oracle: DistributedDataParallel, trace: Trace) -> None:
+    """Do to a trace what DDP would do at its next forward; commlib has done so at the end of the last backward."""
+    if oracle.broadcast_buffers:
+        for name, _ in oracle.module.named_buffers():
+            dist.broadcast(trace.final[name], dist.get_global_rank(oracle.process_group, 0), oracle.process_group)
+
+
 def check_like_ddp(
     build: Callable[[], nn.Module],
     loss_of: LossOf,
@@ -237,9 +244,7 @@ def check_like_ddp(
     original = seeded(build)
     oracle = ddp(copy.deepcopy(original), **(ddp_options or {}))
     expected = trainer(oracle, loss_of, steps)
-    if oracle.broadcast_buffers:  # at its next forward; commlib has done so at the end of the last backward
-        for name, _ in oracle.module.named_buffers():
-            dist.broadcast(expected.final[name], 0)
+    take_buffers_of_rank_0(oracle, expected)
     model = wrap(original, **(wrap_options or {}))
     got = trainer(model, loss_of, steps)
     assert_same_trace(got, expected, exact=is_exact() if exact is None else exact)

@@ -22,6 +22,7 @@ from tests.multi.common import (
     ddp,
     mlp_loss,
     seeded,
+    take_buffers_of_rank_0,
     tensors,
     train,
     wrap,
@@ -32,7 +33,9 @@ from tests.multi.pool import on_ranks
 def check_group(wrap_group: Any, ddp_group: dist.ProcessGroup) -> nn.Module:
     """Train in DDP and through `wrap` over two ranks of the world; bit-equal, replicas identical in the group."""
     original = seeded(Cnn, seed=dist.get_rank())
-    expected = train(ddp(copy.deepcopy(original), process_group=ddp_group), cnn_loss, 4)
+    oracle = ddp(copy.deepcopy(original), process_group=ddp_group)
+    expected = train(oracle, cnn_loss, 4)
+    take_buffers_of_rank_0(oracle, expected)
     model = wrap(original, process_group=wrap_group, bucket_cap_mb=SMALL_BUCKET_MB)
     got = train(model, cnn_loss, 4)
     assert_same_trace(got, expected, exact=True)
