@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import torch
 
@@ -95,7 +95,7 @@ class _Package(Shard):
         self.num_pending = 0
         self._ask(*self._packed, ask)
 
-    def take_over(self, weights: Sequence[torch.Tensor]) -> None:
+    def take_over(self, weights: Sequence[torch.Tensor], frozen: Collection[int] = ()) -> None:
         self._end()
 
 
