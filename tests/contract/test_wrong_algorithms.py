@@ -28,6 +28,8 @@ CAUGHT_BY = {
     "ComesBackToItsAnchor": "loaded_weights_stay",
 }
 NUM_RANKS = {"CountsTwoRanks": 3}
+#: Sends what its peer does not expect there, at which Gloo may end the process before the contract can speak.
+MAY_DIE = ("AsksOnOneRankOnly",)
 
 
 def name_of(cls: str) -> str:
@@ -37,7 +39,8 @@ def name_of(cls: str) -> str:
 @pytest.mark.parametrize("cls", CAUGHT_BY)
 def test_a_wrong_algorithm_breaks_the_contract(cls: str) -> None:
     contract = CAUGHT_BY[cls]
-    with pytest.raises((RankError, RankHang), match=f"breaks the contract '{contract}'"):
+    words = f"breaks the contract '{contract}'" + ("|died with exit code -6" if cls in MAY_DIE else "")
+    with pytest.raises((RankError, RankHang), match=words):
         run_ranks(hold, NUM_RANKS.get(cls, 2), name_of(cls), contract)
 
 
