@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 import torch
 
 from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
-from commlib.algorithms._shard_client import Shard
 from commlib.algorithms.async_sgd import _Worker
 from commlib.algorithms.base import Attachment, Runner
+from commlib.algorithms.families.shard_client import Shard
 from commlib.transport.base import Communication, Communicator, Request
 from commlib.transport.mailbox import Message
 

@@ -52,8 +52,8 @@ def run_emulated(
     Raises:
         WorkerError: A host failed, or the timeout passed.
     """
+    from commlib.emulation.cluster import EmulatedCluster
     from commlib.errors import TransportError
-    from commlib.network.emulation.cluster import EmulatedCluster
 
     with EmulatedCluster(hosts=hosts, rate=rate) as cluster:
         try:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from commlib import emulate
+from commlib.emulation import experiment
+from commlib.emulation.synthetic import SyntheticModel
 from commlib.network import presets, workloads
-from commlib.network.synthetic import SyntheticModel
 
 
 class Shrunk(SyntheticModel):
     """Takes a batch, and needs none."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(emulate.shrunk(workloads.get(name), emulate.Setting()))
+        super().__init__(experiment.shrunk(workloads.get(name), experiment.Setting()))
 
     def forward(self, _: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the loss."""
@@ -38,6 +38,6 @@ def equivalent_rate(name: str, network: str, hosts: int) -> float:
     Raises:
         ConfigError: A name is not known.
     """
-    known, setting = workloads.get(name), emulate.Setting(hosts=hosts)
-    small = emulate.shrunk(known, setting)
-    return emulate.scaled_rate(known, presets.network(network), small, setting.compute_s, setting)
+    known, setting = workloads.get(name), experiment.Setting(hosts=hosts)
+    small = experiment.shrunk(known, setting)
+    return experiment.scaled_rate(known, presets.network(network), small, setting.compute_s, setting)

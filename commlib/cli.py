@@ -76,7 +76,7 @@ def compare(
     list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False,
 ) -> None:
     """Simulate what each algorithm makes of a workload on networks: step time, speed-up over DDP, bytes, memory."""
-    from commlib.network import report
+    from commlib.reports import comparison as report
 
     overrides = {
         "nodes": nodes,
@@ -91,15 +91,17 @@ def compare(
         if list_known:
             report.show_known()
             return
-        task = report.Task(workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb)
+        selection = report.Selection(
+            workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb
+        )
         if emulate:
-            from commlib import emulate as emulation
+            from commlib.emulation import experiment as emulation
 
             _refuse("--emulate draws and simulates nothing of", plot=plot, trace=trace, device=device)
-            emulation.run(task, rate, hosts, as_json)
+            emulation.run(selection, rate, hosts, as_json)
             return
         _refuse("only --emulate takes", rate=rate)
-        report.run(task, plot=plot, trace=trace, as_json=as_json)
+        report.run(selection, plot=plot, trace=trace, as_json=as_json)
 
 
 @app.command()
@@ -134,8 +136,8 @@ def topology(
     plot: Annotated[str | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show whom ranks average with: weights, spectral gap, and how many steps lead to the mean."""
-    from commlib.network import topology_report
     from commlib.primitives.topology import create
+    from commlib.reports import topology as topology_report
 
     with _config_errors():
         chosen = create(name)

@@ -198,7 +198,7 @@ def _processor_name() -> str:
 
 
 def _emulated_hosts() -> Iterator[Finding]:
-    from commlib.network import check_requirements
+    from commlib.emulation import check_requirements
 
     missing = check_requirements()
     if not missing:

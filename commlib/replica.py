@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
-from commlib.tuner import Tuner
+
+if TYPE_CHECKING:
+    from commlib.tuner import Tuner
 
 #: Wraps a copy of a wrapped model as that was; pickled with the copy.
 Again = Callable[[nn.Module], Any]

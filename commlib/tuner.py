@@ -32,10 +32,10 @@ from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
 from commlib.engine.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
-from commlib.network.compare import hierarchical
 from commlib.network.model import DTYPES, Layer, Workload
-from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
-from commlib.network.simulation.simulator import Options, simulate
+from commlib.simulation.compare import hierarchical_form
+from commlib.simulation.probe import Probe, beside_nothing, probe, scaled, work_factor
+from commlib.simulation.simulator import Options, simulate
 from commlib.transport.base import Transport
 
 _log = logging.getLogger("commlib")
@@ -313,7 +313,7 @@ def preferred(candidates: Sequence[Algorithm], predicted_s: Mapping[str, float])
 
 
 def _own_candidates(has_nodes: bool) -> list[Algorithm]:
-    forms = [hierarchical(name) if has_nodes else None for name in CANDIDATES]
+    forms = [hierarchical_form(name) if has_nodes else None for name in CANDIDATES]
     return [form or algorithms.create(name) for form, name in zip(forms, CANDIDATES, strict=True)]
 
 

@@ -27,7 +27,6 @@ from commlib.errors import ConfigError
 from commlib.parallel import NAMES, extend, restore_class
 from commlib.replica import Copy, Replica, find, replica_of, replicas
 from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
-from commlib.tuner import Tuner, candidates_of
 
 _log = logging.getLogger("commlib")
 
@@ -107,8 +106,10 @@ def wrap(
                 restore_class(module)
                 undo.callback(extend, module, waiting)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
-        if isinstance(own, Auto) and (transport.world_size > 1 or len(candidates_of(own, setup.optimizer)) == 1):
-            replica.tuner = Tuner(engine, own, connect, replica.synchronize)
+        if isinstance(own, Auto) and (
+            transport.world_size > 1 or len(_tuner().candidates_of(own, setup.optimizer)) == 1
+        ):
+            replica.tuner = _tuner().Tuner(engine, own, connect, replica.synchronize)
         extend(model, replica)
         undo.callback(restore_class, model)
         if init_sync:
@@ -117,6 +118,13 @@ def wrap(
             engine.attached = Attached(engine, setup.optimizer)
         undo.pop_all()
     return model
+
+
+def _tuner() -> Any:
+    """Import what "auto" needs, and nothing else does: the tuner, and with it the simulator."""
+    from commlib import tuner
+
+    return tuner
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -238,7 +246,7 @@ class _SetUp:
             if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
                 raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
             if isinstance(self.algorithm, Auto):
-                candidates_of(self.algorithm, self.optimizer)
+                _tuner().candidates_of(self.algorithm, self.optimizer)
             if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:

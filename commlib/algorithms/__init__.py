@@ -14,7 +14,6 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
 
-from commlib.algorithms._policy import CompressionPolicy
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
@@ -25,6 +24,7 @@ from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
+from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.gossip import Gossip
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
@@ -119,8 +119,8 @@ def create(algorithm: str | Algorithm) -> Algorithm:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    names = {module.name for module in pkgutil.iter_modules(__path__)}
-    return frozenset(name for name in names if name != "base" and not name.startswith("_"))
+    files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
+    return frozenset(name for name in files if name != "base" and not name.startswith("_"))
 
 
 def _entry_points() -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._shard_client import (
+from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.families.shard_client import (
     PULL,
     PUSH_FOR_CHANGE,
     CodedWire,
@@ -20,8 +21,7 @@ from commlib.algorithms._shard_client import (
     UpdateShard,
     WholeWire,
 )
-from commlib.algorithms._shard_server import Rule, ShardServer, check_elementwise, cut, laid_out, shards
-from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.families.shard_server import Rule, ShardServer, check_elementwise, cut, laid_out, shards
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout

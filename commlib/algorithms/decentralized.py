@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._neighbours import NeighbourAveraging
-from commlib.primitives.decentralized import FullExchange, decentralized_full_precision
+from commlib.algorithms.families.neighbours import NeighbourAveraging
+from commlib.primitives.decentralized import FullWorkspace, decentralized_full_precision
 from commlib.primitives.topology import Neighbours, Topology
 from commlib.transport.base import Communication, Communicator
 
 
-class Decentralized(NeighbourAveraging[FullExchange]):
+class Decentralized(NeighbourAveraging[FullWorkspace]):
     """Each rank trains on its own gradients and averages its weights with its neighbours', in full precision.
 
     With W the doubly stochastic mixing matrix of the topology, which may change from step to step, and overlap:
@@ -43,11 +43,11 @@ class Decentralized(NeighbourAveraging[FullExchange]):
         super().__init__(topology, period=period, overlap=overlap, hierarchical=hierarchical)
 
     @override
-    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullExchange:
-        return FullExchange(like.numel(), like.dtype, like.device)
+    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullWorkspace:
+        return FullWorkspace(like.numel(), like.dtype, like.device)
 
     @override
     def _mix(
-        self, tensor: torch.Tensor, exchange: FullExchange, neighbours: Neighbours, peers: Communicator
+        self, tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, peers: Communicator
     ) -> Communication:
-        yield from decentralized_full_precision(tensor, exchange, neighbours, peers)
+        yield from decentralized_full_precision(tensor, workspace, neighbours, peers)

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import MATRICES
-from commlib.algorithms._sparse import Sparse
 from commlib.algorithms.base import BucketView, Context, Traits
+from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
 from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
-from commlib.primitives.sparse import SparseExchange, encode_momentum
+from commlib.primitives.sparse import SparseWorkspace, encode_momentum
 from commlib.transport.base import Communication, Communicator
 
 _FIRST_RATIO = 0.25
 
 
-class MomentumExchange(SparseExchange):
-    """A `SparseExchange` with u, the local momentum: `velocity` [numel] fp32."""
+class MomentumWorkspace(SparseWorkspace):
+    """A `SparseWorkspace` with u, the local momentum: `velocity` [numel] fp32."""
 
     def __init__(
         self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int, momentum: float
@@ -108,7 +108,7 @@ class DGC(Sparse):
         saved = self.state_dict()["velocity"]
         super().setup(context)
         self._num_elements = sum(bucket.flat.numel() for bucket in context.buckets)
-        plain = [bucket for bucket in context.buckets if bucket.index not in self._exchanges]
+        plain = [bucket for bucket in context.buckets if bucket.index not in self._workspaces]
         self._momenta = {b.index: (b.parts, torch.zeros_like(b.flat, dtype=torch.float32)) for b in plain}
         self._load_momenta(saved)
 
@@ -129,10 +129,10 @@ class DGC(Sparse):
             paste(pieces, momentum.zero_(), parts)
 
     @override
-    def _make_exchange(
+    def _make_workspace(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> MomentumExchange:
-        return MomentumExchange(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
+    ) -> MomentumWorkspace:
+        return MomentumWorkspace(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of the optimizer's step of this number (of the round, where no optimizer is known)."""
@@ -151,45 +151,45 @@ class DGC(Sparse):
             bucket.flat.copy_(torch.where(is_finite, momentum * scale, bucket.flat))
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: SparseExchange,
+        workspace: SparseWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.optimizer_step))
-        assert isinstance(exchange, MomentumExchange)
+        assert isinstance(workspace, MomentumWorkspace)
         scale = self._units.scale
-        own, everyone = exchange.payloads(codec)
+        own, everyone = workspace.payloads(codec)
         if peers.contributes:
             gradient = tensor
             if self.clip is not None:
                 gradient = tensor.float()  # itself, where it is fp32
-                limit = scale * self.clip * self._share_of_norm(exchange, comm, peers)
+                limit = scale * self.clip * self._share_of_norm(workspace, comm, peers)
                 norm = torch.linalg.vector_norm(gradient)  # where it is NaN, the gradient counts as 0
                 gradient.mul_(torch.clamp(limit / (norm + 1e-12), max=1.0).nan_to_num_(nan=0.0))
             is_finite = encode_momentum(
                 gradient,
-                exchange.velocity,
+                workspace.velocity,
                 codec,
                 own,
-                Feedback(exchange.residual),
+                Feedback(workspace.residual),
                 decay=self.momentum,
                 factor=1.0 / scale,
             )
         else:
             is_finite = all_finite(tensor)
             codec.encode(tensor, own)
-        mark_unless(is_finite, codec.values(own, exchange.numel))
+        mark_unless(is_finite, codec.values(own, workspace.numel))
         yield peers.all_gather(everyone.view(-1), own)
-        total = exchange.sum_like(tensor)
+        total = workspace.sum_like(tensor)
         codec.decode_sum(everyone, total, divisor=self.divisor(comm))
         if total is not tensor or scale != 1.0:
             torch.mul(total, scale, out=tensor)
 
-    def _share_of_norm(self, exchange: SparseExchange, comm: Communicator, peers: Communicator) -> float:
+    def _share_of_norm(self, workspace: SparseWorkspace, comm: Communicator, peers: Communicator) -> float:
         """Return what part of `clip` falls to these elements of one worker, whose gradient is the sum of its node's."""
-        share = exchange.numel / self._num_elements
+        share = workspace.numel / self._num_elements
         return comm.world_size / peers.world_size * math.sqrt(share / peers.world_size)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms._policy import MATRICES
-from commlib.algorithms._quantized import Quantized
+from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int4
 

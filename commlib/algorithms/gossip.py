@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._neighbours import NeighbourAveraging
+from commlib.algorithms.families.neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
 from commlib.primitives.decentralized import (
-    FullExchange,
-    QuantizedExchange,
+    FullWorkspace,
+    QuantizedWorkspace,
     decentralized_full_precision,
     decentralized_quantized,
 )
@@ -18,7 +18,7 @@ from commlib.primitives.topology import Neighbours, RandomMatching
 from commlib.transport.base import Communication, Communicator
 
 
-class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
+class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
     """Every `period` steps the ranks are paired at random, and the two of each pair average their weights.
 
     With i and j a pair; of an odd number of ranks one rests:
@@ -53,20 +53,22 @@ class Gossip(NeighbourAveraging["FullExchange | QuantizedExchange"]):
         self.codec = None if codec is None else block_codec(codec)
 
     @override
-    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullExchange | QuantizedExchange:
+    def _make_workspace(
+        self, like: torch.Tensor, begin: int, peers: Communicator
+    ) -> FullWorkspace | QuantizedWorkspace:
         if self.codec is None:
-            return FullExchange(like.numel(), like.dtype, like.device)
-        return QuantizedExchange(like.numel(), like.dtype, like.device, self.codec)
+            return FullWorkspace(like.numel(), like.dtype, like.device)
+        return QuantizedWorkspace(like.numel(), like.dtype, like.device, self.codec)
 
     @override
     def _mix(
         self,
         tensor: torch.Tensor,
-        exchange: FullExchange | QuantizedExchange,
+        workspace: FullWorkspace | QuantizedWorkspace,
         neighbours: Neighbours,
         peers: Communicator,
     ) -> Communication:
-        if isinstance(exchange, FullExchange):
-            yield from decentralized_full_precision(tensor, exchange, neighbours, peers)
+        if isinstance(workspace, FullWorkspace):
+            yield from decentralized_full_precision(tensor, workspace, neighbours, peers)
         else:
-            yield from decentralized_quantized(tensor, exchange, neighbours, peers)
+            yield from decentralized_quantized(tensor, workspace, neighbours, peers)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._published import Layout
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.families.published import Layout
 from commlib.errors import ConfigError
 
 _TOKEN_BYTES = 16

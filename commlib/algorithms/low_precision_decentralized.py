@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._neighbours import NeighbourAveraging
+from commlib.algorithms.families.neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
-from commlib.primitives.decentralized import DifferenceExchange, choco, dcd
+from commlib.primitives.decentralized import DifferenceWorkspace, choco, dcd
 from commlib.primitives.topology import Neighbours, Topology
 from commlib.transport.base import Communication, Communicator
 
 
-class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
+class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
     """Each rank trains on its own gradients and averages its weights with its neighbours', sending differences.
 
     With C the codec, W the mixing matrix, x_i the weights after the optimizer's step, and x^_j what the neighbours of j
@@ -74,18 +74,18 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
         self.consensus_step = consensus_step
 
     @override
-    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> DifferenceExchange:
+    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> DifferenceWorkspace:
         neighbours = self._neighbours(peers, 0)
-        return DifferenceExchange(like.numel(), like.dtype, like.device, self.codec, neighbours, begin=begin)
+        return DifferenceWorkspace(like.numel(), like.dtype, like.device, self.codec, neighbours, begin=begin)
 
     @override
     def _mix(
-        self, tensor: torch.Tensor, exchange: DifferenceExchange, neighbours: Neighbours, peers: Communicator
+        self, tensor: torch.Tensor, workspace: DifferenceWorkspace, neighbours: Neighbours, peers: Communicator
     ) -> Communication:
         if self.method == "dcd":
-            yield from dcd(tensor, exchange, peers)
+            yield from dcd(tensor, workspace, peers)
         else:
-            yield from choco(tensor, exchange, peers, self.consensus_step)
+            yield from choco(tensor, workspace, peers, self.consensus_step)
 
     @override
     def forget(self) -> None:
@@ -94,12 +94,12 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceExchange]):
     @override
     def state_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"replica": {}, "pull": {}}
-        for index, exchange in self._exchanges.items():
-            for kind, pieces in exchange.save(self._parts[index]).items():
+        for index, workspace in self._workspaces.items():
+            for kind, pieces in workspace.save(self._parts[index]).items():
                 saved[kind].update(pieces)
         return saved
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for index, exchange in self._exchanges.items():
-            exchange.load(state, self._parts[index])
+        for index, workspace in self._workspaces.items():
+            workspace.load(state, self._parts[index])

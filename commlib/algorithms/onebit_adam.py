@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms._momentum import QuantizedMomentum
-from commlib.algorithms._policy import MATRICES
+from commlib.algorithms.families.momentum import QuantizedMomentum
+from commlib.algorithms.families.policy import MATRICES
 from commlib.codecs.floats import OneBit
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._published import Copy, Published, Snapshot
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.families.published import Copy, Published, Snapshot
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import mean_all
 from commlib.primitives.topology import RandomMatching

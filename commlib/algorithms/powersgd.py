@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._compressed import Compressed
-from commlib.algorithms._policy import EVERYTHING
 from commlib.algorithms.base import BucketView, Traits
+from commlib.algorithms.families.compressed import Compressed
+from commlib.algorithms.families.policy import EVERYTHING
 from commlib.errors import ConfigError
-from commlib.primitives.low_rank import LowRankExchange, centralized_low_rank, matrix_shape
+from commlib.primitives.low_rank import LowRankWorkspace, centralized_low_rank, matrix_shape
 from commlib.transport.base import Communication, Communicator
 
 
-class PowerSGD(Compressed[LowRankExchange]):
+class PowerSGD(Compressed[LowRankWorkspace]):
     """One step of power iteration per round gives each gradient matrix as P Q', with error feedback.
 
         M_r = G_r + E_r,   P = orth(sum_r M_r Q),   Q = 1/N sum_r M_r' P,   G = P Q',   E_r = M_r - G
@@ -70,32 +70,32 @@ class PowerSGD(Compressed[LowRankExchange]):
         return (rows + columns) * min(self.rank, rows, columns) * self.min_compression <= rows * columns
 
     @override
-    def _make_exchange(
+    def _make_workspace(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> LowRankExchange:
+    ) -> LowRankWorkspace:
         own = [
             dataclasses.replace(part, start=part.start - begin)
             for part in bucket.parts
             if begin <= part.start < begin + numel
         ]
-        return LowRankExchange(own, device, self.rank, self.seed)
+        return LowRankWorkspace(own, device, self.rank, self.seed)
 
     @override
     def _cuts(self, bucket: BucketView) -> Sequence[int]:
         return [part.start for part in bucket.parts]
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: LowRankExchange,
+        workspace: LowRankWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         yield from centralized_low_rank(
             tensor,
-            exchange,
+            workspace,
             peers,
             divisor=self.divisor(comm),
             scale=self._units.scale,

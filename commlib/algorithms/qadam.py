@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms._momentum import QuantizedMomentum
-from commlib.algorithms._policy import EVERYTHING
+from commlib.algorithms.families.momentum import QuantizedMomentum
+from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 

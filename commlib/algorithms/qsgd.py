@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms._policy import EVERYTHING
-from commlib.algorithms._quantized import Quantized
+from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.integer import Int2, Int4, Int8
 from commlib.errors import ConfigError
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import MATRICES
-from commlib.algorithms._sparse import Sparse
 from commlib.algorithms.base import BucketView
+from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs import sparse as codecs
 from commlib.codecs.base import Random
 from commlib.errors import ConfigError
-from commlib.primitives.sparse import SparseExchange, centralized_aligned_sparse
+from commlib.primitives.sparse import SparseWorkspace, centralized_aligned_sparse
 from commlib.transport.base import Communication, Communicator
 
 
@@ -52,17 +52,17 @@ class RandomK(Sparse):
         self.seed = seed
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: SparseExchange,
+        workspace: SparseWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         yield from centralized_aligned_sparse(
             tensor,
-            exchange,
+            workspace,
             self.codec,
             peers,
             Random(self.seed, comm.step, stage=bucket.index % 256),

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import MATRICES
-from commlib.algorithms._quantized import Quantized
 from commlib.algorithms.base import BucketView
+from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.floats import OneBit
-from commlib.primitives.low_precision import LowPrecisionExchange
+from commlib.primitives.low_precision import LowPrecisionWorkspace
 from commlib.transport.base import Communication, Communicator
 
 
@@ -52,17 +52,17 @@ class SignSGD(Quantized):
         self.traits = dataclasses.replace(self.traits, accumulates=feedback)  # a vote is no gradient
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: LowPrecisionExchange,
+        workspace: LowPrecisionWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         if not self.feedback:
             to_signs(tensor)
-        yield from super()._exchange(tensor, exchange, bucket, comm, peers)
+        yield from super()._average(tensor, workspace, bucket, comm, peers)
         if not self.feedback:
             to_signs(tensor)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms._outer import OuterSGD
-from commlib.algorithms._policy import EVERYTHING
+from commlib.algorithms.families.outer import OuterSGD
+from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import MATRICES
-from commlib.algorithms._sparse import Sparse
 from commlib.algorithms.base import BucketView
+from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs import sparse as codecs
-from commlib.primitives.sparse import SparseExchange, centralized_sparse
+from commlib.primitives.sparse import SparseWorkspace, centralized_sparse
 from commlib.transport.base import Communication, Communicator
 
 
@@ -46,17 +46,17 @@ class TopK(Sparse):
         self.ratio = ratio
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: SparseExchange,
+        workspace: SparseWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         yield from centralized_sparse(
             tensor,
-            exchange,
+            workspace,
             self.codec,
             peers,
             divisor=self.divisor(comm),

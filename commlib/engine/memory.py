@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 _SPARE = 64 * _ALIGNMENT
 
 #: What the tensors of a bucket share.
-Layout = tuple[torch.dtype, torch.device]
+Place = tuple[torch.dtype, torch.device]
 
 
 class Memory:
@@ -24,11 +24,11 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._stretches: dict[Layout, torch.Tensor] = {}
+        self._stretches: dict[Place, torch.Tensor] = {}
 
-    def take(self, wanted: Sequence[tuple[Layout, int]]) -> list[torch.Tensor]:
+    def take(self, wanted: Sequence[tuple[Place, int]]) -> list[torch.Tensor]:
         """Return zeros, [numel] for each (layout, numel). What was taken before must not be used any more."""
-        ends: Counter[Layout] = Counter()
+        ends: Counter[Place] = Counter()
         starts = []
         for layout, numel in wanted:
             starts.append(ends[layout])
@@ -38,7 +38,7 @@ class Memory:
         places = zip(wanted, starts, strict=True)
         return [self._stretches[layout][start : start + numel] for (layout, numel), start in places]
 
-    def _clear(self, layout: Layout, numel: int) -> None:
+    def _clear(self, layout: Place, numel: int) -> None:
         stretch = self._stretches.pop(layout, None)
         if stretch is not None and numel <= stretch.numel():
             self._stretches[layout] = stretch.zero_()

@@ -168,7 +168,7 @@ def measure_cost(
         buckets = scratch_buckets(count, as_square(nbytes), device, group)
         trial = copy.deepcopy(algorithm)
         trial.setup(Context(comm, buckets, device))
-        probe = _Probe(trial, buckets, transport, comm, driver, device)
+        probe = _ScratchRounds(trial, buckets, transport, comm, driver, device)
         first_s = max(transport.gather_objects(probe.seconds()))
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
         seconds = median(transport.gather_objects(median(probe.seconds() for _ in range(repetitions))))
@@ -177,7 +177,7 @@ def measure_cost(
     return Cost(tuple(wall))
 
 
-class _Probe:
+class _ScratchRounds:
     """Rounds of scratch buckets, timed."""
 
     def __init__(

@@ -70,7 +70,7 @@ class Shape:
     minimum_bytes: int = 0
     is_one_block: bool = False
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> BlockLayout:
         """Return where the sections of the payload of a chunk of `numel` elements begin."""
         full, rest = divmod(numel, self.block)
         blocks = full + (rest > 0)
@@ -78,7 +78,7 @@ class Shape:
         scales_at = aligned(sets * self.minimum_bytes)
         codes_at = scales_at + aligned(blocks * self.scale_bytes)
         code_bytes = full * (self.block * self.bits // 8) + (rest * self.bits + 7) // 8
-        return Layout(scales_at, codes_at, aligned(codes_at + code_bytes))
+        return BlockLayout(scales_at, codes_at, aligned(codes_at + code_bytes))
 
 
 SHAPES = {
@@ -113,7 +113,7 @@ def blocks_of(count: int, per_block: int) -> int:
 _Size, _Pointer, _Int, _Float = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_float
 
 
-class Layout(ctypes.Structure):
+class BlockLayout(ctypes.Structure):
     """Where the sections of one chunk's payload begin."""
 
     _fields_ = (("scales_at", _Size), ("codes_at", _Size), ("nbytes", _Size))
@@ -127,8 +127,8 @@ class Chunks(ctypes.Structure):
         ("chunk", _Size),
         ("tiles_per_chunk", _Size),
         ("num_tiles", _Size),
-        ("full", Layout),
-        ("last", Layout),
+        ("full", BlockLayout),
+        ("last", BlockLayout),
     )
 
 

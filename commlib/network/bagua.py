@@ -31,9 +31,9 @@ from commlib.codecs.integer import UInt8Bagua, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
-from commlib.network.simulation.links import TransportProfile
-from commlib.network.simulation.simulator import Options, Result, simulate
-from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
+from commlib.primitives.low_precision import LowPrecisionWorkspace, centralized_low_precision
+from commlib.simulation.collectives import TransportProfile
+from commlib.simulation.simulator import Options, Result, simulate
 from commlib.transport.base import Communication, Communicator
 
 #: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
@@ -60,10 +60,10 @@ class _ThroughLeaders(Algorithm):
         assert local is not None
         assert across is not None
         yield local.broadcast(bucket.flat)  # a reduction takes what a broadcast does
-        yield from self._exchange(bucket, across)
+        yield from self._across_nodes(bucket, across)
         yield local.broadcast(bucket.flat)
 
-    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+    def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
         yield across.all_reduce(bucket.flat)
 
 
@@ -79,7 +79,7 @@ class BytePS(_ThroughLeaders):
         }
 
     @override
-    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+    def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
         sent, received = self._buffers[bucket.index]
         yield across.all_to_all(received, sent)
         yield across.all_gather(sent, received[: sent.numel() // across.world_size])
@@ -90,21 +90,21 @@ class ByteGrad(_ThroughLeaders):
 
     def __init__(self, codec: BlockCodec | None = None) -> None:
         self._codec = codec or UInt8Bagua()
-        self._exchanges: dict[int, LowPrecisionExchange] = {}
+        self._workspaces: dict[int, LowPrecisionWorkspace] = {}
 
     @override
     def setup(self, context: Context) -> None:
         assert context.comm.across is not None
-        self._exchanges = {
-            bucket.index: LowPrecisionExchange(
+        self._workspaces = {
+            bucket.index: LowPrecisionWorkspace(
                 bucket.flat.numel(), context.device, self._codec, context.comm.across, feedback=False
             )
             for bucket in context.buckets
         }
 
     @override
-    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
-        yield from centralized_low_precision(bucket.flat, self._exchanges[bucket.index], across)
+    def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
+        yield from centralized_low_precision(bucket.flat, self._workspaces[bucket.index], across)
 
 
 class QAdam(ByteGrad):
@@ -133,7 +133,7 @@ class Decentralized(_ThroughLeaders):
         self._peers = {bucket.index: torch.empty_like(bucket.flat) for bucket in context.buckets}
 
     @override
-    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+    def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
         peer = self._peers[bucket.index]
         other = across.rank ^ 1
         yield across.exchange([(other, bucket.flat)], [(other, peer)])
@@ -156,7 +156,7 @@ class LowPrecisionDecentralized(_ThroughLeaders):
         }
 
     @override
-    def _exchange(self, bucket: BucketView, across: Communicator) -> Communication:
+    def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
         own, left, right, change = self._replicas[bucket.index]
         sent, *received = self._payloads[bucket.index]
         neighbours = [(across.rank + step) % across.world_size for step in (-1, 1)]
@@ -223,7 +223,7 @@ SYSTEMS: Mapping[str, System] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class PublishedFigure:
     """A published figure.
 
     Attributes:
@@ -250,9 +250,9 @@ _NUM_RANKS = 128
 
 #: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), and the project's benchmark
 #: page (tutorials.baguasys.com/benchmark): 16 servers with 8 V100s each.
-PUBLISHED: tuple[Cell, ...] = (
+PUBLISHED: tuple[PublishedFigure, ...] = (
     *(
-        Cell("vgg16", 100.0, system, samples_per_s)
+        PublishedFigure("vgg16", 100.0, system, samples_per_s)
         for system, samples_per_s in {
             "byteps": 8571,
             "ddp": 8882,
@@ -266,7 +266,7 @@ PUBLISHED: tuple[Cell, ...] = (
         }.items()
     ),
     *(
-        Cell("bert-large", bandwidth_gbps, system, epoch_s)
+        PublishedFigure("bert-large", bandwidth_gbps, system, epoch_s)
         for system, both in {
             "ddp": (320, 125),
             "bytegrad": (90, 86),
@@ -353,7 +353,7 @@ def least_step_s(system: str, workload_name: str, bandwidth_gbps: float) -> floa
     return trained.forward_s + max(trained.backward_s, wire_s) + trained.optimizer_s
 
 
-def impossible() -> list[Cell]:
+def impossible() -> list[PublishedFigure]:
     """Return the published figures that move more bytes than the link can carry, beyond the reading error."""
     return [
         cell

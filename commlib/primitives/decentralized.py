@@ -12,7 +12,7 @@ from commlib.primitives.topology import Neighbours
 from commlib.transport.base import Communication, Communicator
 
 
-class FullExchange:
+class FullWorkspace:
     """What one bucket keeps for `decentralized_full_precision`: as many buffers as its rank has sources.
 
     Args:
@@ -40,7 +40,7 @@ class FullExchange:
 
 
 def decentralized_full_precision(
-    tensor: torch.Tensor, exchange: FullExchange, neighbours: Neighbours, comm: Communicator
+    tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, comm: Communicator
 ) -> Communication:
     """Replace `tensor` by the weighted mean of this rank's and its neighbours' (BAGUA's D_FP_S).
 
@@ -50,25 +50,25 @@ def decentralized_full_precision(
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.
-        exchange: The bucket's buffers.
+        workspace: The bucket's buffers.
         neighbours: What this rank has to do in this step.
         comm: The group.
     """
-    received = exchange.received(len(neighbours.sources))
+    received = workspace.received(len(neighbours.sources))
     yield comm.exchange(
         [(rank, tensor) for rank in neighbours.targets], list(zip(neighbours.sources, received, strict=True))
     )
     terms = [(comm.rank, neighbours.own, tensor)]
     terms += [(rank, weight, x) for (rank, weight), x in zip(neighbours.sources.items(), received, strict=True)]
     (_, weight, first), *others = sorted(terms, key=lambda term: term[0])
-    total = exchange.total(first).mul_(weight)
+    total = workspace.total(first).mul_(weight)
     for _, weight, value in others:
         total.add_(value, alpha=weight)
     if total is not tensor:
         tensor.copy_(total)
 
 
-class QuantizedExchange:
+class QuantizedWorkspace:
     """What one bucket keeps for `decentralized_quantized`: payload buffers.
 
     Args:
@@ -92,7 +92,7 @@ class QuantizedExchange:
 
 
 def decentralized_quantized(
-    tensor: torch.Tensor, exchange: QuantizedExchange, neighbours: Neighbours, comm: Communicator
+    tensor: torch.Tensor, workspace: QuantizedWorkspace, neighbours: Neighbours, comm: Communicator
 ) -> Communication:
     """Mix `tensor` with the neighbours', all of them compressed; nothing is remembered, so any graph will do.
 
@@ -104,21 +104,21 @@ def decentralized_quantized(
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's buffers.
+        workspace: The bucket's buffers.
         neighbours: What this rank has to do in this step.
         comm: The group.
     """
-    codec = exchange.codec
+    codec = workspace.codec
     if neighbours.sources or neighbours.targets:
-        codec.encode(tensor, exchange.own)
-    payloads = exchange.received(len(neighbours.sources))
+        codec.encode(tensor, workspace.own)
+    payloads = workspace.received(len(neighbours.sources))
     yield comm.exchange(
-        [(rank, exchange.own) for rank in neighbours.targets], list(zip(neighbours.sources, payloads, strict=True))
+        [(rank, workspace.own) for rank in neighbours.targets], list(zip(neighbours.sources, payloads, strict=True))
     )
     for weight, payload in zip(neighbours.sources.values(), payloads, strict=True):
-        _decode_add(codec, payload, tensor, weight, exchange.decoded)
+        _decode_add(codec, payload, tensor, weight, workspace.decoded)
     if payloads:
-        _decode_add(codec, exchange.own, tensor, neighbours.own - 1.0, exchange.decoded)
+        _decode_add(codec, workspace.own, tensor, neighbours.own - 1.0, workspace.decoded)
 
 
 def _decode_add(
@@ -132,7 +132,7 @@ def _decode_add(
         codec.decode_add(payload, target, weight=weight)
 
 
-class DifferenceExchange:
+class DifferenceWorkspace:
     """What one bucket keeps for `choco` and `dcd`: what the neighbours know of each other.
 
     [Note: the pull] One sum stands for a replica of each neighbour: not of their replicas, as in the papers, but of the
@@ -233,7 +233,7 @@ def _pasted(pieces: Pieces, parts: Sequence[Part], like: torch.Tensor) -> torch.
     return whole
 
 
-def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator, step_size: float) -> Communication:
+def choco(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator, step_size: float) -> Communication:
     """Mix `tensor` with the neighbours', sending only compressed differences: CHOCO-Gossip.
 
         q_i  = C(x_i - x^_i),   x^_j <- x^_j + q_j for all j,   x_i <- x_i + step_size sum_j W_ij (x^_j - x^_i)
@@ -244,16 +244,16 @@ def choco(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's replicas and buffers.
+        workspace: The bucket's replicas and buffers.
         comm: The group.
         step_size: The consensus step size, gamma of the paper.
     """
-    torch.sub(tensor, exchange.replica, out=exchange.difference)
-    yield from _exchange_difference(exchange, comm)
-    tensor.add_(exchange.pull, alpha=step_size)
+    torch.sub(tensor, workspace.replica, out=workspace.difference)
+    yield from _exchange_difference(workspace, comm)
+    tensor.add_(workspace.pull, alpha=step_size)
 
 
-def dcd(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator) -> Communication:
+def dcd(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator) -> Communication:
     """Mix `tensor` with the neighbours' and compress what changes: the round of DCD-PSGD.
 
         z_i = sum_j W_ij (x^_j - x^_i) + x_i - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
@@ -264,19 +264,19 @@ def dcd(tensor: torch.Tensor, exchange: DifferenceExchange, comm: Communicator) 
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's replicas and buffers.
+        workspace: The bucket's replicas and buffers.
         comm: The group.
     """
-    torch.sub(tensor, exchange.replica, out=exchange.difference)
-    exchange.difference.add_(exchange.pull)
-    yield from _exchange_difference(exchange, comm)
-    tensor.copy_(exchange.replica)
+    torch.sub(tensor, workspace.replica, out=workspace.difference)
+    workspace.difference.add_(workspace.pull)
+    yield from _exchange_difference(workspace, comm)
+    tensor.copy_(workspace.replica)
 
 
-def _exchange_difference(exchange: DifferenceExchange, comm: Communicator) -> Communication:
-    neighbours = exchange.neighbours
-    own, *others = encoded = exchange.encoded()
+def _exchange_difference(workspace: DifferenceWorkspace, comm: Communicator) -> Communication:
+    neighbours = workspace.neighbours
+    own, *others = encoded = workspace.encoded()
     yield comm.exchange(
         [(rank, own) for rank in neighbours.targets], list(zip(neighbours.sources, others, strict=True))
     )
-    exchange.apply(encoded)
+    workspace.apply(encoded)

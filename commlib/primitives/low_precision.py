@@ -22,7 +22,7 @@ def to_nearest(stage: int) -> None:
     """Round to nearest in every stage (a `RandomOf`)."""
 
 
-class LowPrecisionExchange:
+class LowPrecisionWorkspace:
     """What one bucket keeps from round to round: two buffers of payloads and, with error feedback, both residuals.
 
     The tensor is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
@@ -33,7 +33,7 @@ class LowPrecisionExchange:
         numel: Elements of the tensor: a bucket, or a stretch of one.
         device: Where it is.
         codec: The codec of both stages.
-        comm: The ranks that exchange.
+        comm: The ranks that workspace.
         begin: Where the stretch begins in its bucket.
         feedback: Whether errors are fed back.
         averaging: How much of an old residual stays in the new one (LoCo); 0 is plain error feedback.
@@ -146,7 +146,7 @@ class LowPrecisionExchange:
 
 def centralized_low_precision(
     tensor: torch.Tensor,
-    exchange: LowPrecisionExchange,
+    workspace: LowPrecisionWorkspace,
     comm: Communicator,
     *,
     divisor: float = 1.0,
@@ -167,30 +167,30 @@ def centralized_low_precision(
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's buffers and residuals.
+        workspace: The bucket's buffers and residuals.
         comm: The group.
         divisor: A true division of the sum.
         scale: By which the tensor is scaled (a loss scale); residuals are kept unscaled.
         decay: By which residuals are multiplied before they are added, for changes of the learning rate.
         random_of: Random numbers, for stochastic rounding.
     """
-    codec, chunk = exchange.codec, exchange.chunk
+    codec, chunk = workspace.codec, workspace.chunk
 
     if comm.contributes:
-        with exchange.feeding_back(exchange.worker, scale, decay) as feedback:
-            codec.encode(tensor, exchange.outgoing(), chunk=chunk, feedback=feedback, random=random_of(0))
+        with workspace.feeding_back(workspace.worker, scale, decay) as feedback:
+            codec.encode(tensor, workspace.outgoing(), chunk=chunk, feedback=feedback, random=random_of(0))
     else:
-        codec.encode(tensor, exchange.outgoing(), chunk=chunk)
-    yield exchange.share_out(comm)
-    with exchange.feeding_back(exchange.owner, scale, decay) as feedback:
+        codec.encode(tensor, workspace.outgoing(), chunk=chunk)
+    yield workspace.share_out(comm)
+    with workspace.feeding_back(workspace.owner, scale, decay) as feedback:
         codec.encode_sum(
-            exchange.payloads(),
-            exchange.count,
-            exchange.own(),
+            workspace.payloads(),
+            workspace.count,
+            workspace.own(),
             divisor=divisor,
             feedback=feedback,
             random=random_of(1),
-            first=exchange.first,
+            first=workspace.first,
         )
-    yield exchange.gather(comm)
-    codec.decode(exchange.gathered(), tensor, chunk=chunk)
+    yield workspace.gather(comm)
+    codec.decode(workspace.gathered(), tensor, chunk=chunk)

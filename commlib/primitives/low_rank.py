@@ -39,7 +39,7 @@ class _Batch:
         self.p.copy_(self._orthogonal)
 
 
-class LowRankExchange:
+class LowRankWorkspace:
     """What one bucket of matrices keeps from round to round: factors, and the errors of the approximation (fp32).
 
     The factors of all matrices lie in two flat buffers, so a bucket takes two all-reduces. Matrices of one shape are
@@ -104,7 +104,7 @@ class LowRankExchange:
         A matrix that comes from another local rank begins with the first Q again, which its new peers share.
 
         Returns:
-            What `LowPrecisionExchange.load` does: the errors of matrices that are another local rank's now.
+            What `LowPrecisionWorkspace.load` does: the errors of matrices that are another local rank's now.
         """
         for batch in self.batches:
             for idx, part in enumerate(batch.parts):
@@ -124,7 +124,7 @@ class LowRankExchange:
 
 def centralized_low_rank(
     tensor: torch.Tensor,
-    exchange: LowRankExchange,
+    workspace: LowRankWorkspace,
     comm: Communicator,
     *,
     divisor: float = 1.0,
@@ -142,13 +142,13 @@ def centralized_low_rank(
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's factors and errors.
+        workspace: The bucket's factors and errors.
         comm: The group.
         divisor: Of the sum.
         scale: By which the tensor is scaled (a loss scale); errors are kept unscaled.
         decay: By which errors are multiplied before they are added.
     """
-    for batch in exchange.batches:
+    for batch in workspace.batches:
         if not comm.contributes:
             continue
         for idx, part in enumerate(batch.parts):
@@ -157,20 +157,20 @@ def centralized_low_rank(
             error.view(values.shape).add_(values, alpha=1.0 / scale)
         torch.bmm(batch.error, batch.q_rows.transpose(1, 2), out=batch.p)
     if not comm.contributes:
-        exchange.p.zero_()
-    yield comm.all_reduce(exchange.p)
-    for batch in exchange.batches:
+        workspace.p.zero_()
+    yield comm.all_reduce(workspace.p)
+    for batch in workspace.batches:
         batch.orthogonalise()
         if comm.contributes:
             torch.bmm(batch.p.transpose(1, 2), batch.error, out=batch.q_rows)
     if not comm.contributes:
-        exchange.q.zero_()
-    yield comm.all_reduce(exchange.q)
-    exchange.q.div_(divisor)
-    for batch in exchange.batches:
+        workspace.q.zero_()
+    yield comm.all_reduce(workspace.q)
+    workspace.q.div_(divisor)
+    for batch in workspace.batches:
         for idx, part in enumerate(batch.parts):
             values = _by_index(tensor, part)
-            approximation = exchange.product_like(values, part)
+            approximation = workspace.product_like(values, part)
             torch.mm(batch.p[idx], batch.q_rows[idx], out=approximation)
             if comm.contributes:
                 batch.error[idx].sub_(approximation, alpha=divisor / comm.num_active)
@@ -178,7 +178,7 @@ def centralized_low_rank(
                 torch.mul(approximation.view(values.shape), scale, out=values)
         if comm.contributes:
             torch.nan_to_num(batch.error, nan=0.0, posinf=0.0, neginf=0.0, out=batch.error)
-    exchange.renew_unless_finite()
+    workspace.renew_unless_finite()
 
 
 def _matrix_shape(part: Part) -> tuple[int, int]:

@@ -14,14 +14,14 @@ from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
 from commlib.transport.base import Communication, Communicator
 
 
-class SparseExchange:
+class SparseWorkspace:
     """What one bucket keeps from round to round: payload buffers and the residual [numel] fp32, unscaled.
 
     Args:
         numel: Elements of the tensor: a bucket, or a stretch of one.
         device: Where it is.
         codec: Chooses the elements; the one with the most places that will be used.
-        comm: The ranks that exchange.
+        comm: The ranks that workspace.
         begin: Where the stretch begins in its bucket.
         gathers: Whether everyone's payloads are gathered; else there is room for the own one only.
     """
@@ -62,7 +62,7 @@ class SparseExchange:
         return {"worker": cut(self.residual, self.begin, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Take a residual over, also from another plan; returns what `LowPrecisionExchange.load` does."""
+        """Take a residual over, also from another plan; returns what `LowPrecisionWorkspace.load` does."""
         whole = self.residual.new_zeros(max(part.start + part.numel for part in parts))
         paste(saved["worker"], whole, parts)
         rest = split_at(whole, self.begin, self.residual)
@@ -71,7 +71,7 @@ class SparseExchange:
 
 def centralized_sparse(
     tensor: torch.Tensor,
-    exchange: SparseExchange,
+    workspace: SparseWorkspace,
     codec: SparseCodec,
     comm: Communicator,
     *,
@@ -87,18 +87,18 @@ def centralized_sparse(
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
-        exchange: The bucket's buffers and residual.
+        workspace: The bucket's buffers and residual.
         codec: `TopK` or `Threshold`.
         comm: The group.
         divisor: A true division of the sum.
         scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
         decay: By which the residual is multiplied before it is added.
     """
-    own, everyone = exchange.payloads(codec)
-    feedback = Feedback(exchange.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+    own, everyone = workspace.payloads(codec)
+    feedback = Feedback(workspace.residual, scale * decay, 1.0 / scale) if comm.contributes else None
     codec.encode(tensor, own, feedback=feedback)
     yield comm.all_gather(everyone.view(-1), own)
-    total = exchange.sum_like(tensor)
+    total = workspace.sum_like(tensor)
     codec.decode_sum(everyone, total, divisor=divisor)
     if total is not tensor:
         tensor.copy_(total)
@@ -106,7 +106,7 @@ def centralized_sparse(
 
 def centralized_aligned_sparse(
     tensor: torch.Tensor,
-    exchange: SparseExchange,
+    workspace: SparseWorkspace,
     codec: SparseCodec,
     comm: Communicator,
     random: Random,
@@ -122,7 +122,7 @@ def centralized_aligned_sparse(
 
     Args:
         tensor: As in `centralized_sparse`.
-        exchange: As there.
+        workspace: As there.
         codec: `RandomK`.
         comm: The group.
         random: The same on all ranks, but for the step.
@@ -130,13 +130,13 @@ def centralized_aligned_sparse(
         scale: As there.
         decay: As there.
     """
-    own, _ = exchange.payloads(codec)
-    feedback = Feedback(exchange.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+    own, _ = workspace.payloads(codec)
+    feedback = Feedback(workspace.residual, scale * decay, 1.0 / scale) if comm.contributes else None
     codec.encode(tensor, own, feedback=feedback, random=random)
-    values = codec.values(own, exchange.numel)
+    values = codec.values(own, workspace.numel)
     mark_unless(all_finite(tensor), values)
     yield comm.all_reduce(values)
-    total = exchange.sum_like(tensor)
+    total = workspace.sum_like(tensor)
     codec.decode_sum(own.view(1, -1), total, divisor=divisor)
     if total is not tensor:
         tensor.copy_(total)

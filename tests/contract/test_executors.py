@@ -15,9 +15,9 @@ import torch
 from commlib.engine.scheduler import Driver, Round, StreamDriver, Task, ThreadDriver
 from commlib.errors import TransportError
 from commlib.network.presets import device, network
-from commlib.network.simulation.clock import VirtualDriver
-from commlib.network.simulation.links import NCCL, Links
-from commlib.network.simulation.meter import Meter
+from commlib.simulation.clock import VirtualDriver
+from commlib.simulation.collectives import NCCL, Links
+from commlib.simulation.meter import Meter
 from commlib.transport.base import AllReduce, Communication, Request
 from commlib.transport.simulated import SimulatedTransport
 

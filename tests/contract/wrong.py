@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.algorithms import Algorithm, BucketView, Context, Traits
-from commlib.algorithms._policy import Units
+from commlib.algorithms.families.policy import Units
 from commlib.primitives.parts import cut, paste
 from commlib.transport.base import Communication, Communicator
 

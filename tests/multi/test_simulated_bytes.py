@@ -8,9 +8,9 @@ import torch.distributed as dist
 import commlib
 from commlib import algorithms
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.network.simulation.simulator import simulate
-from commlib.network.simulation.training import Options
 from commlib.optim import FrozenVarianceAdam
+from commlib.simulation.simulator import simulate
+from commlib.simulation.training import Options
 from tests.multi.common import Mlp
 from tests.multi.pool import on_ranks
 

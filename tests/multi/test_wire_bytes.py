@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commlib.network import EmulatedCluster, check_requirements
+from commlib.emulation import EmulatedCluster, check_requirements
 from tests.multi.wire_bytes_script import ALGORITHMS, LAYERS, WIDTH
 
 _MISSING = check_requirements()

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.algorithms import AsyncSGD, PassiveGossip, _published
-from commlib.algorithms._shard_client import PUSH, PUSH_FOR_CHANGE
+from commlib.algorithms import AsyncSGD, PassiveGossip
+from commlib.algorithms.families.published import Published
 from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.families.shard_client import PUSH, PUSH_FOR_CHANGE
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.errors import ConfigError
 from commlib.primitives.topology import RandomMatching
@@ -429,7 +430,7 @@ def test_async_sgd_with_a_codec_refuses_complex_parameters() -> None:
 def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times as long as push and answer took; after one that took long, as long as after the one before."""
     clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
-    monkeypatch.setattr("commlib.algorithms._shard_client.time", clock)
+    monkeypatch.setattr("commlib.algorithms.families.shard_client.time", clock)
     ranks = Ranks(AsyncSGD(period=1, rest=3.0), 1, lambda p: torch.optim.SGD(p, LR), alike=True)
     ones = np.ones(NUMEL, np.float32)
     pushed_at_s = []
@@ -763,7 +764,7 @@ def test_passive_gossip_asks_another_partner_when_one_is_late() -> None:
 
 def test_a_published_copy_stays_whole_while_it_is_held() -> None:
     tensors = [torch.zeros(5), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.complex64)]
-    published = _published.Published(tensors, depth=2)
+    published = Published(tensors, depth=2)
     held = published.take(lambda copies: copies[-1])
     for number in range(1, 5):
         for tensor in tensors:

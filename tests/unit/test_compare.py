@@ -11,10 +11,12 @@ from commlib import algorithms
 from commlib.algorithms.base import EXACTNESS
 from commlib.cli import app
 from commlib.errors import ConfigError
-from commlib.network import compare, plots, presets, report, workloads
+from commlib.network import presets, workloads
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.network.simulation import timeline
-from commlib.network.simulation.simulator import Options
+from commlib.reports import comparison as report
+from commlib.reports import plots
+from commlib.simulation import compare, timeline
+from commlib.simulation.simulator import Options
 
 LAYERS = tuple(Layer(f"l{idx}", (("weight", (512, 512)), ("bias", (512,))), 1.0) for idx in range(6))
 SMALL = Workload("small", LAYERS, batch_per_rank=4, forward_s=1e-3, backward_s=2e-3, optimizer_s=1e-4, device="v100")

@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from commlib import emulate as emulation
 from commlib.cli import app
+from commlib.emulation import experiment as emulation
+from commlib.emulation.cluster import check_requirements
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
-from commlib.network.emulation.cluster import check_requirements
 
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 

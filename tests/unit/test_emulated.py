@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from commlib.errors import ConfigError, PeerFailure, PeerTimeout
-from commlib.network import (
+from commlib.emulation import (
     EmulatedCluster,
     InterfaceCounters,
     check_requirements,
+    linkprobe,
+    netns,
     parse_rate,
 )
-from commlib.network.emulation import linkprobe, netns
-from commlib.network.emulation.cluster import Link
+from commlib.emulation.cluster import Link
+from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 
 _MISSING = check_requirements()
 needs_hosts = pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
@@ -300,7 +301,7 @@ import os, sys, time, types, warnings
 package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
-from commlib.network import EmulatedCluster
+from commlib.emulation import EmulatedCluster
 with EmulatedCluster(hosts=2, rate="1gbit") as cluster:
     cluster.popen(0, ["sleep", "300"])
     print("ready", flush=True)

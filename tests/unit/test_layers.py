@@ -8,64 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-PACKAGE = Path(__file__).parents[2] / "commlib"
+from tests.structure import BELOW, PACKAGE, circles, loaded_by_import, module_name, part_of, sources, upward_imports
 
-# What each part may import of the others. A part is the first name below `commlib`, unless PARTS_OF_WRAP has it.
-BELOW = {
-    "errors": set(),
-    "_native": set(),
-    "kernels": {"errors", "_native"},
-    "codecs": {"errors", "kernels"},
-    "transport": {"errors", "kernels"},
-    "primitives": {"errors", "kernels", "codecs", "transport"},
-    "algorithms": {"errors", "kernels", "codecs", "transport", "primitives", "optim"},
-    "engine": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms"},
-    "network": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine"},
-    "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network"},
-    "emulate": {"errors", "algorithms", "engine", "network", "transport", "wrap"},
-    "optim": {"errors"},
-    "doctor": {"errors", "kernels", "network"},
-    "cli": {"errors", "kernels", "primitives", "algorithms", "network", "doctor", "wrap", "emulate"},
-    "__main__": {"cli"},
-}
-# Files of the top layer that `wrap` is made of.
-PARTS_OF_WRAP = {"join", "parallel", "replica", "tuner", "verify"}
-SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-
-
-def part_of(module: str) -> str:
-    part = module.split(".")[1]
-    return "wrap" if part in PARTS_OF_WRAP else part
-
-
-def module_name(path: Path) -> str:
-    relative = path.relative_to(PACKAGE.parent).with_suffix("")
-    return ".".join(relative.parts).removesuffix(".__init__")
-
-
-def imported_modules(path: Path) -> set[str]:
-    """Every module of commlib that a file imports, also inside functions and for type checking only."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute_base(path, node)
-            found |= {f"{base}.{alias.name}" for alias in node.names} if base == "commlib" else {base}
-    return {name for name in found if name.split(".")[0] == "commlib"}
-
-
-def absolute_base(path: Path, node: ast.ImportFrom) -> str:
-    if node.level == 0:
-        return node.module or ""
-    package = path.relative_to(PACKAGE.parent).parts[: -node.level]
-    return ".".join([*package, *([node.module] if node.module else [])])
-
-
-def upward_imports(path: Path) -> list[str]:
-    part = part_of(module_name(path))
-    allowed = BELOW[part] | {part}
-    return [name for name in sorted(imported_modules(path)) if name == "commlib" or part_of(name) not in allowed]
+SOURCES = sources()
 
 
 def test_every_part_has_its_place():
@@ -77,14 +22,17 @@ def test_imports_point_downward(path):
     assert upward_imports(path) == []
 
 
-def test_an_upward_import_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path / "commlib")
-    path = tmp_path / "commlib" / "codecs" / "bad.py"
-    path.parent.mkdir(parents=True)
+def test_an_upward_import_and_a_circle_are_found(tmp_path):
+    package = tmp_path / "commlib"
+    (package / "codecs").mkdir(parents=True)
+    path = package / "codecs" / "bad.py"
     path.write_text(
         "def f():\n    from commlib import engine\n    from ..wrap import wrap\n    import commlib.kernels.native\n"
+        "    from commlib.codecs import worse\n"
     )
-    assert upward_imports(path) == ["commlib.engine", "commlib.wrap"]
+    (package / "codecs" / "worse.py").write_text("from commlib.codecs.bad import f\n")
+    assert upward_imports(path, package) == ["commlib.engine", "commlib.wrap"]
+    assert circles(package) == [["commlib.codecs.bad", "commlib.codecs.worse"]]
 
 
 def test_the_layers_have_no_circle():
@@ -92,6 +40,13 @@ def test_the_layers_have_no_circle():
         return BELOW[part].union(*(below(lower) for lower in BELOW[part]))
 
     assert all(part not in below(part) for part in BELOW)
+
+
+def test_importing_loads_what_training_needs():
+    """Neither the simulator, nor hosts, nor the command line."""
+    rooms = {part_of(name) for name in loaded_by_import() if "." in name}
+    assert not rooms & {"network", "simulation", "emulation", "reports", "predictions", "cli", "doctor", "__main__"}
+    assert "commlib.tuner" not in loaded_by_import()
 
 
 def test_all_is_exact():

@@ -15,9 +15,9 @@ from commlib.codecs import BlockCodec, Int4, Int8, OneBit, UInt8MinMax
 from commlib.kernels.reference import BLOCK_CODECS
 from commlib.primitives.butterfly import butterfly_all_reduce, halving_all_reduce
 from commlib.primitives.decentralized import (
-    DifferenceExchange,
-    FullExchange,
-    QuantizedExchange,
+    DifferenceWorkspace,
+    FullWorkspace,
+    QuantizedWorkspace,
     choco,
     dcd,
     decentralized_full_precision,
@@ -101,8 +101,8 @@ def test_full_precision_is_the_product_with_the_matrix(name: str, world_size: in
     topology = create(name)
 
     def make(comm: Communicator, like: torch.Tensor) -> Callable[[int, torch.Tensor], Communication]:
-        exchange = FullExchange(NUMEL, like.dtype, like.device)
-        return lambda step, x: decentralized_full_precision(x, exchange, of(topology, comm, step), comm)
+        workspace = FullWorkspace(NUMEL, like.dtype, like.device)
+        return lambda step, x: decentralized_full_precision(x, workspace, of(topology, comm, step), comm)
 
     train(make, lambda x, step: topology.matrix(world_size, step) @ x, world_size)
 
@@ -122,8 +122,8 @@ def test_quantized_values_keep_the_mean(topology: Topology, codec: BlockCodec, w
         return mixed
 
     def make(comm: Communicator, like: torch.Tensor) -> Callable[[int, torch.Tensor], Communication]:
-        exchange = QuantizedExchange(NUMEL, like.dtype, like.device, codec)
-        return lambda step, x: decentralized_quantized(x, exchange, of(topology, comm, step), comm)
+        workspace = QuantizedWorkspace(NUMEL, like.dtype, like.device, codec)
+        return lambda step, x: decentralized_quantized(x, workspace, of(topology, comm, step), comm)
 
     train(make, mix, world_size)
 
@@ -134,10 +134,10 @@ def differences(
     """Make the rounds of choco, or of dcd without a step size."""
 
     def make(comm: Communicator, like: torch.Tensor) -> Callable[[int, torch.Tensor], Communication]:
-        exchange = DifferenceExchange(len(like), like.dtype, like.device, codec, of(topology, comm, 0))
+        workspace = DifferenceWorkspace(len(like), like.dtype, like.device, codec, of(topology, comm, 0))
         if step_size is None:
-            return lambda step, x: dcd(x, exchange, comm)
-        return lambda step, x: choco(x, exchange, comm, step_size)
+            return lambda step, x: dcd(x, workspace, comm)
+        return lambda step, x: choco(x, workspace, comm, step_size)
 
     return make
 

@@ -19,11 +19,11 @@ from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.network.simulation.calibration import Cell, calibrate, predict
-from commlib.network.simulation.links import NCCL, Links, TransportProfile
-from commlib.network.simulation.meter import Meter
-from commlib.network.simulation.simulator import Result, simulate
-from commlib.network.simulation.training import Options
+from commlib.simulation.calibration import MeasuredStep, calibrate, predict
+from commlib.simulation.collectives import NCCL, Links, TransportProfile
+from commlib.simulation.meter import Meter
+from commlib.simulation.simulator import Result, simulate
+from commlib.simulation.training import Options
 from commlib.transport.base import Communicator
 
 #: Local work costs nothing, and a gigabyte a second leaves each of four nodes.
@@ -519,19 +519,19 @@ def test_a_calibration_finds_what_made_the_measurements():
     for gbps in (0.2, 1.0):
         network = dataclasses.replace(FOUR, bandwidth_gbps=gbps)
         for name in ("allreduce", "bytegrad", "signsgd", "topk"):
-            cell = Cell(model, network, name, 1.0, bucket_cap_mb=1.0)
+            cell = MeasuredStep(model, network, name, 1.0, bucket_cap_mb=1.0)
             cells.append(dataclasses.replace(cell, step_s=predict(cell, true_device, true_transport)))
     start = TransportProfile("start", op_us=50.0)
     found = calibrate(cells, cpu(5.0, 1e-9, 1e-4), start)
     assert max(map(abs, found.errors)) < 0.02
     # It holds where nothing was measured.
-    other = Cell(model, dataclasses.replace(FOUR, bandwidth_gbps=0.5), "ef_quantized", 1.0, bucket_cap_mb=1.0)
+    other = MeasuredStep(model, dataclasses.replace(FOUR, bandwidth_gbps=0.5), "ef_quantized", 1.0, bucket_cap_mb=1.0)
     truth = predict(other, true_device, true_transport)
     assert predict(other, found.device, found.transport) == pytest.approx(truth, rel=0.03)
 
 
 def test_a_calibration_needs_as_many_measurements_as_figures():
-    cell = Cell(model_of(1000), FOUR, "allreduce", 1.0)
+    cell = MeasuredStep(model_of(1000), FOUR, "allreduce", 1.0)
     with pytest.raises(ConfigError, match="at least 7 measured steps, got 1"):
         calibrate([cell], FREE, RING)
     with pytest.raises(ConfigError, match="figures above 0"):

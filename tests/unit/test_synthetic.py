@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from commlib.algorithms import Algorithm, AllReduce, BucketView, ByteGrad, PowerSGD, TopK
+from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.engine.plan import Parameter
 from commlib.engine.profile import as_square
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
-from commlib.network.probe import _drawn, _line, _Timer, _Verbs, beside_nothing, fitted, scaled, work_factor
-from commlib.network.simulation.links import GLOO
-from commlib.network.synthetic import SyntheticModel, shrink
+from commlib.simulation.collectives import GLOO
+from commlib.simulation.probe import _drawn, _line, _Timer, _Verbs, beside_nothing, fitted, scaled, work_factor
 from commlib.transport.base import Communication, Communicator, Request
 
 SMALL = Workload(

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from commlib.cli import app
-from commlib.network.topology_report import decay, steps_to
 from commlib.primitives.topology import TOPOLOGIES, Graph, Ring, create
+from commlib.reports.topology import decay, steps_to
 
 
 @pytest.mark.parametrize("name", sorted(TOPOLOGIES))

@@ -11,8 +11,9 @@ import time
 import pytest
 
 from commlib.errors import CommlibError
-from commlib.network import compare, presets
-from commlib.network.workers import on_all_cores
+from commlib.network import presets
+from commlib.simulation import compare
+from commlib.simulation.workers import on_all_cores
 from tests.unit.test_compare import NETWORK, OPTIONS, SMALL
 
 MANY = 100

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from commlib.emulation.netns import Namespace
 from commlib.errors import TransportError
-from commlib.network.emulation.netns import Namespace
 
 _CLONE_NEWNET = 0x40000000
 _TIMEOUT_S = 15.0

@@ -16,8 +16,8 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.simulation.simulator import Options, Result, simulate
-from commlib.network.workers import Map
+from commlib.simulation.simulator import Options, Result, simulate
+from commlib.simulation.workers import Map
 
 #: The bucket size of `DistributedDataParallel`, whose step is the measure of all others.
 DDP_BUCKET_CAP_MB = 25.0
@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class Prediction:
     """One algorithm on one network.
 
     Attributes:
@@ -77,7 +77,7 @@ class Comparison:
     network: Network
     device: Device
     ddp: Result
-    rows: tuple[Row, ...]
+    rows: tuple[Prediction, ...]
     refused: dict[str, str]
 
     def results(self) -> list[Result]:
@@ -133,12 +133,12 @@ def _all(several_per_node: bool) -> dict[str, Algorithm]:
         if name == "auto":  # which becomes one of the others
             continue
         found[name] = algorithms.create(name)
-        if several_per_node and (form := hierarchical(name)) is not None:
+        if several_per_node and (form := hierarchical_form(name)) is not None:
             found[f"{name}(hierarchical=True)"] = form
     return found
 
 
-def hierarchical(name: str) -> Algorithm | None:
+def hierarchical_form(name: str) -> Algorithm | None:
     """Return the hierarchical form of a registered algorithm, or None where it has none."""
     cls = algorithms.get(name)
     if "hierarchical" not in inspect.signature(cls).parameters:
@@ -203,7 +203,7 @@ def compare(
     if isinstance(ddp, str):
         raise ConfigError(ddp)
     rows = [
-        Row(name, chosen[name].exactness, result, ddp.step_s / result.step_s)
+        Prediction(name, chosen[name].exactness, result, ddp.step_s / result.step_s)
         for name, result in outcomes.items()
         if isinstance(result, Result)
     ]

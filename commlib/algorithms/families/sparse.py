@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._compressed import Compressed
 from commlib.algorithms.base import BucketView
+from commlib.algorithms.families.compressed import Compressed
 from commlib.codecs.sparse import SparseCodec
-from commlib.primitives.sparse import SparseExchange
+from commlib.primitives.sparse import SparseWorkspace
 from commlib.transport.base import Communicator
 
 
-class Sparse(Compressed[SparseExchange]):
+class Sparse(Compressed[SparseWorkspace]):
     """Keeps, per bucket, buffers and the residual of what was not sent.
 
     Args:
@@ -39,7 +39,7 @@ class Sparse(Compressed[SparseExchange]):
         self.codec = codec
 
     @override
-    def _make_exchange(
+    def _make_workspace(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> SparseExchange:
-        return SparseExchange(numel, device, self.codec, comm, begin=begin, gathers=self.gathers)
+    ) -> SparseWorkspace:
+        return SparseWorkspace(numel, device, self.codec, comm, begin=begin, gathers=self.gathers)

@@ -30,8 +30,8 @@ from commlib.engine.plan import Parameter, main_group
 from commlib.engine.profile import Scratch, as_square, scratch_buckets
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
-from commlib.network.simulation.links import GLOO, NCCL, TransportProfile
-from commlib.network.simulation.meter import Meter
+from commlib.simulation.collectives import GLOO, NCCL, TransportProfile
+from commlib.simulation.meter import Meter
 from commlib.transport.base import AllGather, AllToAll, Communicator, Request, Transport
 
 _SMALL_BYTES = 64

@@ -41,16 +41,16 @@ class NeighbourAveraging(Algorithm, Generic[E]):
             idle_alone=True,
             hierarchical=hierarchical,
         )
-        self._exchanges: dict[int, E] = {}
+        self._workspaces: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}
 
     @abstractmethod
-    def _make_exchange(self, like: torch.Tensor, begin: int, peers: Communicator) -> E:
+    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> E:
         """Make what is kept of a tensor like `like` [numel], which begins at `begin` in its bucket."""
 
     @abstractmethod
-    def _mix(self, tensor: torch.Tensor, exchange: E, neighbours: Neighbours, peers: Communicator) -> Communication:
+    def _mix(self, tensor: torch.Tensor, workspace: E, neighbours: Neighbours, peers: Communicator) -> Communication:
         """Average `tensor` with the neighbours among `peers`, in place."""
 
     @override
@@ -58,7 +58,7 @@ class NeighbourAveraging(Algorithm, Generic[E]):
         saved = self.state_dict()
         local, across = context.comm.local, context.comm.across
         self._stages.clear()
-        self._exchanges.clear()
+        self._workspaces.clear()
         self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
         for bucket in context.buckets:
             like, begin, peers = bucket.flat, 0, context.comm
@@ -67,14 +67,14 @@ class NeighbourAveraging(Algorithm, Generic[E]):
                 like, begin, peers = stage.sum[: stage.count], stage.begin, across
                 self._stages[bucket.index] = stage
             self.topology.matrix(peers.world_size)  # a topology that does not exist for so many ranks says so here
-            self._exchanges[bucket.index] = self._make_exchange(like, begin, peers)
+            self._workspaces[bucket.index] = self._make_workspace(like, begin, peers)
         self.load_state_dict(saved)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        exchange, stage = self._exchanges[bucket.index], self._stages.get(bucket.index)
+        workspace, stage = self._workspaces[bucket.index], self._stages.get(bucket.index)
         if stage is None:
-            yield from self._mix(bucket.flat, exchange, self._neighbours(comm, comm.step), comm)
+            yield from self._mix(bucket.flat, workspace, self._neighbours(comm, comm.step), comm)
             return
         local, across = comm.local, comm.across
         assert local is not None
@@ -83,7 +83,7 @@ class NeighbourAveraging(Algorithm, Generic[E]):
 
         def mix_nodes(own: torch.Tensor) -> Communication:
             own.div_(local.world_size)
-            yield from self._mix(own, exchange, neighbours, across)
+            yield from self._mix(own, workspace, neighbours, across)
 
         yield from hierarchical(bucket.flat, stage, local, mix_nodes)
 

@@ -21,9 +21,9 @@ from commlib.engine.policy import Schedule
 from commlib.engine.scheduler import Round, Task
 from commlib.engine.weights import WeightRounds
 from commlib.network.model import DTYPES, Device, Network, Workload
-from commlib.network.simulation.clock import VirtualDriver
-from commlib.network.simulation.links import NCCL, Links, TransportProfile
-from commlib.network.simulation.meter import Meter
+from commlib.simulation.clock import VirtualDriver
+from commlib.simulation.collectives import NCCL, Links, TransportProfile
+from commlib.simulation.meter import Meter
 from commlib.transport.base import Communicator
 from commlib.transport.simulated import SimulatedTransport
 

@@ -17,9 +17,9 @@ from commlib.engine.planner import Cost
 from commlib.engine.profile import PROBES, as_square, scratch_buckets
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.simulation import asynchronous
-from commlib.network.simulation.clock import Span
-from commlib.network.simulation.training import META, Options, Training, parameters_of, time_round
+from commlib.simulation import asynchronous
+from commlib.simulation.clock import Span
+from commlib.simulation.training import META, Options, Training, parameters_of, time_round
 
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2

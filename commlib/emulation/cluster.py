@@ -22,11 +22,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from commlib.emulation import hostrun, linkprobe, netns
+from commlib.emulation.hostrun import HostProcess, HostResult, LineHandler
+from commlib.emulation.links import InterfaceCounters, Link, format_rate, parse_rate
+from commlib.emulation.netns import Namespace, check_requirements
 from commlib.errors import ConfigError
-from commlib.network.emulation import hostrun, linkprobe, netns
-from commlib.network.emulation.hostrun import HostProcess, HostResult, LineHandler
-from commlib.network.emulation.links import InterfaceCounters, Link, format_rate, parse_rate
-from commlib.network.emulation.netns import Namespace, check_requirements
 
 __all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]
 

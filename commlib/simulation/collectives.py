@@ -174,7 +174,7 @@ def _tree(group: _Group, nbytes: float) -> _Move:
     return group.move(adapter, 2 * nbytes, hops, 4)
 
 
-def _hierarchical(group: _Group, nbytes: float) -> _Move:
+def _within_and_across(group: _Group, nbytes: float) -> _Move:
     p, q = group.p, group.q
     move = group.move(
         2 * (p - 1) / p * nbytes, 2 * (q - 1) / q * nbytes, (2 * (p - 1), 2 * (q - 1)), 2 * (p - 1 + q - 1)
@@ -225,7 +225,7 @@ def _log2(count: int) -> int:
 _ALL_REDUCES: dict[str, Callable[[_Group, float], _Move]] = {
     "ring": lambda group, nbytes: _ring(group, nbytes, passes=2),
     "tree": _tree,
-    "hierarchical": _hierarchical,
+    "hierarchical": _within_and_across,
     "leaders": _leaders,
 }
 _BROADCASTS: dict[str, Callable[[_Group, float], _Move]] = {"chain": _chain, "binomial": _binomial}

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from commlib.algorithms.base import Algorithm
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network, Workload
-from commlib.network.simulation.links import TransportProfile
-from commlib.network.simulation.simulator import simulate
-from commlib.network.simulation.training import Options
+from commlib.simulation.collectives import TransportProfile
+from commlib.simulation.simulator import simulate
+from commlib.simulation.training import Options
 
 _DEVICE = ("memory_gbytes_s", "cpu_s_per_byte", "cpu_s_per_message")
 _VERBS = ("all_reduce", "all_to_all", "all_gather")
@@ -29,7 +29,7 @@ _SMALL_ERROR, _LITTLE_GAIN = 0.005, 0.8
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeasuredStep:
     """A measured step.
 
     Attributes:
@@ -62,14 +62,14 @@ class Calibration:
     errors: tuple[float, ...]
 
 
-def predict(cell: Cell, device: Device, transport: TransportProfile) -> float:
+def predict(cell: MeasuredStep, device: Device, transport: TransportProfile) -> float:
     """Return the simulated seconds of a cell's step."""
     options = Options(steps=1, bucket_cap_mb=cell.bucket_cap_mb, transport=transport)
     return simulate(cell.workload, cell.network, device, cell.algorithm, options).step_s
 
 
 def calibrate(
-    cells: Sequence[Cell],
+    cells: Sequence[MeasuredStep],
     device: Device,
     transport: TransportProfile,
     progress: Callable[[float], None] = lambda _: None,

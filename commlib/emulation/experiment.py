@@ -33,15 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.emulation.cluster import EmulatedCluster, parse_rate
+from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.errors import ConfigError
-from commlib.network import compare, presets, workloads
-from commlib.network.emulation.cluster import EmulatedCluster, parse_rate
+from commlib.network import presets, workloads
 from commlib.network.model import Network, Workload
-from commlib.network.probe import Probe, beside_nothing, probe, scaled, work_factor
-from commlib.network.report import Task
-from commlib.network.simulation.simulator import Options, simulate
-from commlib.network.simulation.training import parameters_of
-from commlib.network.synthetic import SyntheticModel, shrink
+from commlib.reports.comparison import Selection
+from commlib.simulation import compare
+from commlib.simulation.probe import Probe, beside_nothing, probe, scaled, work_factor
+from commlib.simulation.simulator import Options, simulate
+from commlib.simulation.training import parameters_of
 from commlib.transport.torch_dist import TorchTransport
 from commlib.wrap import stats, wrap
 
@@ -77,7 +78,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One system on the emulated hosts.
 
     Attributes:
@@ -119,7 +120,7 @@ class Emulation:
     scale: float | None
     links: str
     compute_s: float
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     found: dict[str, Any]
 
 
@@ -173,7 +174,7 @@ def emulate(
                     scale=None if is_rate else target.bytes_per_s * 8 / rate_bps,
                     links=str(cluster),
                     compute_s=next(row["step_s"] for row in found["rows"] if row["system"] == "none"),
-                    rows=tuple(Row(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
+                    rows=tuple(Measurement(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
                     found=found["probe"],
                 )
             )
@@ -210,43 +211,43 @@ def _run(
     workloads.save(workload, folder / "workload.json")
     spec = {"folder": str(folder), "systems": list(systems), "setting": dataclasses.asdict(setting)}
     (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "commlib.emulate", str(folder / "spec.json")]
+    command = [sys.executable, "-m", "commlib.emulation.experiment", str(folder / "spec.json")]
     cluster.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=setting.timeout_s)
     return json.loads((folder / "result.json").read_text())
 
 
-def run(task: Task, rates: str | None = None, hosts: int = 4, as_json: bool = False) -> list[Emulation]:
+def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json: bool = False) -> list[Emulation]:
     """Do what `commlib compare --emulate` says, and print it.
 
     Args:
-        task: What is compared.
-        rates: Rates of the links instead of the task's networks, as in "200mbit,1gbit".
+        selection: What is compared.
+        rates: Rates of the links instead of the selection's networks, as in "200mbit,1gbit".
         hosts: Emulated hosts.
         as_json: Print JSON.
 
     Raises:
         ConfigError: A name that is not known, or a value that is not possible.
     """
-    targets = _targets(task, rates)
-    labels = compare.candidates(task.algorithms, task.exactness)
+    targets = _targets(selection, rates)
+    labels = compare.candidates(selection.algorithms, selection.exactness)
     setting = Setting(hosts=hosts)
-    if task.bucket_cap_mb is not None:
-        setting = dataclasses.replace(setting, bucket_cap_mb=task.bucket_cap_mb)
+    if selection.bucket_cap_mb is not None:
+        setting = dataclasses.replace(setting, bucket_cap_mb=selection.bucket_cap_mb)
     console = Console(stderr=as_json)
     with console.status("emulated hosts") as status:
-        found = emulate(workloads.get(task.workload), targets, ["ddp", *labels], setting, status.update)
+        found = emulate(workloads.get(selection.workload), targets, ["ddp", *labels], setting, status.update)
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
     else:
         for each in found:
-            console.print(table(task.workload, each))
+            console.print(table(selection.workload, each))
     return found
 
 
-def _targets(task: Task, rates: str | None) -> list[Network | float]:
+def _targets(selection: Selection, rates: str | None) -> list[Network | float]:
     if rates is None:
-        return [presets.network(name.strip(), **task.overrides) for name in task.networks]
-    if any(value is not None for value in task.overrides.values()):
+        return [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
+    if any(value is not None for value in selection.overrides.values()):
         raise ConfigError("--rate: expected no options of the network beside it, as the rate replaces the network")
     return [parse_rate(rate.strip()) for rate in rates.split(",")]  # pyright: ignore[reportReturnType]
 

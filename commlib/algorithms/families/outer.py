@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import CompressionPolicy
-from commlib.algorithms._quantized import Quantized
 from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.families.policy import CompressionPolicy
+from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
@@ -99,8 +99,8 @@ class OuterSGD(Quantized):
         self._common.clear()
         self._velocity.clear()
         self._loaded = {kind: {} for kind in self._loaded}
-        for exchange in self._exchanges.values():
-            exchange.forget()
+        for workspace in self._workspaces.values():
+            workspace.forget()
         for stage in self._stages.values():
             stage.owed = None
 

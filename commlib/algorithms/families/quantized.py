@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._compressed import Compressed
 from commlib.algorithms.base import BucketView, Part
+from commlib.algorithms.families.compressed import Compressed
 from commlib.codecs.base import BlockCodec, Random
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
-from commlib.primitives.low_precision import LowPrecisionExchange, centralized_low_precision
+from commlib.primitives.low_precision import LowPrecisionWorkspace, centralized_low_precision
 from commlib.transport.base import Communication, Communicator
 
 
-class Quantized(Compressed[LowPrecisionExchange]):
+class Quantized(Compressed[LowPrecisionWorkspace]):
     """Averages gradients with a block codec on the wire, in both directions.
 
     Args:
@@ -61,28 +61,28 @@ class Quantized(Compressed[LowPrecisionExchange]):
         self._segments: dict[int, list[tuple[int, int]]] = {}
 
     @override
-    def _make_exchange(
+    def _make_workspace(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> LowPrecisionExchange:
+    ) -> LowPrecisionWorkspace:
         self._segments[bucket.index] = segments_from(begin, self._parts[bucket.index])
-        return LowPrecisionExchange(
+        return LowPrecisionWorkspace(
             numel, device, self.codec, comm, begin=begin, feedback=self.feedback, averaging=self.averaging
         )
 
     @override
-    def _exchange(
+    def _average(
         self,
         tensor: torch.Tensor,
-        exchange: LowPrecisionExchange,
+        workspace: LowPrecisionWorkspace,
         bucket: BucketView,
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
         if self.reset_every is not None and comm.step % self.reset_every == 0:
-            exchange.forget()
+            workspace.forget()
         yield from centralized_low_precision(
             tensor,
-            exchange,
+            workspace,
             peers,
             divisor=self.divisor(comm),
             scale=self._units.scale,

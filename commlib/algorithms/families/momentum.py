@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import Units
-from commlib.algorithms._quantized import Quantized
 from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.families.policy import Units
+from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from commlib.emulation.netns import Namespace
 from commlib.errors import PeerFailure, PeerTimeout
-from commlib.network.emulation.netns import Namespace
 
 _POLL_S = 0.02
 _TERMINATE_S = 3.0

@@ -24,8 +24,8 @@ from commlib.engine.policy import Event
 from commlib.engine.scheduler import Driver, Round, Task
 from commlib.errors import CommlibError
 from commlib.network.model import Device
-from commlib.network.simulation.links import Links
-from commlib.network.simulation.meter import Meter
+from commlib.simulation.collectives import Links
+from commlib.simulation.meter import Meter
 from commlib.transport.base import Request, Transport
 
 

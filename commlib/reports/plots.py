@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from commlib.errors import ConfigError
-from commlib.network.compare import Comparison
-from commlib.network.simulation.timeline import LANES, last_step
+from commlib.simulation.compare import Comparison
+from commlib.simulation.timeline import LANES, last_step
 
 #: How many algorithms have a colour of their own in a picture; the others are grey.
 _MAX_COLOURS = 8

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._published import Copy, Layout
-from commlib.algorithms._shard_server import Piece, cut
+from commlib.algorithms.families.published import Copy, Layout
+from commlib.algorithms.families.shard_server import Piece, cut
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.transport.mailbox import Message
 
@@ -56,12 +56,14 @@ class CodedWire:
         self._asked_for_change = False
 
     def pack(self, num_steps: int) -> tuple[Message, memoryview]:
+        """Return the message that pushes what is pending, and where its answer is received."""
         self._codec.encode(self.pending.flat, self._push, feedback=Feedback(self.residual))
         self._asked_for_change = self._has_base
         kind, into = (PUSH_FOR_CHANGE, self._change) if self._has_base else (PUSH, self.received.buffer)
         return Message(kind, self.pending.number, self._push.numpy().data, num_steps), into.numpy().data
 
     def unpack(self) -> None:
+        """Make the answer the weights that were received."""
         if self._asked_for_change:
             self._codec.decode_add(self._change, self.received.flat)
         self._has_base = True

@@ -10,8 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from typing_extensions import override
 
-from commlib.algorithms._policy import Units
 from commlib.algorithms.base import Algorithm, BucketView, Context, Part, Traits
+from commlib.algorithms.families.policy import Units
 from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
 from commlib.primitives.hierarchical import NodeStage, hierarchical
@@ -19,7 +19,7 @@ from commlib.primitives.parts import Pieces, cut, paste
 from commlib.transport.base import Communication, Communicator
 
 
-class Exchange(Protocol):
+class Workspace(Protocol):
     """What a primitive keeps of one bucket, or of the stretch of it that this rank carries across nodes."""
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
@@ -31,7 +31,7 @@ class Exchange(Protocol):
         ...
 
 
-E = TypeVar("E", bound=Exchange)
+E = TypeVar("E", bound=Workspace)
 
 
 class Compressed(Algorithm, Generic[E]):
@@ -47,7 +47,7 @@ class Compressed(Algorithm, Generic[E]):
     traits = Traits(idle_alone=True)
     exactness = "compensated"
 
-    #: The kinds of state that the exchanges keep.
+    #: The kinds of state that the workspaces keep.
     kinds: tuple[str, ...] = ("worker",)
 
     def __init__(self, *, op: str, compress: Callable[[str, torch.Tensor], bool], hierarchical: bool) -> None:
@@ -57,14 +57,16 @@ class Compressed(Algorithm, Generic[E]):
         self.compress = compress
         accumulates = self.traits.accumulates and op == "mean"
         self.traits = dataclasses.replace(self.traits, hierarchical=hierarchical, accumulates=accumulates)
-        self._exchanges: dict[int, E] = {}
+        self._workspaces: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}
         self._units = Units()
         self._num_terms = 1.0
 
     @abstractmethod
-    def _make_exchange(self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device) -> E:
+    def _make_workspace(
+        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
+    ) -> E:
         """Make what is kept of `numel` elements from `begin` on, exchanged by the ranks of `comm`."""
 
     def _cuts(self, bucket: BucketView) -> Sequence[int] | None:
@@ -72,8 +74,8 @@ class Compressed(Algorithm, Generic[E]):
         return None
 
     @abstractmethod
-    def _exchange(
-        self, tensor: torch.Tensor, exchange: E, bucket: BucketView, comm: Communicator, peers: Communicator
+    def _average(
+        self, tensor: torch.Tensor, workspace: E, bucket: BucketView, comm: Communicator, peers: Communicator
     ) -> Communication:
         """Communicate `tensor` [numel] among `peers`; `comm` is everyone, by whose number a mean divides."""
 
@@ -92,7 +94,7 @@ class Compressed(Algorithm, Generic[E]):
         self._num_terms = context.world_size if self.op == "mean" else 1.0
         local, across = context.comm.local, context.comm.across
         self._stages.clear()
-        self._exchanges.clear()
+        self._workspaces.clear()
         compressed = [bucket for bucket in context.buckets if bucket.group == "compressed"]
         self._parts = {bucket.index: bucket.parts for bucket in compressed}
         for bucket in compressed:
@@ -101,18 +103,18 @@ class Compressed(Algorithm, Generic[E]):
                 stage = NodeStage(numel, bucket.flat.dtype, context.device, local, self._cuts(bucket))
                 begin, numel, peers = stage.begin, stage.count, across
                 self._stages[bucket.index] = stage
-            self._exchanges[bucket.index] = self._make_exchange(bucket, numel, begin, peers, context.device)
+            self._workspaces[bucket.index] = self._make_workspace(bucket, numel, begin, peers, context.device)
         self.load_state_dict(saved)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        exchange = self._exchanges.get(bucket.index)
+        workspace = self._workspaces.get(bucket.index)
         stage = self._stages.get(bucket.index)
-        if exchange is None:
+        if workspace is None:
             yield from centralized_full_precision(bucket.flat, comm)
             bucket.flat.div_(self.divisor(comm))
         elif stage is None:
-            yield from self._exchange(bucket.flat, exchange, bucket, comm, comm)
+            yield from self._average(bucket.flat, workspace, bucket, comm, comm)
         else:
             local, peers = comm.local, comm.across
             assert local is not None
@@ -121,15 +123,15 @@ class Compressed(Algorithm, Generic[E]):
                 bucket.flat,
                 stage,
                 local,
-                lambda own: self._exchange(own, exchange, bucket, comm, peers),
+                lambda own: self._average(own, workspace, bucket, comm, peers),
                 scale=self._units.scale,
             )
 
     @override
     def state_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {"units": self._units.state_dict(), "owed": {}, **{kind: {} for kind in self.kinds}}
-        for index, exchange in self._exchanges.items():
-            for kind, pieces in exchange.save(self._parts[index]).items():
+        for index, workspace in self._workspaces.items():
+            for kind, pieces in workspace.save(self._parts[index]).items():
                 saved[kind].update(pieces)
         for index, stage in self._stages.items():
             if stage.owed is not None:
@@ -139,9 +141,9 @@ class Compressed(Algorithm, Generic[E]):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._units.load_state_dict(state["units"])
-        for index, exchange in self._exchanges.items():
+        for index, workspace in self._workspaces.items():
             parts = self._parts[index]
-            rest = exchange.load(state, parts, self._num_terms)
+            rest = workspace.load(state, parts, self._num_terms)
             if index in self._stages:
                 if rest is None and any(part.name in state["owed"] for part in parts):
                     rest = self._stages[index].sum.new_zeros(max(part.start + part.numel for part in parts))

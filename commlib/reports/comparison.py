@@ -18,11 +18,12 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from commlib.algorithms.base import EXACTNESS, Algorithm
-from commlib.network import compare, plots, presets, workloads
-from commlib.network.compare import Comparison
-from commlib.network.simulation import timeline
-from commlib.network.simulation.simulator import Options
-from commlib.network.workers import Map, on_all_cores
+from commlib.network import presets, workloads
+from commlib.reports import plots
+from commlib.simulation import compare, timeline
+from commlib.simulation.compare import Comparison
+from commlib.simulation.simulator import Options
+from commlib.simulation.workers import Map, on_all_cores
 
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
 BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
@@ -34,7 +35,7 @@ _SWEEP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Task:
+class Selection:
     """What is to be compared, as the command line says it.
 
     Attributes:
@@ -58,11 +59,13 @@ class Task:
     bucket_cap_mb: float | None = None
 
 
-def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_json: bool = False) -> list[Comparison]:
-    """Simulate a task and print it.
+def run(
+    selection: Selection, *, plot: Path | None = None, trace: Path | None = None, as_json: bool = False
+) -> list[Comparison]:
+    """Simulate a selection and print it.
 
     Args:
-        task: What is compared.
+        selection: What is compared.
         plot: A folder for pictures.
         trace: A file for one step of each algorithm, in the Trace Event Format.
         as_json: Print JSON.
@@ -70,13 +73,15 @@ def run(task: Task, *, plot: Path | None = None, trace: Path | None = None, as_j
     Raises:
         ConfigError: A name that is not known or a value that is not possible.
     """
-    workload = workloads.get(task.workload)
-    device = presets.device(task.device or workload.device)
-    networks = [presets.network(name.strip(), **task.overrides) for name in task.networks]
-    options = Options(steps=task.steps, bucket_cap_mb=task.bucket_cap_mb)
+    workload = workloads.get(selection.workload)
+    device = presets.device(selection.device or workload.device)
+    networks = [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
+    options = Options(steps=selection.steps, bucket_cap_mb=selection.bucket_cap_mb)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     chosen_on = [
-        compare.candidates(task.algorithms, task.exactness, several_per_node=min(net.gpus_per_node, net.nodes) > 1)
+        compare.candidates(
+            selection.algorithms, selection.exactness, several_per_node=min(net.gpus_per_node, net.nodes) > 1
+        )
         for net in networks
     ]
     points = 1 if plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)

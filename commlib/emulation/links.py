@@ -7,8 +7,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from commlib.emulation.netns import Namespace, command, tbf_words
 from commlib.errors import ConfigError
-from commlib.network.emulation.netns import Namespace, command, tbf_words
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _RATE = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z/]+)\s*$", re.IGNORECASE)

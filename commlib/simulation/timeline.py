@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from commlib.network.simulation.clock import Span
-from commlib.network.simulation.simulator import Result
+from commlib.simulation.clock import Span
+from commlib.simulation.simulator import Result
 
 #: The lanes of a timeline, from above.
 LANES = ("compute", "local work", "network")

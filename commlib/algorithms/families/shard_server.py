@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commlib.algorithms._published import Copy, Layout
+from commlib.algorithms.families.published import Copy, Layout
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 

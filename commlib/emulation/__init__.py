@@ -1,0 +1,11 @@
+"""Emulated hosts: real processes over shaped links on one machine (docs/emulation.md)."""
+
+from commlib.emulation.cluster import (
+    EmulatedCluster,
+    HostResult,
+    InterfaceCounters,
+    check_requirements,
+    parse_rate,
+)
+
+__all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]

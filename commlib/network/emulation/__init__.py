@@ -1,1 +1,0 @@
-"""Emulated hosts: real processes over shaped links on one machine (docs/emulation.md)."""

@@ -1,0 +1,1 @@
+"""What the command line prints and draws: comparisons of algorithms, and topologies."""

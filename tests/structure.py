@@ -1,0 +1,171 @@
+"""How the package is built: its imports, circles among them, its largest class, what importing it loads.
+
+python -m tests.structure [folder of a checkout]
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "commlib"
+
+# What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
+BELOW = {
+    "errors": set(),
+    "_native": set(),
+    "optim": {"errors"},
+    "network": {"errors"},
+    "kernels": {"errors", "_native"},
+    "codecs": {"errors", "kernels"},
+    "transport": {"errors", "kernels"},
+    "primitives": {"errors", "kernels", "codecs", "transport"},
+    "algorithms": {"errors", "kernels", "codecs", "transport", "primitives", "optim"},
+    "engine": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms"},
+    "simulation": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network"},
+    "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network", "simulation"},
+    "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
+    "reports": {"errors", "primitives", "algorithms", "network", "simulation"},
+    "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
+    "doctor": {"errors", "kernels", "emulation"},
+    "cli": {"errors", "primitives", "algorithms", "network", "simulation", "reports", "wrap", "emulation", "doctor"},
+    "__main__": {"cli"},
+}
+# Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.
+PLACED = dict.fromkeys(["join", "parallel", "replica", "tuner", "verify"], "wrap") | {"network.bagua": "predictions"}
+
+
+def sources(package: Path = PACKAGE) -> list[Path]:
+    """Every file of the package but its front."""
+    return sorted(path for path in package.rglob("*.py") if path != package / "__init__.py")
+
+
+def part_of(module: str) -> str:
+    """The part that a module, `commlib.part.…`, belongs to."""
+    inner = module.split(".", 1)[1] if "." in module else module
+    return PLACED.get(inner) or PLACED.get(inner.split(".")[0]) or inner.split(".")[0]
+
+
+def module_name(path: Path, package: Path = PACKAGE) -> str:
+    """The name by which a file is imported."""
+    relative = path.relative_to(package.parent).with_suffix("")
+    return ".".join(relative.parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, package: Path = PACKAGE) -> set[str]:
+    """Every module of commlib that a file imports, also inside functions and for type checking only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute_base(path, node, package)
+            of_names = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in of_names if _file_of(name, package) is not None}
+            found |= of_names if base == "commlib" else modules or {base}
+    return {name for name in found if name.split(".")[0] == "commlib"}
+
+
+def _absolute_base(path: Path, node: ast.ImportFrom, package: Path) -> str:
+    if node.level == 0:
+        return node.module or ""
+    above = path.relative_to(package.parent).parts[: -node.level]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _file_of(module: str, package: Path) -> Path | None:
+    stem = package.parent.joinpath(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.exists()), None)
+
+
+def upward_imports(path: Path, package: Path = PACKAGE) -> list[str]:
+    """What a file imports of parts that are not below its own."""
+    part = part_of(module_name(path, package))
+    allowed = BELOW.get(part, set()) | {part}
+    imported = sorted(imported_modules(path, package))
+    return [name for name in imported if name == "commlib" or part_of(name) not in allowed]
+
+
+def circles(package: Path = PACKAGE) -> list[list[str]]:
+    """The modules that import one another in a circle: each group that is strongly connected.
+
+    What a folder's `__init__` imports is its front, and what its files import of their own front counts too.
+    """
+    graph = {module_name(path, package): imported_modules(path, package) for path in sources(package)}
+    return [sorted(group) for group in _strongly_connected(graph) if len(group) > 1]
+
+
+def _strongly_connected(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
+    """Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> Iterator[list[str]]:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other in graph and other not in index:
+                yield from visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            yield stack[at:]
+            del stack[at:]
+
+    for node in graph:
+        if node not in index:
+            yield from visit(node)
+
+
+def classes(package: Path = PACKAGE) -> list[tuple[str, int, int]]:
+    """Every class with the numbers of its methods and of the attributes that it sets on itself."""
+    found = []
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                name = f"{module_name(path, package)}.{node.name}"
+                found.append((name, len(methods), len(_attributes(methods))))
+    return found
+
+
+def _attributes(methods: Iterable[ast.FunctionDef]) -> set[str]:
+    return {
+        node.attr
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def loaded_by_import(root: Path = PACKAGE.parent) -> list[str]:
+    """The modules of commlib that `import commlib` loads."""
+    code = "import sys, commlib; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'commlib'))"
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.split()
+
+
+def main() -> None:
+    """Print it."""
+    package = Path(sys.argv[1]).resolve() / "commlib" if len(sys.argv) > 1 else PACKAGE
+    largest = sorted(classes(package), key=lambda each: -(each[1] + each[2]))[:3]
+    print(f"modules that `import commlib` loads: {len(loaded_by_import(package.parent))}")
+    print(f"imports upward: {sum(len(upward_imports(path, package)) for path in sources(package))}")
+    for name, num_methods, num_attributes in largest:
+        print(f"{name}: {num_methods} methods, {num_attributes} attributes")
+    for circle in circles(package):
+        print(f"circle of {len(circle)}: {' '.join(circle)}")
+
+
+if __name__ == "__main__":
+    main()
