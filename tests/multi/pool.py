@@ -35,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _HANG_S = 120.0
 # How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
 _GRACE_S = 15.0
+# How long a process that is ended may take to write what it has to say.
+_LAST_WORDS_S = 2.0
 _WORKER = [sys.executable, "-m", "tests.multi.rank_worker"]
 
 
@@ -99,8 +101,16 @@ class PooledRank:
 
     def kill(self) -> None:
         self.connection.close()
-        self.process.kill()
-        self.process.wait()
+        end(self.process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process at once, unless it handles SIGTERM, as one whose coverage is measured: that has a moment for it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_WORDS_S)
+    process.kill()
+    process.wait()
 
 
 class RankPool:
@@ -339,8 +349,7 @@ class Forker:
         """End the process, and with it every rank that is left."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
-            self._process.kill()
-            self._process.wait()
+            end(self._process)
         self._process = self._connection = None
 
 
