@@ -10,6 +10,10 @@ import pytest
 
 SLOW_TESTS = "COMMLIB_SLOW_TESTS"
 
+# torch's store asks a name server for the peer of each connection, of which every process makes one: where an answer is
+# lost, it asks again after one second, not after five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 
 def pytest_configure() -> None:
     # A background job of a shell starts with SIGINT ignored, and all that it starts would inherit that.

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 _PR_SET_PDEATHSIG = 1
 # How often the ends of forked processes are looked for, in seconds.
 _REAP_S = 0.01
+# The connection of this process to the pool's store, by port: for each, torch asks a name server who the peer is.
+_clients: dict[int, Any] = {}
 
 
 class Job(NamedTuple):
@@ -114,9 +116,11 @@ def init_group(job: Job) -> None:
     import torch.distributed as dist
 
     port, prefix = job.store
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=job.timeout_s))
-    store = dist.PrefixStore(prefix, client)
     timeout = datetime.timedelta(seconds=job.timeout_s)
+    client = _clients.get(port) or dist.TCPStore("127.0.0.1", port, is_master=False)
+    client.set_timeout(timeout)
+    _clients[port] = client
+    store = dist.PrefixStore(prefix, client)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
 
 
@@ -157,6 +161,7 @@ def run_job(job: Job, background: BackgroundFailures) -> Outcome:
         kind = "skip" if type(error).__name__ == "Skipped" else "error"
         text = str(error) if kind == "skip" else traceback.format_exc()
         traceback.clear_frames(error.__traceback__)
+        _clients.clear()  # a thread that is left behind may wait in it
         outcome = Outcome(kind, text)
     gc.collect()
     found = background.take()
