@@ -32,7 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def close_rank_pool() -> Iterator[None]:
     """End the processes of ranks, if a test started them, when the session ends."""
     yield
-    from tests.multi.pool import FORKER, POOL
+    from tests.multi.forker import FORKER
+    from tests.multi.pool import POOL
 
     POOL.close()
     FORKER.close()

@@ -2,7 +2,7 @@
 
 `run_ranks(fn, world_size, *args)` runs a module-level function on pooled ranks, each with a fresh default Gloo group.
 `on_ranks(2, 3)` makes a test whose body runs on every rank, once per world size. `start_ranks` and `spawn_ranks` start
-processes that a test may kill, stop or interrupt: forks of one that has imported torch, which takes seconds.
+processes that a test may kill, stop or interrupt. All are forks of one process that has imported torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import contextlib
 import functools
 import inspect
 import itertools
-import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,44 +23,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.multi.rank_worker import ForkJob, Job, Outcome
+from tests.multi.forker import FORKER, ForkedRank, RankError, RankHang, rank_environment
+from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
 NUM_RANKS = 4
-ROOT = Path(__file__).resolve().parents[2]
 # When pooled ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
 # Their group has the same timeout, so what would only end by waiting that out is found as before.
 _HANG_S = 120.0
 # How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
 _GRACE_S = 15.0
-# How long a process that is ended may take to write what it has to say.
-_LAST_WORDS_S = 2.0
-_WORKER = [sys.executable, "-m", "tests.multi.rank_worker"]
-
-
-class RankError(AssertionError):
-    """A function failed on at least one rank; the message holds every failing rank's traceback."""
-
-
-class RankHang(AssertionError):
-    """Ranks did not finish in time; the message holds their stacks."""
-
-
-def rank_environment(**extra: str) -> dict[str, str]:
-    """Return the environment of a rank process: one thread, loopback only."""
-    path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    fixed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **fixed, **extra}
-
-
-def _start_worker(mode: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process of `rank_worker`, and return it with the connection to it."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [*_WORKER, mode, str(theirs.fileno())]
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=rank_environment(), pass_fds=[theirs.fileno()], start_new_session=True
-        )
-    return process, Connection(ours.detach())
 
 
 class PooledRank:
@@ -72,11 +40,13 @@ class PooledRank:
     def __init__(self, rank: int, directory: Path) -> None:
         self.rank = rank
         self.stack_path = directory / f"stack-{rank}-{time.monotonic_ns()}.txt"
-        self.process, self.connection = _start_worker("pool")
-        self.connection.send_bytes(pickle.dumps((sys.path, str(self.stack_path))))
+        ours, theirs = socket.socketpair()
+        job = ForkJob(serve.__module__, serve.__qualname__, (str(self.stack_path),), rank_environment(), None)
+        self.process = FORKER.fork(job, given=theirs)
+        self.connection = Connection(ours.detach())
 
     def wait_ready(self) -> None:
-        """Block until the process has imported torch."""
+        """Block until the process serves."""
         if not self.connection.poll(60) or self.connection.recv_bytes() != b"ready":
             raise RankHang(f"pooled rank {self.rank} did not start within 60 s")
 
@@ -92,8 +62,7 @@ class PooledRank:
 
     def ask_for_stacks(self) -> None:
         """Let the (hung) process write the stacks of all its threads."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        self.process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
         """Return what the process has written."""
@@ -101,16 +70,7 @@ class PooledRank:
 
     def kill(self) -> None:
         self.connection.close()
-        end(self.process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process at once, unless it handles SIGTERM, as one whose coverage is measured: that has a moment for it."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LAST_WORDS_S)
-    process.kill()
-    process.wait()
+        self.process.end()
 
 
 class RankPool:
@@ -265,95 +225,6 @@ def on_ranks(*world_sizes: int, timeout: float = _HANG_S) -> Callable[[Callable[
         return pytest.mark.parametrize("world_size", world_sizes, ids=[f"{n}ranks" for n in world_sizes])(test)
 
     return decorate
-
-
-class ForkedRank:
-    """A process that the forker made: what `subprocess.Popen` is to a process of one's own."""
-
-    def __init__(self, forker: Forker, pid: int) -> None:
-        self._forker = forker
-        self.pid = pid
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code once it is known (negative: signal)."""
-        return self._forker.exit_codes.get(self.pid)
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        self._forker.receive_exits()
-        return self.returncode
-
-    def wait(self) -> int:
-        """Wait for the end and return the exit code."""
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class Forker:
-    """The process that ranks of their own are forked from, started at the first of them.
-
-    Attributes:
-        exit_codes: By process id, of those that have ended.
-    """
-
-    def __init__(self) -> None:
-        self.exit_codes: dict[int, int] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-
-    def fork(self, job: ForkJob) -> ForkedRank:
-        """Start a process that runs `job`."""
-        connection = self._started()
-        connection.send_bytes(pickle.dumps(tuple(job)))
-        while True:
-            pid = self._receive(connection)
-            if pid is not None:
-                return ForkedRank(self, pid)
-
-    def receive_exits(self) -> None:
-        """Note the exit codes that have arrived."""
-        connection = self._started()
-        while connection.poll():
-            self._receive(connection)
-
-    def _started(self) -> Connection:
-        if self._connection is None:
-            self._process, self._connection = _start_worker("fork")
-            self._connection.send_bytes(pickle.dumps(sys.path))
-        return self._connection
-
-    def _receive(self, connection: Connection) -> int | None:
-        """Take one message: the id of a process that was started, or, which is noted, of one that has ended."""
-        try:
-            pid, exit_code = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            assert self._process is not None
-            raise RankError(f"the process that forks ranks died with exit code {self._process.wait()}") from None
-        if exit_code is None:
-            self.exit_codes.pop(pid, None)  # of an earlier process of that id
-            return pid
-        self.exit_codes[pid] = exit_code
-        return None
-
-    def close(self) -> None:
-        """End the process, and with it every rank that is left."""
-        if self._process is not None and self._connection is not None:
-            self._connection.close()
-            end(self._process)
-        self._process = self._connection = None
-
-
-FORKER = Forker()
 
 
 class RankExit(NamedTuple):

@@ -1,10 +1,10 @@
 """What runs inside a rank's process: either a pooled rank that serves jobs, or a rank of its own for one function.
 
-    python -m tests.multi.rank_worker pool <fd>     serves jobs that arrive on the socket <fd> until it closes
-    python -m tests.multi.rank_worker fork <fd>     forks a process for each function that arrives there
+    python -m tests.multi.rank_worker <fd>     forks a process for each function that arrives on the socket <fd>
 
-A forked process returns from here when its function has, and leaves the interpreter's own exit untouched, so that tests
-of shutdown see what a user's script would. Nothing that is imported before the fork has threads.
+A pooled rank is one whose function is `serve`. A forked process returns from here when its function has, and leaves the
+interpreter's own exit untouched, so that tests of shutdown see what a user's script would. Nothing that is imported
+before the fork has threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
-# How often the ends of forked processes are looked for, in seconds.
-_REAP_S = 0.01
 # The connection of this process to the pool's store, by port: for each, torch asks a name server who the peer is.
 _clients: dict[int, Any] = {}
 
@@ -48,13 +47,13 @@ class Job(NamedTuple):
 
 
 class ForkJob(NamedTuple):
-    """One function to run in a process of its own."""
+    """One function to run in a process of its own; without a log, what it writes goes where the forker's goes."""
 
     module: str
     qualname: str
     args: tuple[Any, ...]
     environment: dict[str, str]
-    log_path: str
+    log_path: str | None
 
 
 class Outcome(NamedTuple):
@@ -178,17 +177,11 @@ def encode(outcome: Outcome) -> bytes:
         return pickle.dumps(("error", f"the result of the job cannot be pickled: {error!r}"))
 
 
-def serve(fd: int) -> None:
-    """Serve jobs from the socket `fd` until it closes. The first message sets `sys.path` and names the stack file."""
-    die_with_parent()
+def serve(fd: int, stack_path: str) -> None:
+    """Serve jobs from the socket `fd` until it closes; SIGUSR1 lets this process write its stacks to a file."""
     connection = Connection(fd)
-    sys.path[:], stack_path = pickle.loads(connection.recv_bytes())
     stack_file: io.TextIOBase = open(stack_path, "w")  # noqa: SIM115 (open for the life of the process)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    import_torch()
-    for name in ("torch._dynamo", "commlib"):
-        importlib.import_module(name)
-    gc.freeze()  # after each job what it left is collected: without a look at all of torch's objects
     background = BackgroundFailures()
     connection.send_bytes(b"ready")
     while True:
@@ -213,36 +206,42 @@ def serve_forks(fd: int) -> None:
     gc.collect()
     gc.freeze()  # an exit that looks through all of torch's objects copies every page of them
     assert threading.active_count() == 1
-    running: set[int] = set()
+    running: dict[int, int] = {}  # ids by file descriptor
     while True:
-        if connection.poll(_REAP_S if running else None):
+        ready = wait([connection, *running])
+        for ended in set(ready) & set(running):
+            os.close(ended)  # type: ignore[arg-type]
+            pid, status = os.waitpid(running.pop(ended), 0)  # type: ignore[arg-type]
+            connection.send_bytes(pickle.dumps((pid, os.waitstatus_to_exitcode(status))))
+        if connection in ready:
             try:
-                job = ForkJob(*pickle.loads(connection.recv_bytes()))
+                parts, is_given = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
+            given = [recv_handle(connection)] if is_given else []
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                return run_once(job)
-            running.add(pid)
+                return run_once(ForkJob(*parts), *given)
+            for fd in given:
+                os.close(fd)
+            running[os.pidfd_open(pid)] = pid
             connection.send_bytes(pickle.dumps((pid, None)))
-        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            running.remove(ended[0])
-            connection.send_bytes(pickle.dumps((ended[0], os.waitstatus_to_exitcode(ended[1]))))
 
 
-def run_once(job: ForkJob) -> None:
+def run_once(job: ForkJob, *given: int) -> None:
     """Run one function in this fresh process, as a script of its own would, and let the interpreter exit in its way."""
     die_with_parent()
     os.setsid()
-    log = os.open(job.log_path, os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+    if job.log_path is not None:
+        log = os.open(job.log_path, os.O_WRONLY | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
     os.environ.clear()
     os.environ.update(job.environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    resolve(job.module, job.qualname)(*job.args)
+    resolve(job.module, job.qualname)(*given, *job.args)
 
 
 def default_group_from_env(timeout_s: float = 30.0) -> int:
@@ -258,5 +257,4 @@ def default_group_from_env(timeout_s: float = 30.0) -> int:
 
 if __name__ == "__main__":
     # The module object that tests import, not this `__main__` copy, so that its classes are the ones they see.
-    worker = importlib.import_module("tests.multi.rank_worker")
-    {"pool": worker.serve, "fork": worker.serve_forks}[sys.argv[1]](int(sys.argv[2]))
+    importlib.import_module("tests.multi.rank_worker").serve_forks(int(sys.argv[1]))
