@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +23,12 @@ from commlib.replica import replica_of
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
 TIMEOUT_S = 10.0
+
+#: Each is close to one that is not here. What does not depend on the algorithm is a slow test for them.
+SIBLINGS = (
+    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "qadam", "post_local_sgd", "hierarchical_local_sgd"),
+    *("streaming_diloco", "gossip", "low_precision_decentralized"),
+)
 
 _SEED = 7
 
@@ -104,6 +111,11 @@ def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
     output = model(*model.inputs(step, rank))
     target = data(step + 500, rank, *output.shape).to(output.dtype)
     return (output - target).abs().square().mean()
+
+
+def slow_for_siblings(names: Iterable[str]) -> list[Any]:
+    """Return algorithms as the parameters of a test that is slow for siblings."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in SIBLINGS else ()) for name in names]
 
 
 def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:

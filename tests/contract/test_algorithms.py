@@ -9,7 +9,7 @@ from _pytest.mark.structures import ParameterSet
 
 import commlib
 from tests.contract.contracts import CONTRACTS, hold
-from tests.contract.subjects import Subject
+from tests.contract.subjects import SIBLINGS, Subject
 from tests.multi.pool import run_ranks
 
 ALGORITHMS = commlib.algorithms.list()
@@ -26,11 +26,7 @@ QUICK = (
     "leaving_after_the_last_step",
 )
 
-#: Of a family that has one in `FAMILIES`: what the engine alone promises is a slow test for these.
-SIBLINGS = (
-    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "qadam", "post_local_sgd", "hierarchical_local_sgd"),
-    *("streaming_diloco", "gossip", "low_precision_decentralized"),
-)
+#: What the engine alone promises: slow tests for siblings.
 OF_THE_ENGINE = (
     *("autocast", "clip_grad_norm", "closure", "copies", "failed_backward_before_any_communication"),
     *("failed_backward_in_no_sync", "local_evaluation", "optimizer_list", "optimizer_proxy", "own_buffers"),

@@ -201,8 +201,10 @@ def run_ranks(
     return POOL.run(job)
 
 
-def on_ranks(*world_sizes: int, timeout: float = _HANG_S) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a test of a function that is to run on every rank, once per world size.
+def on_ranks(
+    *world_sizes: int, slow: Sequence[int] = (), timeout: float = _HANG_S
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function that is to run on every rank, once per world size; those of `slow` are slow tests.
 
     The body finds its rank through `torch.distributed`; parametrised arguments reach it as keywords. It must be at
     module level.
@@ -222,7 +224,9 @@ def on_ranks(*world_sizes: int, timeout: float = _HANG_S) -> Callable[[Callable[
         world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
         test.__signature__ = inspect.Signature([*own, world])  # type: ignore[attr-defined]
         test.rank_body = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world_size", world_sizes, ids=[f"{n}ranks" for n in world_sizes])(test)
+        sizes = [pytest.param(n, id=f"{n}ranks") for n in world_sizes]
+        sizes += [pytest.param(n, id=f"{n}ranks", marks=pytest.mark.slow) for n in slow]
+        return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate
 

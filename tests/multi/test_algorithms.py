@@ -87,7 +87,7 @@ class Failing(Algorithm):
             raise ZeroDivisionError("a defect of the algorithm")
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, slow=(2, 4))
 def test_the_gradient_is_the_mean_in_every_step() -> None:
     model = wrap(seeded(Mlp), bucket_cap_mb=SMALL_BUCKET_MB)
     optimizer = sgd(model)

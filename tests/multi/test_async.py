@@ -222,7 +222,7 @@ class ReferenceAveraging:
             self.started_at[rank] = self.steps[rank]
 
 
-@on_ranks(1, 2, 3, 4, 8)
+@on_ranks(1, 3, slow=(2, 4, 8))
 def test_async_averaging_follows_the_reference() -> None:
     import commlib
     from commlib.replica import replica_of
@@ -259,7 +259,7 @@ def digits_model() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "hogwild"])
-@on_ranks(2, 4)
+@on_ranks(2, slow=(4,))
 def test_digits_are_learnt(name: str) -> None:
     """Each rank has its own part of the data; the consensus model knows all of it."""
     import commlib

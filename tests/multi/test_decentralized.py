@@ -196,14 +196,14 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
     reference.assert_like(model, 1e-9)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("topology", ["exponential", "one_peer_exponential", "shift_one"])
 def test_d_psgd_on_every_topology(topology: str) -> None:
     algorithm = Decentralized(topology)
     check(algorithm, matrix_mix(algorithm.topology))
 
 
-@on_ranks(8, timeout=55)
+@on_ranks(slow=(8,), timeout=55)
 def test_eight_ranks() -> None:
     check(Decentralized("one_peer_exponential"), matrix_mix(Decentralized("one_peer_exponential").topology))
     check(Decentralized(PATH, overlap=False), matrix_mix(PATH), overlap=False)
@@ -211,7 +211,7 @@ def test_eight_ranks() -> None:
     check(Gossip(period=3, seed=5), matrix_mix(RandomMatching(5)), period=3)
 
 
-@on_ranks(3, 4)
+@on_ranks(3, slow=(4,))
 @pytest.mark.parametrize(("period", "overlap"), [(1, False), (3, True), (3, False)])
 def test_period_and_overlap(period: int, overlap: bool) -> None:
     algorithm = Decentralized("shift_one", period=period, overlap=overlap)
@@ -226,7 +226,7 @@ def test_a_users_mixing_matrix() -> None:
         start(Decentralized(MixingMatrix([[0.5, 0.5], [0.5, 0.5]])))
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("topology", ["ring", "exponential"])
 def test_choco_sgd(topology: str, overlap: bool) -> None:
@@ -242,7 +242,7 @@ def test_choco_sgd_with_coarse_codecs(codec: Any, step: float) -> None:
     check(algorithm, ChocoReference(algorithm.topology.matrix(4), codec.name, step), bucket_cap_mb=1.0)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_dcd_psgd(overlap: bool) -> None:
     algorithm = LowPrecisionDecentralized(method="dcd", overlap=overlap)
@@ -250,13 +250,13 @@ def test_dcd_psgd(overlap: bool) -> None:
     check(algorithm, DcdReference(matrix, "int8"), overlap=overlap)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("period", [1, 4])
 def test_gossip(period: int) -> None:
     check(Gossip(period=period, seed=11), matrix_mix(RandomMatching(11)), period=period)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("codec", [Int8(), UInt8MinMax()])
 def test_gossip_of_compressed_values(codec: Any) -> None:
     def mix(x: Floats, round_: int, bucket: int) -> Floats:
@@ -441,7 +441,7 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
 # --- State and options ----------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("build", [double_mlp, Mlp])
 @pytest.mark.parametrize(
     "algorithm",

@@ -213,7 +213,7 @@ def integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 FRACTIONS: list[Sequence[float] | None] = [None, [1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 0, 0, 1, 0, 0, 0]]
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, 4, slow=(2,))
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 def test_butterfly_all_reduces_are_the_exact_sum(numel: int) -> None:
     size = dist.get_world_size()

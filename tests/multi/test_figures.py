@@ -25,6 +25,7 @@ from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox
 from commlib.transport.torch_dist import TorchTransport
+from tests.contract.subjects import slow_for_siblings
 from tests.multi.common import Mlp, OneParameter, data, mlp_loss, seeded
 from tests.multi.pool import on_ranks
 
@@ -160,7 +161,7 @@ def test_bytes_of_a_step_are_those_of_its_round_over_gradients(name: str) -> Non
     commlib.unwrap(model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_for_siblings(NAMES))
 @on_ranks(2)
 def test_rounds_are_counted_and_loggers_get_plain_numbers(name: str) -> None:
     model, optimizer = wrapped(name)
@@ -327,7 +328,7 @@ def test_the_distance_to_the_consensus_counts_every_parameter(algorithm: Algorit
         (Auto(allow="any", candidates=["local_sgd"]), "local_sgd"),
     ],
 )
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3, slow=(2,))
 def test_a_single_candidate_is_taken_at_once(auto: Auto, name: str) -> None:
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -419,7 +420,7 @@ def check_leaves_the_users_alone(algorithm: Algorithm, steps: int) -> None:
     check("unwrap")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_for_siblings(NAMES))
 @on_ranks(2)
 def test_random_numbers_and_settings_are_the_users(name: str) -> None:
     check_leaves_the_users_alone(algorithms.get(name)(**OPTIONS.get(name, {})), STEPS)

@@ -41,6 +41,11 @@ from tests.multi.pool import on_ranks
 
 FIND_UNUSED = {"find_unused_parameters": True}
 SMALL = {"bucket_cap_mb": SMALL_BUCKET_MB}
+# Plans are made in most tests of algorithms, and here in one: with them, the others are slow tests.
+PLANNED_OR_SMALL = [
+    pytest.param({}, id="planned", marks=pytest.mark.slow),
+    pytest.param(SMALL, id="small-buckets"),
+]
 
 
 def branches_loss(used: Callable[[int, int], list[int]]) -> Callable[[nn.Module, int], Tensor]:
@@ -62,7 +67,7 @@ def assert_mean(model: nn.Module, loss_of_rank: Callable[[nn.Module, int], Tenso
 # --- Dense models ----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, slow=(4,))
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
 def test_mlp_trains_as_in_ddp(options: dict[str, float]) -> None:
     check_like_ddp(Mlp, mlp_loss, steps=5, wrap_options=options)
@@ -190,8 +195,8 @@ def accumulate(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor], st
     return trace
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(3, slow=(2,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_no_sync_accumulates_locally_then_averages(options: dict[str, float]) -> None:
     check_like_ddp(Mlp, mlp_loss, trainer=accumulate, wrap_options=options)
 
@@ -251,8 +256,8 @@ def test_the_forward_decides_whether_no_sync_holds() -> None:
 # --- Unused parameters and outputs -----------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(3, slow=(2,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_parameters_unused_on_all_ranks_keep_no_gradient(options: dict[str, float]) -> None:
     model = check_like_ddp(
         Branches, branches_loss(lambda rank, step: [0, 2]), ddp_options=FIND_UNUSED, wrap_options=options
@@ -261,8 +266,8 @@ def test_parameters_unused_on_all_ranks_keep_no_gradient(options: dict[str, floa
     assert model.branches[3].bias.grad is None
 
 
-@on_ranks(2, 3, 4)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(2, 3, slow=(4,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_parameters_unused_on_some_ranks(options: dict[str, float]) -> None:
     check_like_ddp(
         Branches,
@@ -358,8 +363,8 @@ def test_parameters_frozen_at_wrap() -> None:
     assert model.second.weight.grad is None
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(3, slow=(2,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_freezing_and_unfreezing_after_wrap(options: dict[str, float]) -> None:
     model = wrap(seeded(half_frozen), **options)
     plan = [("second", False), ("first", False), ("second", True), ("first", True), ("third", False), ("third", True)]
@@ -400,8 +405,8 @@ def test_tied_weights() -> None:
 # --- Several forwards, several backwards -----------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(3, slow=(2,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_several_forwards_before_one_backward(options: dict[str, float]) -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
         first, second = model(data(step, 5, 8)), model(data(step + 10, 5, 8))
@@ -491,9 +496,9 @@ class Checkpointed(nn.Module):
         return self.last(hidden)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_activation_checkpointing(use_reentrant: bool, options: dict[str, float]) -> None:
     check_like_ddp(lambda: Checkpointed(use_reentrant), mlp_loss, steps=5, wrap_options=options)
 

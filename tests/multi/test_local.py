@@ -132,14 +132,17 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     optimizer.step()
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
     check_against_reference(case)
 
 
 @on_ranks(8)
-@pytest.mark.parametrize("case", ["local_sgd", "diloco", "diloco, 4 bits", "streaming_diloco"])
+@pytest.mark.parametrize(
+    "case",
+    ["diloco, 4 bits", *(pytest.param(c, marks=pytest.mark.slow) for c in ("local_sgd", "diloco", "streaming_diloco"))],
+)
 def test_weights_follow_the_equations_on_eight_ranks(case: str) -> None:
     check_against_reference(case)
 
@@ -168,7 +171,7 @@ def check_against_reference(case: str) -> None:
     commlib.unwrap(model)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits"])
 def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> None:
     make, _, _, options = CASES[case]
@@ -249,7 +252,7 @@ def resumed(algorithm: Algorithm, saved: tuple[Any, Any, Any], **options: Any) -
     return model, optimizer
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("stop_after", [0, 4, 8, 9])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
@@ -361,7 +364,7 @@ def bytes_of(steps: int, **options: Any) -> float:
     return sent
 
 
-@on_ranks(2, 4)
+@on_ranks(2, slow=(4,))
 def test_bytes_are_a_small_part_of_ddps() -> None:
     ddp = bytes_of(100)
     num_bytes = sum(p.nbytes for p in Wide().parameters())

@@ -146,7 +146,7 @@ def check_rows(own: list[tuple[str, str]]) -> None:
 ROWS = rows()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", [row for row in ROWS if not has_nodes(row)], ids=lambda row: row[0])
 def test_algorithms_keep_what_the_page_says(row: tuple[str, str], world_size: int) -> None:
     run_ranks(check_rows, world_size, [row])

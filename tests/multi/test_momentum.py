@@ -34,7 +34,7 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("name", ["onebit_adam", "qadam"])
 def test_the_momentum_is_averaged_and_the_variance_frozen(name: str) -> None:
     model = seeded(Mlp)

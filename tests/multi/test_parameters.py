@@ -36,6 +36,11 @@ from tests.multi.common import (
 from tests.multi.pool import on_ranks
 
 SMALL = {"bucket_cap_mb": SMALL_BUCKET_MB}
+# Plans are made in most tests of algorithms, and here in one: with them, the others are slow tests.
+PLANNED_OR_SMALL = [
+    pytest.param({}, id="planned", marks=pytest.mark.slow),
+    pytest.param(SMALL, id="small-buckets"),
+]
 
 
 class MixedDtypes(nn.Module):
@@ -76,7 +81,7 @@ def one_parameter_loss(*shape: int) -> Callable[[nn.Module, int], Tensor]:
     return lambda model, step: model(data(step, *shape))
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_complex_parameters(dtype: torch.dtype) -> None:
     model = check_like_ddp(lambda: OneParameter(torch.randn(4, 3, dtype=dtype)), one_parameter_loss(4, 3))
@@ -139,8 +144,8 @@ class WithEmpty(nn.Module):
         return self.second(hidden) + self.after.sum()
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, SMALL], ids=["planned", "small-buckets"])
+@on_ranks(3, slow=(2,))
+@pytest.mark.parametrize("options", PLANNED_OR_SMALL)
 def test_zero_element_parameters(options: dict[str, float]) -> None:
     model = check_like_ddp(WithEmpty, mlp_loss, wrap_options=options)
     assert model.before.grad.shape == (0, 8)

@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_averaging_follows_its_equations(case: str) -> None:
     make, options = CASES[case]
@@ -159,7 +159,7 @@ def test_quantized_averaging_follows_its_equations(case: str) -> None:
     check(make(), reference, bucket_cap_mb=SMALL_BUCKET_MB)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 def test_topk_follows_its_equations() -> None:
     reference = SparseReference(
         lambda v, step, bucket: reference_ops.top_k(v, max(1, round(0.1 * len(v)))), dist.get_world_size(), numels()
@@ -167,7 +167,7 @@ def test_topk_follows_its_equations() -> None:
     check(TopK(0.1, compress=EVERYTHING), reference, bucket_cap_mb=1.0)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 def test_randomk_follows_its_equations() -> None:
     def choose(v: np.ndarray, step: int, bucket: int) -> np.ndarray:
         return reference_ops.random_k(len(v), max(1, round(0.1 * len(v))), Stream(11, step, 0, bucket))
@@ -176,7 +176,7 @@ def test_randomk_follows_its_equations() -> None:
     check(RandomK(0.1, seed=11, compress=EVERYTHING), reference, bucket_cap_mb=SMALL_BUCKET_MB, tolerance=1e-5)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_dgc_follows_its_equations(clip: float | None) -> None:
     algorithm = DGC(0.05, momentum=0.9, clip=clip, ratio_warmup_steps=20, compress=EVERYTHING)
@@ -200,7 +200,7 @@ def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
     assert_replicas_identical(model)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_powersgd_follows_its_equations(cap: float) -> None:
     check_powersgd(cap, num_workers=dist.get_world_size())
@@ -261,7 +261,7 @@ def powersgd_first_q(shape: tuple[int, int], offset: int, rank: int, seed: int) 
     return torch.randn(shape[1], min(rank, *shape), generator=generator).numpy()
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, slow=(2, 4))
 def test_signsgd_is_the_majority() -> None:
     model = wrap(seeded(Mlp), algorithm=SignSGD(feedback=False, compress=EVERYTHING), bucket_cap_mb=SMALL_BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -275,7 +275,7 @@ def test_signsgd_is_the_majority() -> None:
     assert_replicas_identical(model)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in GRADIENT_ALGORITHMS), ("dgc", {"clip": 0.5})])
 def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str, options: dict[str, Any]) -> None:
     """A gradient that is not finite on one rank shows on all of them; the next rounds are finite again."""
@@ -326,7 +326,7 @@ def test_only_what_the_policy_names_is_compressed() -> None:
     assert_replicas_identical(model)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "powersgd"])
 def test_a_resumed_run_is_bit_identical(name: str) -> None:
     options = {
@@ -469,7 +469,15 @@ def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: 
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["ef_quantized", "signsgd", "topk", "randomk", "dgc", "powersgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ef_quantized",
+        "topk",
+        "powersgd",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("signsgd", "randomk", "dgc")),
+    ],
+)
 def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
     """The mean of many rounds of one gradient comes to the true mean, through several changes of the plan too."""
     options = {
@@ -511,7 +519,7 @@ def test_nodes_of_different_sizes_are_refused() -> None:
         del os.environ["COMMLIB_NODE"]
 
 
-@on_ranks(2, 3)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "powersgd"])
 def test_residuals_are_kept_without_the_loss_scale(name: str) -> None:
     """With a scale that changes under way the unscaled gradients are those of a run without one."""

@@ -74,7 +74,7 @@ def random_steps(steps: int, seed: int, **options: float) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@on_ranks(2, 4, timeout=50)
+@on_ranks(3, slow=(2, 4), timeout=50)
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": SMALL_BUCKET_MB}], ids=["planned", "small-buckets"])
 def test_a_hundred_random_steps(options: dict[str, float]) -> None:
     random_steps(100, seed=1, **options)

@@ -204,7 +204,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 }
 
 
-@on_ranks(2, 3, timeout=IN_SECONDS)
+@on_ranks(3, slow=(2,), timeout=IN_SECONDS)
 @pytest.mark.parametrize("kind", list(MISMATCHES))
 def test_a_model_that_differs_on_one_rank_is_an_error_on_all(kind: str) -> None:
     import commlib.errors
@@ -281,7 +281,7 @@ def test_an_error_on_all_ranks_is_clear(kind: str) -> None:
         fail()
 
 
-@on_ranks(2, 3, timeout=IN_SECONDS)
+@on_ranks(3, slow=(2,), timeout=IN_SECONDS)
 @pytest.mark.parametrize("kind", list(LOCAL_ERRORS))
 def test_an_error_on_one_rank_is_an_error_on_all(kind: str) -> None:
     import commlib.errors
