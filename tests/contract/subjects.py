@@ -121,7 +121,7 @@ def slow_for_siblings(names: Iterable[str]) -> list[Any]:
 def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:
     """Build a model that is the same on all ranks; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return kind()
 
 

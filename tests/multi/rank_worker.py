@@ -127,7 +127,7 @@ def reset_process() -> None:
     """Give every job the same start, whatever the one before it did."""
     import torch
 
-    torch.manual_seed(1234)
+    torch.default_generator.manual_seed(1234)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
 

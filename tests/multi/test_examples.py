@@ -7,14 +7,18 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.multi.pool import RankExit, spawn_ranks
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -23,19 +27,39 @@ LAUNCH_S = 100  # a launch imports torch in three processes; a busy machine take
 pytestmark = pytest.mark.timeout(240)
 
 
-def torchrun(script: str, *args: str | int | pathlib.Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+def torchrun(script: str, *args: str | int | pathlib.Path) -> str:
+    """Run a script on two ranks as a user does, and return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120"}
-    return subprocess.run(
+    done = subprocess.run(
         [*command, str(EXAMPLES / script), *map(str, args)],
         env=env, capture_output=True, text=True, timeout=LAUNCH_S, check=False,
     )  # fmt: skip
-
-
-def train(script: str, *args: str | int | pathlib.Path, ranks: int = 2) -> str:
-    done = torchrun(script, *args, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def as_a_script(script: str, *args: str) -> None:
+    """Run a script in this forked rank, in the environment that torchrun makes."""
+    warnings.resetwarnings()
+    sys.argv = [str(EXAMPLES / script), *args]
+    sys.path.insert(0, str(EXAMPLES))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["STORE_PORT"], "COLUMNS": "120"}
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def forked(script: str, *args: str | int | pathlib.Path, ranks: int = 2) -> list[RankExit]:
+    """Run a script as `torchrun` does, but without importing torch again."""
+    return spawn_ranks(as_a_script, ranks, script, *map(str, args), timeout=LAUNCH_S)
+
+
+def train(script: str, *args: str | int | pathlib.Path) -> str:
+    """Run a script on two ranks, and return what rank 0 printed."""
+    exits = forked(script, *args)
+    assert [rank.returncode for rank in exits] == [0, 0], exits
+    return exits[0].output
 
 
 def losses(path: pathlib.Path) -> list[float]:
@@ -46,7 +70,7 @@ def losses(path: pathlib.Path) -> list[float]:
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
     """Two epochs through commlib, never interrupted; the folder and what was printed."""
     folder = tmp_path_factory.mktemp("digits")
-    printed = train("train_digits.py", "--epochs", 2, "--losses", folder / "log", "--checkpoint", folder / "state")
+    printed = torchrun("train_digits.py", "--epochs", 2, "--losses", folder / "log", "--checkpoint", folder / "state")
     return folder, printed
 
 
@@ -89,9 +113,9 @@ def test_digits_resume_bit_for_bit(digits_run, tmp_path):
 @pytest.mark.xdist_group("digits")
 def test_checkpoint_of_other_world_size_is_refused(digits_run):
     folder, _ = digits_run
-    done = torchrun("train_digits.py", "--epochs", 3, "--checkpoint", folder / "state", ranks=1)
-    assert done.returncode != 0
-    assert "was saved by 2 ranks, this run has 1" in done.stderr
+    (rank,) = forked("train_digits.py", "--epochs", 3, "--checkpoint", folder / "state", ranks=1)
+    assert rank.returncode == 1
+    assert "was saved by 2 ranks, this run has 1" in rank.output
 
 
 def test_bytes_match_ddp_bit_for_bit(tmp_path):
