@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason=f"takes minutes: set {SLOW_TESTS}=1 to run it"))
+            item.add_marker(pytest.mark.skip(reason=f"slow: scripts/test --slow runs it (or {SLOW_TESTS}=1)"))
 
 
 @pytest.fixture(scope="session", autouse=True)

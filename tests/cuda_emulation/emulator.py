@@ -7,6 +7,7 @@ GPU would see. It shows that the kernels compute the right bytes; it is no run o
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -94,16 +95,23 @@ def library(group: str) -> ctypes.CDLL:
     folder = HERE.parents[1] / "build" / "cuda-emulation"
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{group}-{digest.hexdigest()[:32]}.so"
-    if not target.exists():
-        built = target.with_suffix(f".{os.getpid()}")
-        source = built.with_suffix(".cpp")
-        source.write_text(text)
-        command = [compiler() or "g++", *flags, f"-I{SOURCES}", f"-I{SOURCES / 'cuda'}", str(source), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:8000]
-        os.replace(built, target)
-        source.unlink()
+    with open(folder / f"{group}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of these tests may be at the same
+        if not target.exists():
+            compile_to(target, text, flags)
     return ctypes.CDLL(str(target))
+
+
+def compile_to(target: Path, text: str, flags: list[str]) -> None:
+    """Compile a translation unit to a library, which is there wholly or not at all."""
+    built = target.with_suffix(f".{os.getpid()}")
+    source = built.with_suffix(".cpp")
+    source.write_text(text)
+    command = [compiler() or "g++", *flags, f"-I{SOURCES}", f"-I{SOURCES / 'cuda'}", str(source), "-o", str(built)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:8000]
+    os.replace(built, target)
+    source.unlink()
 
 
 @functools.cache

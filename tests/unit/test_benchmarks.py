@@ -412,7 +412,7 @@ def run(name: str, *args: str, model: str = "bytes-tiny") -> subprocess.Complete
 @pytest.mark.timeout(180)
 def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
-    names = ["ddp@25", "ddp:own_group@25", "commlib:allreduce@4", "none"]
+    names = ["ddp@25", "commlib:allreduce@4", "none"]
     short = ("--reps", "3", "--block", "1", "--warmup", "3", "--memory-steps", "2", "--memory-runs", "1")
     done = run("step.py", "--systems", ",".join(names), *short, "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -420,17 +420,18 @@ def test_step_measures_real_training(tmp_path):
     result = json.loads(out.read_text())
     assert result["header"]["torch"]
     assert "step.py" in result["header"]["command"]
-    ddp, own_group, commlib, bare = result["rows"]
+    ddp, commlib, bare = result["rows"]
     assert [row["system"] for row in result["rows"]] == names
     gradient_bytes = 4 * sum(p.numel() for p in models.WORKLOADS["bytes-tiny"]().build().parameters())
-    for row in (ddp, own_group, commlib):
+    for row in (ddp, commlib):
         assert row["wire_bytes"] > 0.95 * gradient_bytes
         assert row["peak_bytes"] > 3 * gradient_bytes
     assert bare["peak_bytes"] < ddp["peak_bytes"]
-    assert commlib["loss"] == own_group["loss"] == ddp["loss"] != bare["loss"]
+    assert commlib["loss"] == ddp["loss"] != bare["loss"]
     assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
     out, options = tmp_path / "out.json", "(period=1,rest=0.0)"
@@ -442,10 +443,14 @@ def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
     assert own["to_lower_bound"] > 0
     assert bare["wire_bytes"] < 0.01 * bound["wire_bytes"]
     assert 0.5 < bound["wire_bytes"] / own["wire_bytes"] < 2
+
+
+def test_what_sends_by_itself_has_no_bound():
     with pytest.raises(ValueError, match="PassiveGossip sends by itself"):
         bounds.bound_of(commlib.algorithms.get("passive_gossip")())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_trials_are_recorded_and_replayed(tmp_path):
     out = tmp_path / "folder" / "out.json"
@@ -478,25 +483,25 @@ def test_convergence_compares_curves(tmp_path):
 @pytest.mark.timeout(300)
 def test_final_losses_are_kept_and_completed(tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"
-    names = ["commlib:allreduce@1", "commlib:signsgd@1", "commlib:dgc@1", "commlib:qadam(warmup_steps=2)@1"]
+    names = ["commlib:allreduce@1", "commlib:qadam(warmup_steps=2)@1"]
     common = ("--ranks", "2", "--steps", "8", "--seeds", "3", "--json", str(out), "--optimizer", "sgd")
-    done = run("convergence.py", "final", "--systems", ",".join(names[:2]), *common)
+    done = run("convergence.py", "final", "--systems", names[0], *common)
     assert done.returncode == 0, done.stdout + done.stderr
     first = json.loads(out.read_text())
     done = run("convergence.py", "final", "--systems", ",".join(names), *common, "--plot", str(plot))
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
-    assert result["rows"][:2] == first["rows"]
+    assert result["rows"][:1] == first["rows"]
     assert [len(header["date"]) for header in result["headers"]] == [25, 25]  # of both runs
     assert [row["system"] for row in result["rows"]] == names
-    assert len({row["loss"] for row in result["rows"]}) == 4
+    assert len({row["loss"] for row in result["rows"]}) == 2
     assert all(row["identical"] and 1 < row["loss"] < 6 and 0 <= row["accuracy"] < 1 for row in result["rows"])
     assert plot.stat().st_size > 1000
 
 
 @pytest.mark.timeout(180)
 def test_a_worker_that_fails_shows_its_error():
-    done = run("step.py", "--systems", "ddp(nosuch=1)@25", "--memory-steps", "0")
+    done = run("step.py", "--systems", "ddp(nosuch=1)@25", "--ranks", "1", "--memory-steps", "0")
     assert done.returncode != 0
     assert "TypeError" in done.stderr
     assert "nosuch" in done.stderr

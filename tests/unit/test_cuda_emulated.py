@@ -96,7 +96,9 @@ def test_rotation(threads: emulator.Launches) -> None:
     cases.check_rotation_segments(CPU)
 
 
-@pytest.mark.parametrize("dtype", cases.TYPES)
+@pytest.mark.parametrize(  # compiling the kernels of a type takes seconds
+    "dtype", [torch.float32, torch.bfloat16, *(pytest.param(t, marks=pytest.mark.slow) for t in cases.TYPES[2:])]
+)
 def test_top_k(dtype: torch.dtype, threads: emulator.Launches) -> None:
     for numel in (0, 1, 17, 1000, 30_000):
         cases.check_top_k(numel, CPU, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -77,12 +78,40 @@ def test_an_unknown_system_is_an_error_before_anything_starts() -> None:
         emulation.emulate(workloads.get("vgg16"), [1e8], ["bytegrd"], SETTING)
 
 
+def made_up(workload: Any, targets: Any, systems: Any, setting: Any, progress: Any) -> list[emulation.Emulation]:
+    """Stand in for `emulate`."""
+    rows = [emulation.Measurement("none", 0.25, None, (0.25, 0.25), "none")]
+    rows += [emulation.Measurement(system, 0.5, 0.4, (0.5, 0.5), system) for system in systems]
+    links = f"{setting.hosts} emulated hosts"
+    return [emulation.Emulation("", rate_bps, None, links, 0.25, tuple(rows), {}) for rate_bps in targets]
+
+
+ASKED = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_measures_what_it_is_asked_for_and_prints_it(
+    monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    monkeypatch.setattr(emulation, "emulate", made_up)
+    result = CliRunner().invoke(app, [*ASKED, *(["--json"] if as_json else [])], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    if as_json:
+        (found,) = json.loads(result.stdout)
+        assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]
+        assert (found["rate_bps"], found["links"]) == (200e6, "2 emulated hosts")
+    else:
+        lines = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+        assert ["signsgd", "500.0", "400.0", "-20.0%", "1.00"] in lines
+        assert ["none", "250.0", "2.00"] in lines
+
+
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.timeout(300)
 def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "Setting", lambda **changed: SETTING)
-    asked = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd", "--json"]
-    result = CliRunner().invoke(app, asked)
+    result = CliRunner().invoke(app, [*ASKED, "--json"])
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.stdout)
     assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]

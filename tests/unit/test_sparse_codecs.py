@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,15 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
     ]
 
 
+def small_and_large(small: tuple[int, ...], settings: list[tuple[float, ...]]) -> list[Any]:
+    """Return sizes with settings as parameters of a test; of those of the large size all but the last are slow."""
+    found = [pytest.param(numel, *each) for numel in small for each in settings]
+    slow = [pytest.mark.slow] * (len(settings) - 1)
+    return found + [
+        pytest.param(LARGE, *each, marks=mark) for each, mark in itertools.zip_longest(settings, slow, fillvalue=())
+    ]
+
+
 def sizes(numel: int) -> list[int]:
     return sorted({0, min(1, numel), numel // 100, numel // 3, numel})
 
@@ -68,8 +79,7 @@ def test_top_k_is_exact_on_any_distribution(isa: str, numel: int) -> None:
             np.testing.assert_array_equal(top_k(x, places), expected, err_msg=f"{label}, {places} of {numel}")
 
 
-@pytest.mark.parametrize("numel", [1, 1000, LARGE])
-@pytest.mark.parametrize(("beta", "gamma"), [(1.0, 1.0), (0.9, 1.5)])
+@pytest.mark.parametrize(("numel", "beta", "gamma"), small_and_large((1, 1000), [(1.0, 1.0), (0.9, 1.5)]))
 def test_top_k_with_error_feedback(isa: str, numel: int, beta: float, gamma: float) -> None:
     rng = np.random.default_rng(numel)
     for label, x in distributions(rng, numel):
@@ -224,8 +234,10 @@ def test_sums_of_any_length(isa: str, numel: int, divisor: float) -> None:
         np.testing.assert_array_equal(out.numpy().view(np.uint32), expected.view(np.uint32), err_msg=f"{places=}")
 
 
-@pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])
-@pytest.mark.parametrize(("decay", "factor", "gamma"), [(0.9, 1.0, 1.0), (0.99, 1 / 1024, 1.0), (0.0, -0.3, 1.5)])
+@pytest.mark.parametrize(
+    ("numel", "decay", "factor", "gamma"),
+    small_and_large((0, 1, 17, 1000), [(0.9, 1.0, 1.0), (0.99, 1 / 1024, 1.0), (0.0, -0.3, 1.5)]),
+)
 def test_a_momentum_is_brought_up_to_date_and_encoded(
     isa: str, numel: int, decay: float, factor: float, gamma: float
 ) -> None:

@@ -61,7 +61,9 @@ def test_an_interrupt_waits_until_all_processes_have_been_started():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.1, 3.0])  # while processes start, and when they simulate
+@pytest.mark.parametrize(
+    "after_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 3.0]
+)  # while processes start, and when they simulate
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_command_is_ended(way, after_s):
     command = [sys.executable, "-m", "commlib", "compare", "--workload", "bert-large", "--steps", "1000"]
