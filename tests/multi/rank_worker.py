@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 _PR_SET_PDEATHSIG = 1
 # The connection of this process to the pool's store, by port: for each, torch asks a name server who the peer is.
 _clients: dict[int, Any] = {}
+_num_modules = 0
 
 
 class Job(NamedTuple):
@@ -163,10 +164,19 @@ def run_job(job: Job, background: BackgroundFailures) -> Outcome:
         _clients.clear()  # a thread that is left behind may wait in it
         outcome = Outcome(kind, text)
     gc.collect()
+    freeze_new_modules()
     found = background.take()
     if found and outcome.kind == "ok":
         return Outcome("error", "\n".join(found))
     return outcome
+
+
+def freeze_new_modules() -> None:
+    """Spare all later collections what modules hold that have been imported since the last time."""
+    global _num_modules
+    if len(sys.modules) != _num_modules:
+        _num_modules = len(sys.modules)
+        gc.freeze()
 
 
 def encode(outcome: Outcome) -> bytes:

@@ -123,7 +123,7 @@ def wrong_rows(own: list[tuple[str, str]]) -> list[str]:
     """Return the rows of the page that are not what this rank measures."""
     found = []
     gc.collect()
-    gc.freeze()  # what was there before: `storages` sees the rest only, which takes a hundredth of the time
+    gc.freeze()  # what was there before, for good: `storages` sees the rest only, in a hundredth of the time
     for call, formula in own:
         algorithm = make(call)
         with two_nodes() if has_nodes((call, formula)) else contextlib.nullcontext():
@@ -134,7 +134,6 @@ def wrong_rows(own: list[tuple[str, str]]) -> list[str]:
         if abs(kept - expected) > TOLERANCE * names["n"]:
             n = names["n"]
             found.append(f"{call}: {kept / n:.3f} n are kept, the page says {formula}, which is {expected / n:.3f} n")
-    gc.unfreeze()
     return found
 
 

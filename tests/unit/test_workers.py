@@ -42,7 +42,7 @@ def test_the_results_are_those_of_one_process():
 
 def test_a_process_that_is_killed_is_an_error():
     with pytest.raises(CommlibError, match="ended before its time"), on_all_cores(MANY) as run:
-        list(run(os._exit, [1]))
+        list(run(_end, [1]))
 
 
 def test_an_interrupt_waits_until_all_processes_have_been_started():
@@ -92,6 +92,10 @@ def _be_interrupted() -> None:
     """Be the thread that the kernel chose: any that does not block the signal."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+
+def _end(code: int) -> None:
+    os._exit(code)
 
 
 def _pid(_: int) -> int:
