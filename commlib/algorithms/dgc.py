@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context, Traits
+from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.policy import MATRICES
 from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs import sparse as codecs
@@ -74,7 +75,7 @@ class DGC(Sparse):
     momentum.
     """
 
-    traits = Traits(accumulates=False)  # one rank alone has a momentum too
+    channel = Gradients(accumulates=False)  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 
     def __init__(

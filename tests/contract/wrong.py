@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.algorithms import Algorithm, BucketView, Context, Traits
+from commlib.algorithms import Algorithm, BucketView, Context, Weights
 from commlib.algorithms.families.policy import Units
 from commlib.primitives.parts import cut, paste
 from commlib.transport.base import Communication, Communicator
@@ -71,7 +71,7 @@ class Careful(Algorithm):
 class CarefulWeights(Algorithm):
     """Averages weights in every second step. Nothing is wrong."""
 
-    traits = Traits(tensors="weights", period=2)
+    channel = Weights(period=2)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield comm.all_reduce(bucket.flat)
