@@ -147,7 +147,7 @@ class DGC(Sparse):
         yield from super().communicate(bucket, comm)
         if bucket.index in self._momenta:
             _, momentum = self._momenta[bucket.index]
-            scale, is_finite = self._units.scale, torch.isfinite(bucket.flat)
+            scale, is_finite = self._units.scale(comm.step), torch.isfinite(bucket.flat)
             momentum.mul_(self.momentum).add_(torch.where(is_finite, bucket.flat, 0.0), alpha=1.0 / scale)
             bucket.flat.copy_(torch.where(is_finite, momentum * scale, bucket.flat))
 
@@ -162,7 +162,7 @@ class DGC(Sparse):
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.optimizer_step))
         assert isinstance(workspace, MomentumWorkspace)
-        scale = self._units.scale
+        scale = self._units.scale(comm.step)
         own, everyone = workspace.payloads(codec)
         if peers.contributes:
             gradient = tensor

@@ -99,6 +99,6 @@ class PowerSGD(Compressed[LowRankWorkspace]):
             workspace,
             peers,
             divisor=self.divisor(comm),
-            scale=self._units.scale,
+            scale=self._units.scale(comm.step),
             decay=self._units.decay(comm.step),
         )

@@ -35,15 +35,15 @@ class Careful(Algorithm):
         return torch.zeros_like(bucket.flat)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        residual, scale = self._residuals[bucket.index], self._scale()
+        residual, scale = self._residuals[bucket.index], self._scale(comm.step)
         value = bucket.flat + residual * scale
         sent = self._rounded(value)
         self._keep(residual, (value - sent) / scale)
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent / self._divisor(comm))
 
-    def _scale(self) -> float:
-        return self._units.scale
+    def _scale(self, step: int) -> float:
+        return self._units.scale(step)
 
     def _divisor(self, comm: Communicator) -> int:
         return comm.num_active
@@ -168,7 +168,7 @@ class TrustsTheDefaultDtype(Careful):
 class IgnoresTheScaler(Careful):
     """Remembers what was lost in the units of a loss scale that changes."""
 
-    def _scale(self) -> float:
+    def _scale(self, step: int) -> float:
         return 1.0
 
 

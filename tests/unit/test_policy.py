@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.algorithms import Channel, Gradients, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.families.policy import Units
 from commlib.engine.rounds.order import Do, Event, IssueOrder
 from commlib.engine.rounds.schedule import Progress, Schedule, StepActions
 from commlib.errors import ConfigError
@@ -178,3 +179,27 @@ def test_an_asynchronous_round_is_taken_when_it_has_arrived_and_the_next_one_sta
     took = StepActions(take_background=True)
     took_and_start = StepActions(take_background=True, start=True, in_background=True)
     assert got == [start, StepActions(), StepActions(), took_and_start, StepActions(), took_and_start, took]
+
+
+class _Scaler:
+    """A GradScaler whose scale doubles whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        self.num_asked += 1
+        return 2.0**self.num_asked
+
+
+def test_the_loss_scale_is_asked_for_once_a_round() -> None:
+    """On a GPU the host waits for each answer."""
+    units, scaler = Units(), _Scaler()
+    units.follow(None, scaler)
+    assert [units.scale(step) for step in (0, 0, 0, 1, 1)] == [2.0, 2.0, 2.0, 4.0, 4.0]
+    units.load_state_dict({"lr": None})
+    assert units.scale(1) == 8.0, "a checkpoint may be of another scale"
+    assert scaler.num_asked == 3

@@ -126,7 +126,7 @@ class Compressed(Algorithm, Generic[E]):
                 stage,
                 local,
                 lambda own: self._average(own, workspace, bucket, comm, peers),
-                scale=self._units.scale,
+                scale=self._units.scale(comm.step),
             )
 
     @override

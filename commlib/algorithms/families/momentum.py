@@ -83,7 +83,7 @@ class QuantizedMomentum(Quantized):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        scale = self._gradient_units.scale
+        scale = self._gradient_units.scale(comm.step)
         self._to_momentum(bucket, scale)
         yield from super().communicate(bucket, comm)
         bucket.flat.mul_(scale)  # the scaler will unscale it
