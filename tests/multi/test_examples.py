@@ -86,7 +86,6 @@ def test_diff_to_ddp_is_one_line_and_the_import(task):
     ]
 
 
-@pytest.mark.xdist_group("digits")
 def test_digits_match_ddp_bit_for_bit_and_learn(digits_run, tmp_path):
     folder, printed = digits_run
     ddp_printed = train("train_digits_ddp.py", "--epochs", 2, "--losses", tmp_path / "log")
@@ -97,7 +96,6 @@ def test_digits_match_ddp_bit_for_bit_and_learn(digits_run, tmp_path):
     assert losses(tmp_path / "log") == losses(folder / "log")
 
 
-@pytest.mark.xdist_group("digits")
 def test_digits_resume_bit_for_bit(digits_run, tmp_path):
     folder, _ = digits_run
     for epochs in (1, 2):
@@ -110,7 +108,6 @@ def test_digits_resume_bit_for_bit(digits_run, tmp_path):
         assert torch.equal(one["rng"], other["rng"])
 
 
-@pytest.mark.xdist_group("digits")
 def test_checkpoint_of_other_world_size_is_refused(digits_run):
     folder, _ = digits_run
     (rank,) = forked("train_digits.py", "--epochs", 3, "--checkpoint", folder / "state", ranks=1)

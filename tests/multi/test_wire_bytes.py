@@ -49,9 +49,6 @@ EXPECTED: dict[str, tuple[float, dict[str, int]]] = {
 }
 
 
-pytestmark = pytest.mark.xdist_group("hosts")
-
-
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
     env = {"PYTHONPATH": os.pathsep.join((str(_ROOT), os.environ.get("PYTHONPATH", ""))), "OMP_NUM_THREADS": "1"}

@@ -20,10 +20,7 @@ SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, 
 
 needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(check_requirements()))
 # What a busy machine warns of is not what these tests are about.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:emulated links are further than 2 %:UserWarning"),
-    pytest.mark.xdist_group("hosts"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:emulated links are further than 2 %:UserWarning")
 
 
 @needs_hosts

@@ -28,7 +28,6 @@ from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 _MISSING = check_requirements()
 needs_hosts = pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
 _ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("hosts")  # one of them looks at all networks of this machine
 _MISS = "ignore:emulated links are further than 2 %:UserWarning"
 
 

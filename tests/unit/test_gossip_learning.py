@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 import corpus
 
-pytestmark = pytest.mark.xdist_group("gossip-learning")  # they share the yardsticks
 STEPS, PERIOD, SEEDS = 120, 8, (0, 1, 2)
 BATCH, CONTEXT = 8, 48
 
