@@ -474,8 +474,7 @@ def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: 
     [
         "ef_quantized",
         "topk",
-        "powersgd",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("signsgd", "randomk", "dgc")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("signsgd", "randomk", "dgc", "powersgd")),
     ],
 )
 def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
