@@ -142,6 +142,21 @@ def check_feedback(
     check_number("gamma", feedback.gamma)
 
 
+def check_encoded(
+    out: torch.Tensor,
+    nbytes: int,
+    source: tuple[str, torch.Tensor],
+    numel: int,
+    feedback: Feedback | None,
+    device: torch.device = CPU,
+) -> None:
+    """Raise unless `out` takes the payload of `numel` elements, apart from its named source, and the residual fits."""
+    check_payload("out", out, nbytes, device)
+    check_apart(("out", out), source)
+    if feedback is not None:
+        check_feedback(feedback, numel, ("out", out), source, device=device)
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -205,10 +220,7 @@ def check_encoding(
     numel = x.numel() if isinstance(x, torch.Tensor) else 0
     chunk = chunk_or_whole(chunk, numel)
     check_values("x", x, device)
-    check_payload("out", out, bytes_of_chunks(payload_bytes, numel, chunk), device)
-    check_apart(("out", out), ("x", x))
-    if feedback is not None:
-        check_feedback(feedback, numel, ("out", out), ("x", x), device=device)
+    check_encoded(out, bytes_of_chunks(payload_bytes, numel, chunk), ("x", x), numel, feedback, device)
     return chunk
 
 
@@ -224,10 +236,7 @@ def check_sum_encoding(
     check_numel(numel)
     nbytes = payload_bytes(numel)
     count = check_payloads(payloads, nbytes, device)
-    check_payload("out", out, nbytes, device)
-    check_apart(("out", out), ("payloads", payloads))
-    if feedback is not None:
-        check_feedback(feedback, numel, ("out", out), ("payloads", payloads), device=device)
+    check_encoded(out, nbytes, ("payloads", payloads), numel, feedback, device)
     return count
 
 
@@ -291,10 +300,7 @@ def check_sparse_encoding(
         most = MOST_SPARSE_ELEMENTS
         raise CodecError(f"{name}: expected at most {most} elements in a chunk of a sparse codec, got {x.numel()}")
     check_places(places, x.numel())
-    check_payload("out", out, nbytes, device)
-    check_apart(("out", out), (name, x))
-    if feedback is not None:
-        check_feedback(feedback, x.numel(), ("out", out), (name, x), device=device)
+    check_encoded(out, nbytes, (name, x), x.numel(), feedback, device)
 
 
 def check_sparse_decoding(payloads: torch.Tensor, nbytes: int, out: torch.Tensor, device: torch.device = CPU) -> int:

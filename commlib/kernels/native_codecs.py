@@ -91,19 +91,9 @@ def encode_sum(
     count = checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback)
     checks.check_number("divisor", divisor, may_be_zero=False)
     checks.check_first(first)
-    source = native_random(random)
-    load().encode_sum(
-        codec,
-        payloads.data_ptr(),
-        count,
-        divisor,
-        numel,
-        native_feedback(feedback),
-        source,
-        first,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+    terms = load().Payloads(payloads.data_ptr(), count, divisor)
+    fed, source = native_feedback(feedback), native_random(random)
+    load().encode_sum(codec, terms, numel, fed, source, first, out.data_ptr(), torch.get_num_threads())
 
 
 def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
@@ -147,8 +137,8 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     """
     count = checks.check_sum_decoding(payloads, partial(payload_bytes, codec), out)
     checks.check_number("divisor", divisor, may_be_zero=False)
-    code, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
-    load().decode_sum(codec, payloads.data_ptr(), count, divisor, out.numel(), out.data_ptr(), code, threads)
+    terms = load().Payloads(payloads.data_ptr(), count, divisor)
+    load().decode_sum(codec, terms, out.numel(), out.data_ptr(), DTYPE_CODES[out.dtype], torch.get_num_threads())
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:

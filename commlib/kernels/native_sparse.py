@@ -104,8 +104,8 @@ def _decode(
     payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
 ) -> None:
     count, numel = checks.check_sparse_decoding(payloads, payload_bytes(places), out), out.numel()
-    address, threads = payloads.data_ptr(), torch.get_num_threads()
-    wrong = load().decode_sparse(address, count, places, divisor, adds, weight, out.data_ptr(), numel, threads)
+    terms, threads = load().Payloads(payloads.data_ptr(), count, divisor), torch.get_num_threads()
+    wrong = load().decode_sparse(terms, places, adds, weight, out.data_ptr(), numel, threads)
     if wrong >= 0:
         _refuse(wrong, numel)
 
