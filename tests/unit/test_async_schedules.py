@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from commlib.algorithms import AsyncSGD, PassiveGossip
-from commlib.algorithms.families.published import Published
 from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.families.published import Published
 from commlib.algorithms.families.shard_client import PUSH, PUSH_FOR_CHANGE
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.errors import ConfigError
