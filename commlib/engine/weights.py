@@ -71,6 +71,7 @@ class WeightRounds:
             self._comm.local, self._comm.across = groups
         self._cap_bytes = cap_bytes
         self._round: Round | None = None
+        transport.in_order = not self._traits.asynchronous
         needs_votes = self._traits.asynchronous and not transport.stands_for_all
         self._votes = Votes(transport) if needs_votes else None
         self.num_started = self.num_rounds = 0

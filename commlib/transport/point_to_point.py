@@ -102,17 +102,18 @@ class GlooExchanges:
 
     def issue(self, exchange: Exchange) -> ExchangeWork:
         """Post the receives, then the sends: a message that is expected needs no copy and no second trip."""
-        works = [
-            self._backend.recv([tensor], rank, next(self._received[rank]) % _UNUSED_TAG)
-            for rank, tensor in exchange.receives
-            if tensor.numel()
-        ]
-        works += [
-            self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG)
-            for rank, tensor in exchange.sends
-            if tensor.numel()
-        ]
+        works: list[Any] = []
         work = ExchangeWork(works)
+        try:
+            for rank, tensor in exchange.receives:
+                if tensor.numel():
+                    works.append(self._backend.recv([tensor], rank, next(self._received[rank]) % _UNUSED_TAG))
+            for rank, tensor in exchange.sends:
+                if tensor.numel():
+                    works.append(self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG))
+        except BaseException:
+            self._queue.put(work)  # what was posted is waited for all the same: until the connections end
+            raise
         self._queue.put(work)
         return work
 
