@@ -111,10 +111,8 @@ class GlooExchanges:
             for rank, tensor in exchange.sends:
                 if tensor.numel():
                     works.append(self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG))
-        except BaseException:
-            self._queue.put(work)  # what was posted is waited for all the same: until the connections end
-            raise
-        self._queue.put(work)
+        finally:
+            self._queue.put(work)  # where one raises, what was posted is waited for all the same
         return work
 
     def all_to_all(self, request: AllToAll) -> ExchangeWork:

@@ -37,6 +37,7 @@ from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backen
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
 from commlib.transport.rendezvous import Meeting, name_of, named
+from commlib.transport.staging import Staged, StagedWork, Staging
 from commlib.transport.watch import Watch
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -94,6 +95,7 @@ class TorchTransport(Transport):
         self._timeout = timeout
         self._unseen: Exception | None = None  # what the watch has met
         self._watch: Watch | None = None  # on NCCL
+        self._staging = _staging_of(device)
         self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
         self._place = ""  # its name in the group's store
@@ -237,13 +239,15 @@ class TorchTransport(Transport):
         partners = connection.partners(request)
         self._check(partners)
         self.bytes_sent += request.wire_bytes()
+        staged: Staged | None = None
         if isinstance(connection, nccl.NcclConnection):
             made = self._launch(connection, request, partners)
         else:
-            made = TorchWork(self._issue(connection, request), connection, partners)
+            staged = self._staging and self._staging.stage(request, connection.members.index(self.rank))
+            made = TorchWork(self._issue(connection, staged.request if staged else request), connection, partners)
         if self._lifelines is not None and self._lifelines.has_news:  # which may have come since it was looked at
             self._lifelines.ring()
-        return made
+        return StagedWork(made, staged) if staged else made
 
     def _launch(self, connection: nccl.NcclConnection, request: Request, partners: Sequence[int]) -> TorchWork:
         """Issue a request on NCCL, in its turn among all of the device."""
@@ -397,6 +401,11 @@ class TorchTransport(Transport):
     def close(self) -> None:
         if self._finalizer.detach() is not None:
             self._connections.end(Word.LEFT)
+
+
+def _staging_of(device: torch.device) -> Staging | None:
+    """Return how Gloo gets at tensors on `device`; None: as they are."""
+    return None if device.type == "cpu" else Staging(device)
 
 
 class _Place(NamedTuple):

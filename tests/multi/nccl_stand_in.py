@@ -1,7 +1,7 @@
 """A stand-in of torch's NCCL backend for ranks without GPUs: Gloo's collectives, waited for as NCCL's are.
 
-`wait` returns at once, as it only makes a stream wait; a work is asked whether it has ended; `abort` ends all works, well
-as far as a stream can see. Only the host sees whether values have arrived, so a test that reads them looks after the ends.
+`wait` returns at once, as it only makes a stream wait; a work is asked whether it has ended; `abort` ends all works,
+well, as far as a stream can see. A test that reads values makes sure of the ends before.
 """
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ def test_a_group_of_sends_and_receives_is_closed_when_one_raises(connections: Co
 
 
 def launch(connection: NcclConnection, in_order: bool = True, waits: bool = True) -> Work:
-    """Issue as the transport does, on a stream of its own; afterwards `Stream.waits` is what that was made to wait for."""
+    """Issue as the transport does, on a stream of its own; `Stream.waits` is then what that was made to wait for."""
     Stream.waits = []
     act = lambda: NcclWork(connection.backend.allreduce(), connection, range(3), "a sum")  # noqa: E731
     made = nccl.launches.issue(connection, act, in_order)
