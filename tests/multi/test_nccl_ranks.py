@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -165,3 +167,18 @@ def test_a_device_has_one_order_over_the_communicators_of_several_models() -> No
         assert all("number" in what for what in held)
         for transport in (one, two, free):
             transport.close()
+
+
+@on_ranks(2)
+def test_a_transport_that_nobody_holds_ends_with_its_watch() -> None:
+    """The watch's thread and the callbacks must not keep it alive, nor through it a model."""
+    with in_place_of_nccl():
+        transport, comm = connect()
+        engine = Engine(transport)
+        transport.issue(comm.all_reduce(torch.ones(4))).wait()
+        alive = [weakref.ref(transport), weakref.ref(engine)]
+        del transport, engine
+        gc.collect()
+        assert [each() for each in alive] == [None, None]
+        assert nccl_stand_in.CALLS[-1] == "shutdown"
+        assert not [each for each in threading.enumerate() if each.name == "commlib-watch"]
