@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from commlib.transport.base import EndedError, Exchange
 from commlib.transport.lifelines import Peer, Word
 from commlib.transport.nccl import NcclConnection, NcclWork
 from commlib.transport.watch import Watch
+from tests.waiting import eventually
 
 DEVICE = torch.device("cuda", 0)
 
@@ -165,13 +166,6 @@ def watched(connections: Connections, timeout_s: float) -> tuple[NcclConnection,
     return connection, backend, failures
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
-
-
 # --- closing ----------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +267,8 @@ def test_works_that_the_lifelines_ended_have_failed_though_their_kernels_end_wel
     peer.end("killed")
     began_s = time.monotonic()
     connections.react(connections.lifelines)  # type: ignore[arg-type]
-    assert eventually(lambda: "abort" in backend.calls, 0.2), "NCCL's own error would come first"
+    assert connection.is_aborted, "at once, as NCCL's own error would come next"
+    assert eventually(lambda: "abort" in backend.calls)
     assert failures.came.wait(5)
     assert time.monotonic() - began_s < 2.0
     ((error, what),) = failures.seen
