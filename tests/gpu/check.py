@@ -1,8 +1,8 @@
 """Run all that needs a GPU, as one prepared run without a network (scripts/gpu_check).
 
 First it unpacks wheels, builds the extension in place and compiles the kernels that are not in the cache. Then come
-the parts, each ended at its limit: bits (60 s), kernels (75 s), nccl (75 s), train (75 s), sanitize (45 s). Under --out it
-writes results.jsonl and a log for each part as they go, and after each part one archive of everything. A table is
+the parts, each ended at its limit: bits (60 s), kernels (75 s), nccl (75 s), train (75 s), sanitize (45 s). Under --out
+it writes results.jsonl and a log for each part as they go, and after each part one archive of everything. A table is
 printed last. The exit status adds up what failed: 1 preparation, 2 bits, 4 kernels, 8 nccl, 16 train, 32 sanitize.
 """
 

@@ -131,7 +131,7 @@ def _sanitize(work: Path) -> list[Command]:
         Command(
             tool,
             ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests],
-            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "COMMLIB_GPU_SANITIZER": tool},
+            env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )
         for tool in SANITIZERS
     ]
