@@ -64,7 +64,7 @@ def parts(work: Path) -> list[Part]:
     return [
         Part("bits", 60, 2, _bits(work)),
         Part("kernels", 75, 4, _kernels(made)),
-        Part("nccl", 75, 8, _ranks(made)),
+        Part("nccl", 75, 8, _ranks(work)),
         Part("train", 75, 16, _train(made)),
         Part("sanitize", 45, 32, _sanitize(work)),
     ]
@@ -100,16 +100,13 @@ def _kernels(made: Path) -> list[Command]:
     return [_script("kernels", [*argv, "--plot", str(made / "kernels-gpu.png")], 0)]
 
 
-def _ranks(made: Path) -> list[Command]:
-    budgets = {1: 15, 2: 36, 4: 18}
-    return [
-        _script(
-            f"{ranks} ranks",
-            ["-m", "tests.gpu.several_ranks", "--ranks", str(ranks), "--device", "cuda", "--seconds", str(budget)],
-            stage,
-        )
-        for stage, (ranks, budget) in enumerate(budgets.items())
-    ]
+def _ranks(work: Path) -> list[Command]:
+    commands = []
+    for ranks, stage, seconds in ((1, 0, 42), (2, 0, 42), (4, 1, 28)):
+        argv = ["-m", "tests.gpu.several_ranks", "--ranks", str(ranks), "--device", "cuda", "--seconds", str(seconds)]
+        argv += ["--remember", str(work / "backend")] if ranks > 1 else []
+        commands.append(_script(f"{ranks} ranks", argv, stage))
+    return commands
 
 
 def _train(made: Path) -> list[Command]:
