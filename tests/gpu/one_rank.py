@@ -49,8 +49,8 @@ class Rank:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._where = f"{self.world_size} ranks on {device.type}, {backend}"
 
-    def hold(self, name: str, check: Callable[[], dict[str, Any]]) -> bool:
-        """Run a check on all ranks; rank 0 notes what became of it. Return whether it passed everywhere."""
+    def hold(self, name: str, check: Callable[[], dict[str, Any]], shown: bool = True) -> bool:
+        """Run a check on all ranks; rank 0 notes what became of it (`shown`: for the table). Return if all passed."""
         begin = time.monotonic()
         facts, words = {}, None
         try:
@@ -63,8 +63,8 @@ class Rank:
         if self.rank == 0:
             outcome = results.FAILED if failed else results.PASSED
             seconds = round(time.monotonic() - begin, 2)
-            extra = {"text": "\n".join(failed)[:3000]} if failed else {}
-            results.add(f"{self._where}: {name}", outcome, seconds=seconds, **facts, **extra)
+            facts |= {"text": "\n".join(failed)[:3000]} if failed else {}
+            results.add(f"{self._where}: {name}", outcome, seconds=seconds, shown=shown, **facts)
         return not failed
 
     # -- checks --------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def main() -> int:
         if any(gathered(time.monotonic() > args.until - _RESERVE_S)):
             rank.hold("algorithms for which there was time", lambda idx=idx: {"count": f"{idx} of {len(names)}"})
             break
-        rank.hold(name, lambda name=name: rank.algorithm(name))
+        rank.hold(name, lambda name=name: rank.algorithm(name), shown=False)
     if rank.world_size > 1:
         rank.hold("closing behind queued collectives", rank.closing)
         if rank.world_size > 2 or args.device == "cpu":

@@ -95,8 +95,8 @@ def _script(name: str, argv: list[str], stage: int) -> Command:
 
 
 def _kernels(made: Path) -> list[Command]:
-    argv = [str(BENCHMARKS / "kernels.py"), "--device", "cuda", "--elements", "1e6,16e6,100e6", "--reps", "15"]
-    argv += ["--seconds", "1", "--total-seconds", "60", "--json", str(made / "kernels-gpu.json")]
+    argv = [str(BENCHMARKS / "kernels.py"), "--device", "cuda", "--elements", "100e6,16e6,1e6", "--reps", "15"]
+    argv += ["--peer-size", "1GiB", "--seconds", "1", "--total-seconds", "55", "--json", str(made / "kernels-gpu.json")]
     return [_script("kernels", [*argv, "--plot", str(made / "kernels-gpu.png")], 0)]
 
 

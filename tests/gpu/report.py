@@ -16,7 +16,7 @@ RESULTS, ARCHIVE = "results.jsonl", "gpu_check.tar.gz"
 MOST_BYTES = 8 << 20
 _MOST_LOG_BYTES = 2 << 20
 _MOST_CHARS = 160
-_KNOWN = {"part", "name", "outcome", "seconds", "text"}
+_KNOWN = {"part", "name", "outcome", "seconds", "text", "shown"}
 
 
 def shortened(argv: Sequence[str]) -> str:
@@ -70,6 +70,8 @@ def table(found: Iterable[Mapping[str, Any]], seconds: Mapping[str, float]) -> s
 
 
 def _figures(row: Mapping[str, Any]) -> str:
+    if not row.get("shown", True):
+        return ""
     return ", ".join(f"{key} {_shown(value)}" for key, value in row.items() if key not in _KNOWN)
 
 

@@ -3,8 +3,8 @@
 python -m tests.gpu.several_ranks --ranks 2 --device cuda --seconds 40
 
 NCCL refuses two ranks of one host on one device. Here each rank says that it is on a host of its own (NCCL_HOSTID) and
-talks over loopback. What NCCL answers to that is a result; where it refuses, the ranks start again with Gloo. Algorithms
-are taken in turns until the time is over, families first.
+talks over loopback. What NCCL answers to that is a result; where it refuses, the ranks start again with Gloo. The
+algorithms are taken one after the other until the time is over, families first.
 """
 
 from __future__ import annotations
