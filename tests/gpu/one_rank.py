@@ -210,7 +210,8 @@ def main() -> int:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=20))
+    patience_s = 20 if args.device == "cuda" else 120  # a machine without a GPU may be busy with other things
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=patience_s))
     rank = Rank(device, args.backend)
     if rank.world_size > 1 and not rank.hold("all-reduce", rank.backend_works) and args.backend == "nccl":
         sys.stdout.flush()
