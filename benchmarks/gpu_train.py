@@ -42,6 +42,8 @@ _WARM_UP = 3
 _LEAST_BLOCK, _MOST_BLOCK, _BLOCK_S = 2, 20, 0.4
 _PERIOD = 4
 _NUM_BATCHES = 4
+#: Which part of the time is kept for blocks and traces when systems are made.
+_RACE_PART = 0.45
 #: Seconds that a further repetition, the next block and the next trace need to be left, and what all traces need.
 _REPETITION_S, _BLOCK_LEFT_S, _TRACE_S, _TRACES_S = 3.0, 2.0, 2.0, 8.0
 #: Most that a wrapped step may take, as parts of the step of another system, by the number of ranks.
@@ -234,8 +236,11 @@ def run_rank(args: argparse.Namespace) -> int:
     """Be one of the ranks."""
     bench = Bench(args)
     bench.try_backend()
-    for name in args.names:
-        bench.add(name)
+    for idx, name in enumerate(args.names):
+        if idx < 2 or bench.has_time(_RACE_PART * args.seconds):
+            bench.add(name)
+        elif bench.rank == 0:
+            print(f"no time for {name} (--seconds)", flush=True)
     race(bench)
     report(bench)
     trace(bench)
@@ -256,7 +261,7 @@ def race(bench: Bench) -> None:
         if repetition > 0 and not bench.has_time(_REPETITION_S + _TRACES_S):
             return
         for place in rotation(len(racers), repetition):
-            if repetition > 0 and not bench.has_time(_BLOCK_LEFT_S + _TRACES_S):
+            if not bench.has_time(_BLOCK_LEFT_S + (_TRACES_S if repetition else 0.0)):
                 return
             bench.time_block(racers[place])
         repetition += 1

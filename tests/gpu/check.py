@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.gpu import machine, report, results
-from tests.gpu.compile_kernels import NO_COMPILER
+from tests.gpu.machine import NO_COMPILER
 from tests.gpu.parts import PYTEST_INI, Command, Part, parts
 
 NAMES = ("bits", "kernels", "nccl", "train", "sanitize")
@@ -176,7 +176,7 @@ class Check:
             for name, code in self._run(tried, log, begin + _TRY_LIMIT_S).items():
                 results.add(name, results.FAILED if code else results.PASSED, text=ended(code))
                 self.status |= part.status if code else 0
-        if part.name == "sanitize" and shutil.which("compute-sanitizer") is None:
+        if part.name == "sanitize" and shutil.which("compute-sanitizer", path=self.env["PATH"]) is None:
             results.add("compute-sanitizer", results.SKIPPED, text="not on the PATH of this machine")
         self.seconds[part.name] = time.monotonic() - begin
 

@@ -16,8 +16,7 @@ from commlib.kernels import cuda
 from commlib.kernels.cuda_args import Kernel
 from tests.cuda_emulation import emulator, nvrtc
 from tests.gpu import results
-
-NO_COMPILER = 3  # exit status
+from tests.gpu.machine import NO_COMPILER
 
 
 def all_kernels() -> list[Kernel]:

@@ -25,6 +25,8 @@ NEEDED = {
 }
 #: What is needed where there is a GPU, or is only good to have.
 ON_A_GPU = {"cupy_backends": "cupy-cuda13x"}
+#: Exit status of the compilation of kernels where there is no compiler.
+NO_COMPILER = 3
 OPTIONAL = {"triton": "triton", "matplotlib": "matplotlib", "typer": "typer", "pytest_timeout": "pytest-timeout"}
 
 
@@ -78,6 +80,7 @@ def environment(site: Path, cache: Path, **extra: str) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
+        "PATH": os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]),
     }
     return {**os.environ, **fixed, **extra}
 

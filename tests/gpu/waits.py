@@ -14,9 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _REGION = "commlib region"
-#: Parts of the names of calls of the runtime and of the driver that return when the device has come somewhere.
-WAITS = ("Synchronize", "EventQuery", "StreamQuery")
-_HARMLESS = ("StreamIsCapturing",)
+#: Calls of the runtime that return when the device has come somewhere, beside all whose name has "Synchronize" in it.
+_WAITS = ("cudaMemcpy", "cudaMemset", "cudaFree", "cudaFreeHost")
 
 
 @contextlib.contextmanager
@@ -55,11 +54,11 @@ def calls_within(events: list[dict[str, Any]]) -> list[str]:
 
 
 def waits_of(run: Callable[[], object]) -> list[str]:
-    """Return the calls in `run` that make the host wait, or ask, for the device.
+    """Return the calls in `run` that make the host wait for the device.
 
     Raises:
         AssertionError: The trace has no launch of a kernel, so it shows nothing.
     """
     calls = calls_within(trace_of(run))
     assert any("Launch" in name for name in calls), f"no launch is in the trace, of {len(calls)} calls"
-    return [name for name in calls if any(part in name for part in WAITS) and name not in _HARMLESS]
+    return [name for name in calls if "Synchronize" in name or name in _WAITS]

@@ -55,6 +55,12 @@ def test_parts_come_in_order_with_limits_that_fit_7_minutes(tmp_path: Path) -> N
         assert sum(stages.values()) <= part.limit_s, f"{part.name} has no time for {stages}"
 
 
+def test_a_check_begins_without_the_packages_that_it_looks_for() -> None:
+    code = "import sys, tests.gpu.check; print(sorted({'torch', 'numpy', 'commlib', 'pytest'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
 def test_unknown_parts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.parse_args(["--only", "bits,speed"])
