@@ -10,6 +10,7 @@ import torch
 from commlib.algorithms import Algorithm, AsyncSGD, BucketView, Context
 from commlib.algorithms.async_sgd import _Worker
 from commlib.algorithms.base import Attachment, Runner
+from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.shard_client import Shard
 from commlib.transport.base import Communication, Communicator, Request
 from commlib.transport.mailbox import Message
@@ -23,7 +24,7 @@ def bound_of(algorithm: Algorithm) -> Algorithm:
     """
     if isinstance(algorithm, AsyncSGD):
         return AsyncBound(algorithm)
-    if algorithm.traits.tensors == "none":
+    if not algorithm.channel.has_rounds:
         raise ValueError(f"{type(algorithm).__name__} sends by itself, and has no lower bound")
     return Bound(algorithm)
 
@@ -41,7 +42,8 @@ class Bound(Algorithm):
 
     def __init__(self, inner: Algorithm) -> None:
         self.inner = inner
-        self.traits = dataclasses.replace(inner.traits, prompt=True)
+        channel = inner.channel
+        self.channel = dataclasses.replace(channel, prompt=True) if isinstance(channel, Gradients) else channel
         self._recorded: dict[int, list[list[Request]]] = {}  # by bucket, the first two rounds
 
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
@@ -74,7 +76,7 @@ class AsyncBound(Algorithm):
 
     def __init__(self, inner: AsyncSGD) -> None:
         self.inner = inner
-        self.traits = inner.traits
+        self.channel = inner.channel
 
     def attach(self, attachment: Attachment) -> Runner:
         """Connect the ranks."""

@@ -33,7 +33,7 @@ _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\)
 _HOOKS = ("fp16", "bf16", "powersgd")
 _OWN_GROUP = "own_group"
 #: Bytes and number of the scratch buckets whose all-reduces show what communication costs, as commlib has them.
-#: (`commlib.engine.profile.PROBES`; not imported, as commlib's code would count in the memory that is measured.)
+#: (`commlib.engine.planning.cost.PROBES`; not imported, as commlib's code would count in the memory that is measured.)
 _SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
@@ -141,7 +141,7 @@ def block_of(system: System, least: int) -> int:
         if not isinstance(cycle, int) or cycle < 1:
             raise ValueError(f"system {system.name!r}: sync_every is {cycle!r}, expected a number of steps")
     elif system.is_wrapped:
-        cycle = _algorithm(system).traits.cycle
+        cycle = _algorithm(system).channel.cycle
     return -(-least // cycle) * cycle
 
 

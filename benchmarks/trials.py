@@ -4,8 +4,8 @@
     python benchmarks/trials.py --replay trials-*.json                             # replays what was recorded
 
 The candidates take turns, there and back, for `--passes` passes. A plan's true time is the median of all its steps on
-its slowest rank. Then the rule (`commlib.engine.profile.Trials`) runs on these steps once from each visit on, as if
-training had begun there; how much slower than the best plan is the one it leaves?
+its slowest rank. Then the rule (`commlib.engine.planning.trials.Trials`) runs on these steps once from each visit on,
+as if training had begun there; how much slower than the best plan is the one it leaves?
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from models import WORKLOADS
 from rich.table import Table
 
-from commlib.engine import planning
-from commlib.engine.plan import Plan
-from commlib.engine.profile import Figure, Trials
+from commlib.engine.planning import search
+from commlib.engine.planning.plan import Plan
+from commlib.engine.planning.trials import Figure, Trials
 
 _SLOW = 0.01
 
@@ -56,7 +56,7 @@ def record(bench: Any) -> dict[str, Any]:
     from systems import parse
 
     Rotation.wanted = bench.spec["passes"]
-    planning.Trials = Rotation
+    search.Trials = Rotation
     racer = bench.racer(parse("commlib:allreduce"))
     while not racer.is_planned():
         racer.step(bench.batches[racer.num_steps % len(bench.batches)])

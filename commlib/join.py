@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from commlib.engine.engine import Engine
 from commlib.transport.base import Communication, Communicator
-
-if TYPE_CHECKING:
-    from commlib.replica import Replica
 
 
 class JoinState:
@@ -38,10 +36,10 @@ class JoinState:
         self.config = config
         self._joinable = joinable if config.enable else None
 
-    def hook(self, replica: Replica, divides_by_initial: bool) -> JoinHook:
-        """Return the hook for a `Join` context that begins."""
+    def hook(self, engine: Engine, broadcast_model: Callable[[int], None], divides_by_initial: bool) -> JoinHook:
+        """Return the hook for a `Join` context that begins; `broadcast_model` copies that of a rank to all."""
         self._divides_by_initial = divides_by_initial
-        return _ShadowHook(replica)
+        return _ShadowHook(self, engine, broadcast_model)
 
     def announce(self, engine: Engine, syncs: bool) -> None:
         """Tell the ranks that have joined whether this iteration will communicate."""
@@ -52,10 +50,10 @@ class JoinState:
         """Tell the others, and return whether any rank communicates in this iteration."""
         own = torch.tensor([active, syncs], dtype=torch.uint8, device=engine.device)
         everyone = own.new_empty(2 * self._comm.world_size)
-        engine.run("the exchange of who still has data", _gather(everyone, own, self._comm))
+        engine.line.run("the exchange of who still has data", _gather(everyone, own, self._comm))
         table = everyone.view(-1, 2).tolist()
         ranks = [rank for rank, row in enumerate(table) if row[0]]
-        self.source = engine.buffer_source = ranks[0] if ranks else 0
+        self.source = engine.gradients.buffers.source = ranks[0] if ranks else 0
         self._comm.num_active = self._comm.world_size if self._divides_by_initial else max(1, len(ranks))
         return any(row[1] for row in table)
 
@@ -64,25 +62,25 @@ class JoinState:
         self.config = _JoinConfig.construct_disabled_join_config()
         self._joinable = None
         self._comm.num_active = self._comm.world_size
-        self.source = engine.buffer_source = 0
+        self.source = engine.gradients.buffers.source = 0
 
 
 class _ShadowHook(JoinHook):
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, state: JoinState, engine: Engine, broadcast_model: Callable[[int], None]) -> None:
+        self._state = state
+        self._engine = engine
+        self._broadcast_model = broadcast_model
 
     def main_hook(self) -> None:
         """Take part in one iteration of the ranks that still have data."""
-        engine = self._replica.engine
-        if self._replica.join.exchange(engine, False, False):
-            engine.shadow_round()
+        if self._state.exchange(self._engine, False, False):
+            self._engine.gradients.shadow_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last to all ranks."""
-        replica = self._replica
-        replica.join.exchange(replica.engine, is_last_joiner, False)
-        replica.broadcast_model(replica.join.source)
-        replica.join.leave(replica.engine)
+        self._state.exchange(self._engine, is_last_joiner, False)
+        self._broadcast_model(self._state.source)
+        self._state.leave(self._engine)
 
 
 def _gather(output: torch.Tensor, own: torch.Tensor, comm: Communicator) -> Communication:

@@ -101,13 +101,14 @@ class Parallel:
             ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
         """
         replica = _joined(self)
-        algorithm = replica.engine.algorithm
-        if replica.engine.weights is not None and not algorithm.traits.asynchronous:
+        if not all(channel.allows_join for channel in replica.engine.channels):
             raise ConfigError(
-                f"join: in the rounds of {algorithm.name!r} over weights nobody can stand in for a rank that has no "
-                "data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+                f"join: in the rounds of {replica.engine.algorithm.name!r} over weights nobody can stand in for a rank "
+                "that has no data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
             )
-        return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
+        return replica.join.hook(
+            replica.engine, replica.broadcast_model, kwargs.get("divide_by_initial_world_size", True)
+        )
 
     @property
     def join_device(self) -> torch.device:

@@ -72,16 +72,16 @@ class Replica:
         self.tuner: Tuner | None = None
         if broadcast_buffers and engine.comm.world_size > 1:
             own = weakref.ref(self)
-            engine.buffers = lambda: replica._buffers() if (replica := own()) is not None else []
+            engine.gradients.buffers.tensors = lambda: replica._buffers() if (replica := own()) is not None else []
 
     @property
     def require_sync(self) -> bool:
         """Whether the next backwards are synchronised."""
-        return self.engine.backward.require_sync
+        return self.engine.gradients.backward.require_sync
 
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
-        self.engine.backward.require_sync = value
+        self.engine.gradients.backward.require_sync = value
 
     @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,17 +104,18 @@ class Replica:
         if not torch.is_grad_enabled():
             return
         self._refuse_other_wrappers()
-        engine.backward.forget_failed()
+        gradients = engine.gradients
+        gradients.backward.forget_failed()
         engine.check()
         self.structure.check(self.bare, engine.parameters)
-        if self.structure.was_unfrozen() or engine.idle.is_due() or engine.layout_changed():
+        if self.structure.was_unfrozen() or gradients.idle_parameters.is_due() or engine.has_moved():
             self._adopt_parameters()
-        engine.install_pending()
-        if self.tuner is not None and engine.backward.require_sync:
-            with engine.wholly():
+        gradients.install_pending()
+        if self.tuner is not None and self.require_sync:
+            with engine.line.wholly():
                 self.tuner.forward_begins()
         if self.join.enabled:
-            self.join.announce(engine, engine.backward.require_sync)
+            self.join.announce(engine, self.require_sync)
 
     def _refuse_other_wrappers(self) -> None:
         outer = DistributedDataParallel._active_ddp_module
@@ -132,14 +133,14 @@ class Replica:
     def _adopt_parameters(self) -> None:
         """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
         engine = self.engine
-        known = {parameter.name for parameter in engine.parameters} - engine.idle.leave_out()
+        known = {parameter.name for parameter in engine.parameters} - engine.gradients.idle_parameters.leave_out()
         parameters = verify.parameters_of(self.bare, self.ignored, known)
         try:
             verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
         except ConfigError:  # alike on all ranks, and nothing has changed
             raise
         except BaseException as error:
-            engine.abandon(error)
+            engine.line.abandon(error)
             raise
         engine.adopt(parameters)
         self.structure = self._observed()
@@ -147,18 +148,18 @@ class Replica:
     @torch._disable_dynamo
     def after_forward(self, output: Any) -> None:
         """Have the outputs' gradients announce the backward."""
-        if not torch.is_grad_enabled() or self.engine.is_idle:
+        if not torch.is_grad_enabled() or self.engine.gradients.is_idle:
             return
         if self.tuner is not None and self.require_sync:
             self.tuner.forward_ends()
-        self.engine.backward.announce([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+        self.engine.gradients.backward.announce([tensor for tensor in tensors_in(output) if tensor.requires_grad])
 
     def _buffers(self) -> list[torch.Tensor]:
         return self.structure.buffers(self.bare, self.ignored)
 
     def _copied_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that are to be rank 0's on all ranks."""
-        return list(self.engine.buffers())
+        return list(self.engine.gradients.buffers.tensors())
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
@@ -167,15 +168,11 @@ class Replica:
 
     def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
         if tensors and self.engine.comm.world_size > 1:
-            self.engine.run(what, broadcast_all(tensors, self.engine.comm, source))
+            self.engine.line.run(what, broadcast_all(tensors, self.engine.comm, source))
 
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
-        if (weights := self.engine.weights) is not None:
-            weights.complete(max(self.engine.transport.gather_objects(weights.num_started)))
-            self.engine.run("the mean of the weights", weights.mean_of_weights())
-        if self.engine.attached is not None:
-            self.engine.attached.runner.synchronize()
+        self.engine.synchronize()
         self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
 
 
@@ -217,7 +214,7 @@ class Copy:
         self.again(model)
         replica = registry.get(model)
         assert isinstance(replica, Replica)
-        replica.engine.backward.require_sync = self.require_sync
+        replica.require_sync = self.require_sync
         return replica
 
 

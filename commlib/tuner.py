@@ -30,7 +30,7 @@ from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
-from commlib.engine.plan import Parameter
+from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.simulation.compare import hierarchical_form
@@ -112,8 +112,8 @@ class Tuner:
         candidates = self._candidates()
         self._has_choice = len(candidates) > 1
         if self._has_choice:
-            engine.planning.num_profiled = MIN_PROFILED
-            engine.planning.may_settle = False  # the choice rests on the profile, which a checkpoint would end
+            engine.gradients.search.num_recorded = MIN_PROFILED
+            engine.gradients.search.may_settle = False  # the choice rests on the profile, which a checkpoint would end
         else:
             self._use(Choice(candidates[0], {}, "the only candidate"))
             if engine.comm.rank == 0:
@@ -127,11 +127,11 @@ class Tuner:
         """Take note that a training step begins; choose where that is due. All ranks alike."""
         if not self._has_choice:
             return
-        if self.choice is not None and self._engine.algorithm.traits.asynchronous:
+        if self.choice is not None and not self._engine.algorithm.channel.keeps_step:
             return  # ranks do not keep step, so they cannot meet
-        self._watch.step_begins(self._engine.exposed_s)
+        self._watch.step_begins(self._engine.gradients.last.exposed_s)
         if self.choice is None:
-            if self._engine.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
+            if self._engine.gradients.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
                 self.times = self._agree_on_times()
                 self._choose()
         elif self._is_settled():
@@ -162,7 +162,7 @@ class Tuner:
 
     def _agree_on_times(self) -> Times:
         """Return the times of the slowest rank. Collective."""
-        ready_s = self._engine.plan.ready_s
+        ready_s = self._engine.gradients.plan.ready_s
         backward_s = max(ready_s)
         own = (*self._watch.forward_and_rest_s(backward_s), backward_s, ready_s)
         slowest = max(self._engine.transport.gather_objects(own), key=lambda each: sum(each[:3]))
@@ -171,7 +171,7 @@ class Tuner:
 
     def _is_settled(self) -> bool:
         """Return whether buckets are final."""
-        return self._engine.weights is not None or self._engine.plan.kind not in ("initial", "trial")
+        return self._engine.is_settled
 
     def _continue_window(self) -> None:
         """Count a step; at the end of a window compare it with what was expected."""
@@ -198,26 +198,25 @@ class Tuner:
 
     def _part_steps(self) -> int:
         """Return the steps in a part of a window: whole periods, of which not all steps are alike."""
-        cycle = self._engine.algorithm.traits.cycle
+        cycle = self._engine.algorithm.channel.cycle
         return -(-_PART_STEPS // cycle) * cycle
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Algorithm]:
-        return candidates_of(self._auto, self._engine.optimizer, self._engine.comm.local is not None)
+        return candidates_of(self._auto, self._engine.optimizer, self._engine.comm.nodes is not None)
 
     def _find_nodes(self) -> None:
         """Let the engine know the nodes, if they have as many ranks each. Collective."""
         with contextlib.suppress(ConfigError):  # which all ranks raise alike: then as if each were a node of its own
-            comm = self._engine.comm
-            comm.local, comm.across = self._engine.transport.split_by_node() or (None, None)
+            self._engine.line.find_nodes()
 
     def _choose(self, why: str = "") -> None:
         """Probe, decide on rank 0, adopt on all ranks. Collective."""
         engine = self._engine
-        if engine.weights is not None:
-            self._synchronize()
-        found = probe(engine.transport, engine.device, engine.comm.local)
+        self._synchronize()
+        nodes = engine.comm.nodes
+        found = probe(engine.transport, engine.device, nodes and nodes.local)
         decided = self._decide(found) if engine.comm.rank == 0 else None
         decided = engine.transport.gather_objects(decided)[0]
         if isinstance(decided, str):
@@ -253,7 +252,7 @@ class Tuner:
         engine = self._engine
         parameters = [dataclasses.replace(p, group=candidate.group(p.name, p.param)) for p in engine.parameters]
         factor = work_factor(candidate, found.device, engine.comm.world_size, engine.device, parameters)
-        cap_bytes = engine.planning.cap_bytes
+        cap_bytes = engine.gradients.search.cap_bytes
         device = scaled(found.device, factor)
         if not self._watch.uses_processor:
             device = beside_nothing(device)
@@ -265,7 +264,7 @@ class Tuner:
     def _use(self, choice: Choice) -> None:
         """Let the engine go on with a choice."""
         engine = self._engine
-        engine.planning.may_settle = True
+        engine.gradients.search.may_settle = True
         self.choice = choice
         self._expected_s = choice.predicted_s.get(choice.algorithm.name)
         self._steps_left = -1
@@ -286,8 +285,8 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
         each
         for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
         if each.exactness in allowed
-        and not (isinstance(each, Auto) or each.traits.runs_itself)  # which cannot be simulated
-        and (optimizer is not None or not (each.traits.needs_optimizer or not each.traits.on_gradients))
+        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which cannot be simulated
+        and (optimizer is not None or not each.channel.needs_optimizer)
         and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
     ]
     if len({each.name for each in found}) < len(found):

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.algorithms.base import Algorithm
 from commlib.codecs import BlockCodec, SparseCodec
-from commlib.engine.plan import Parameter
-from commlib.engine.slot import name_some
+from commlib.engine.buckets.slot import name_some
+from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
 from commlib.transport.base import Transport
 
@@ -120,7 +120,7 @@ def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
     plain = {k: repr(v) for k, v in public.items() if isinstance(v, shown) or dataclasses.is_dataclass(v)}
     return {
         "algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])),
-        "traits": algorithm.traits,
+        "channel": algorithm.channel,
     }
 
 

@@ -19,9 +19,8 @@ from commlib.algorithms.base import Algorithm
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
-from commlib.engine.attached import Attached
+from commlib.engine.buckets.slot import name_some
 from commlib.engine.engine import Engine
-from commlib.engine.slot import name_some
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, extend, restore_class
@@ -91,8 +90,6 @@ def wrap(
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
-        if engine.acts_after_steps:
-            engine.follow_optimizer(connect())
         again = functools.partial(
             wrap_copy,
             algorithm=setup.algorithm,
@@ -114,8 +111,7 @@ def wrap(
         undo.callback(restore_class, model)
         if init_sync:
             replica.broadcast_model()
-        if setup.optimizer is not None and own.traits.runs_itself:
-            engine.attached = Attached(engine, setup.optimizer)
+        engine.open(connect)
         undo.pop_all()
     return model
 
@@ -139,9 +135,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     wrapped = find(model)
     if wrapped is None:
         replica_of(model)  # raises
-    if isinstance(wrapped, Replica) and wrapped.engine.weights is not None and wrapped.engine.error is None:
-        wrapped.engine.weights.drain()
     if isinstance(wrapped, Replica):
+        wrapped.engine.drain()
         wrapped.engine.close()
     restore_class(model)
     return model
@@ -176,13 +171,13 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned. Every rank loads its own (`Traits.portable`: or any rank's).
+    """Take over what `state_dict` returned. Every rank loads its own (`Algorithm.portable`: or any rank's).
 
     Local, but for `auto`, which makes connections for the algorithm that was chosen: every rank calls it then.
 
     Raises:
         ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
-            same on all ranks (`Traits.portable`), of another rank or world size.
+            same on all ranks (`Algorithm.portable`), of another rank or world size.
     """
     replica = replica_of(model)
     if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
@@ -289,7 +284,7 @@ def _check_notowned(parameters: Sequence[Any]) -> None:
 
 
 def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any]) -> None:
-    needed = algorithm.traits.needs_optimizer or not algorithm.traits.on_gradients
+    needed = algorithm.channel.needs_optimizer
     if optimizer is None:
         if needed:
             raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
@@ -306,7 +301,7 @@ def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[
 
 def _check_repeatable(algorithm: Algorithm) -> None:
     """Where runs are to repeat themselves, refuse what depends on clocks."""
-    depends = algorithm.traits.asynchronous or algorithm.traits.runs_itself or isinstance(algorithm, Auto)
+    depends = not algorithm.channel.keeps_step or isinstance(algorithm, Auto)
     if not depends or not torch.are_deterministic_algorithms_enabled():
         return
     message = f"the algorithm {algorithm.name!r} depends on clocks, so no two runs are alike"
@@ -321,8 +316,7 @@ def wrap_copy(model: nn.Module, algorithm: Algorithm, **options: Any) -> None:
     Raises:
         ConfigError: Its algorithm needs an optimizer, which no copy has.
     """
-    traits = algorithm.traits
-    if traits.needs_optimizer or not traits.on_gradients:
+    if algorithm.channel.needs_optimizer:
         raise ConfigError(
             f"this {type(model).__name__} is a copy of a model wrapped with {algorithm.name!r}, which needs "
             "the optimizer of the copy. Call commlib.wrap(copy, ..., optimizer=...) to train it on all ranks, or "

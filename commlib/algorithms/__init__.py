@@ -18,8 +18,9 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.channels import Channel, Gradients, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
@@ -52,26 +53,30 @@ __all__ = [
     "Auto",
     "BucketView",
     "ByteGrad",
+    "Channel",
     "CompressionPolicy",
     "Context",
     "Decentralized",
     "DiLoCo",
     "EFQuantized",
     "Gossip",
+    "Gradients",
     "HierarchicalLocalSGD",
     "Hogwild",
     "LocalSGD",
     "LowPrecisionDecentralized",
     "OneBitAdam",
+    "OptimizerState",
     "PassiveGossip",
     "PostLocalSGD",
     "PowerSGD",
     "QAdam",
     "RandomK",
+    "SelfRunning",
     "SignSGD",
     "StreamingDiLoCo",
     "TopK",
-    "Traits",
+    "Weights",
     "create",
     "get",
     "list",
@@ -120,7 +125,7 @@ def create(algorithm: str | Algorithm) -> Algorithm:
 @functools.cache
 def _own_names() -> frozenset[str]:
     files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
-    return frozenset(name for name in files if name != "base" and not name.startswith("_"))
+    return frozenset(name for name in files if name not in ("base", "channels") and not name.startswith("_"))
 
 
 def _entry_points() -> dict[str, Any]:

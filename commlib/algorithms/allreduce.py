@@ -8,7 +8,8 @@ import math
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.channels import Gradients
 from commlib.errors import ConfigError
 from commlib.primitives import hierarchical as nodes
 from commlib.primitives.centralized import centralized_full_precision
@@ -16,7 +17,7 @@ from commlib.primitives.hierarchical import NodeStage
 from commlib.transport.base import Communication, Communicator
 
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ALL_IN_FLIGHT = 1 << 30  # a window
+_WINDOW, _ALL_IN_FLIGHT = 8, 1 << 30
 
 
 class AllReduce(Algorithm):
@@ -40,7 +41,7 @@ class AllReduce(Algorithm):
     Deviations: the order of the sum is the backend's.
     """
 
-    traits = Traits(reduces_flags=True, idle_alone=True, window=8)
+    channel = Gradients(reduces_flags=True, idle_alone=True, window=_WINDOW)
 
     def __init__(
         self, wire_dtype: str = "fp32", op: str = "mean", predivide: float | None = None, hierarchical: bool = False
@@ -59,13 +60,13 @@ class AllReduce(Algorithm):
         self.predivide = predivide
         self.hierarchical = hierarchical
         is_prompt = wire_dtype == "fp32" and not hierarchical
-        self.traits = dataclasses.replace(
-            self.traits,
+        self.channel = dataclasses.replace(
+            self.channel,
             prompt=is_prompt,
             single=is_prompt,
             hierarchical=hierarchical,
             accumulates=op == "mean",
-            window=_ALL_IN_FLIGHT if is_prompt else self.traits.window,
+            window=_ALL_IN_FLIGHT if is_prompt else _WINDOW,
         )
         # Made when they are first needed: a warm-up that has no steps communicates nothing.
         self._wires: dict[int, torch.Tensor] = {}
@@ -75,12 +76,12 @@ class AllReduce(Algorithm):
     def setup(self, context: Context) -> None:
         self._wires, self._stages = {}, {}
 
-    def _stage(self, bucket: BucketView, local: Communicator | None) -> NodeStage | None:
-        """Return what the bucket keeps for the level inside a node, if there is one."""
-        if local is not None and bucket.index not in self._stages:
+    def _stage(self, bucket: BucketView, local: Communicator) -> NodeStage:
+        """Return what the bucket keeps for the level inside a node."""
+        if bucket.index not in self._stages:
             payload = bucket.payload
             self._stages[bucket.index] = NodeStage(payload.numel(), payload.dtype, payload.device, local)
-        return self._stages.get(bucket.index)
+        return self._stages[bucket.index]
 
     def _wire(self, bucket: BucketView, summed: torch.Tensor) -> torch.Tensor | None:
         """Return what `summed` is sent in, where that is of another dtype."""
@@ -100,13 +101,11 @@ class AllReduce(Algorithm):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        local, peers = comm.local, comm.across
-        stage = self._stage(bucket, local)
-        if stage is None:
+        if comm.nodes is None:
             yield from centralized_full_precision(bucket.payload, comm, wire=self._wire(bucket, bucket.payload))
         else:
-            assert local is not None
-            assert peers is not None
+            local, peers = comm.nodes
+            stage = self._stage(bucket, local)
             wire = self._wire(bucket, stage.sum[: stage.count])
             yield from nodes.hierarchical(
                 bucket.payload, stage, local, lambda own: centralized_full_precision(own, peers, wire=wire)

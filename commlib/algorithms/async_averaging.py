@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Traits
+from commlib.algorithms.base import Algorithm, BucketView
+from commlib.algorithms.channels import Weights
 from commlib.primitives.centralized import centralized_full_precision
 from commlib.transport.base import Communication, Communicator
 
@@ -36,7 +37,7 @@ class AsyncAveraging(Algorithm):
     """
 
     def __init__(self, period: int = 8, *, warmup_steps: int = 0) -> None:
-        self.traits = Traits(tensors="weights", asynchronous=True, period=period, warmup_steps=warmup_steps)
+        self.channel = Weights(asynchronous=True, period=period, warmup_steps=warmup_steps)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:

@@ -11,7 +11,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.shard_client import (
     PULL,
     PUSH_FOR_CHANGE,
@@ -97,7 +98,7 @@ class AsyncSGD(Algorithm):
             AdamW) with gradients, a parameter does not fill a stretch of memory, or a codec does not take its dtype.
     """
 
-    traits = Traits(tensors="none")
+    channel = SelfRunning()
 
     def __init__(
         self,

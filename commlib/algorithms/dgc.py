@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context, Traits
+from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.policy import MATRICES
 from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs import sparse as codecs
@@ -74,7 +75,7 @@ class DGC(Sparse):
     momentum.
     """
 
-    traits = Traits(accumulates=False)  # one rank alone has a momentum too
+    channel = Gradients(accumulates=False)  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 
     def __init__(
@@ -146,7 +147,7 @@ class DGC(Sparse):
         yield from super().communicate(bucket, comm)
         if bucket.index in self._momenta:
             _, momentum = self._momenta[bucket.index]
-            scale, is_finite = self._units.scale, torch.isfinite(bucket.flat)
+            scale, is_finite = self._units.scale(comm.step), torch.isfinite(bucket.flat)
             momentum.mul_(self.momentum).add_(torch.where(is_finite, bucket.flat, 0.0), alpha=1.0 / scale)
             bucket.flat.copy_(torch.where(is_finite, momentum * scale, bucket.flat))
 
@@ -161,7 +162,7 @@ class DGC(Sparse):
     ) -> Communication:
         codec = codecs.TopK(self.ratio_at(comm.optimizer_step))
         assert isinstance(workspace, MomentumWorkspace)
-        scale = self._units.scale
+        scale = self._units.scale(comm.step)
         own, everyone = workspace.payloads(codec)
         if peers.contributes:
             gradient = tensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Traits
+from commlib.algorithms.base import Algorithm, BucketView
+from commlib.algorithms.channels import Weights
 from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
 from commlib.transport.base import Communication, Communicator
@@ -28,15 +29,17 @@ class HierarchicalLocalSGD(Algorithm):
     Deviations: the local optimizer is the user's, and its state stays local.
     """
 
+    portable = True
+
     def __init__(self, period: int = 4, global_every: int = 4) -> None:
         if global_every < 1:
             raise ConfigError(f"HierarchicalLocalSGD.global_every: expected at least 1, got {global_every}")
         self.global_every = global_every
-        self.traits = Traits(tensors="weights", period=period, hierarchical=True, portable=True)
+        self.channel = Weights(period=period, hierarchical=True)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         is_global = (comm.step + 1) % self.global_every == 0
-        peers = comm if is_global or comm.local is None else comm.local
+        peers = comm if is_global or comm.nodes is None else comm.nodes.local
         yield from centralized_full_precision(bucket.flat, peers)
         bucket.flat.div_(peers.num_active)

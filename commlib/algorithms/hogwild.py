@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.published import Layout
 from commlib.errors import ConfigError
 
@@ -42,7 +43,7 @@ class Hogwild(Algorithm):
             machine's shared memory is too small.
     """
 
-    traits = Traits(tensors="none")
+    channel = SelfRunning()
 
     @override
     def attach(self, attachment: Attachment) -> Runner:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner, Traits
+from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.published import Copy, Published, Snapshot
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import mean_all
@@ -67,13 +68,14 @@ class PassiveGossip(Algorithm):
     def __init__(self, period: int = 8, *, seed: int = 0, warmup_steps: int = 0, limit_s: float = 5.0) -> None:
         if limit_s <= 0:
             raise ConfigError(f"PassiveGossip: expected limit_s > 0, got {limit_s!r}")
-        self.traits = Traits(tensors="none", period=period, warmup_steps=warmup_steps)
+        self.channel = SelfRunning(period=period, warmup_steps=warmup_steps)
+        self.period = period
         self.matching = RandomMatching(seed)
         self.limit_s = limit_s
 
     @override
     def attach(self, attachment: Attachment) -> Runner:
-        return _Gossiping(attachment, self.traits.period, self.matching, self.limit_s)
+        return _Gossiping(attachment, self.period, self.matching, self.limit_s)
 
 
 class _Fetch:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Traits
+from commlib.algorithms.base import BucketView
+from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.compressed import Compressed
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.errors import ConfigError
@@ -40,7 +41,7 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     ranks compute alike (the same kind of processor).
     """
 
-    traits = Traits(idle_alone=True)
+    channel = Gradients(idle_alone=True)
     kinds = ("errors", "factors")
 
     def __init__(
@@ -58,7 +59,7 @@ class PowerSGD(Compressed[LowRankWorkspace]):
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed
-        self.traits = dataclasses.replace(self.traits, warmup_steps=warmup_steps)
+        self.channel = dataclasses.replace(self.channel, warmup_steps=warmup_steps)
 
     @override
     def group(self, name: str, parameter: torch.Tensor) -> str:
@@ -98,6 +99,6 @@ class PowerSGD(Compressed[LowRankWorkspace]):
             workspace,
             peers,
             divisor=self.divisor(comm),
-            scale=self._units.scale,
+            scale=self._units.scale(comm.step),
             decay=self._units.decay(comm.step),
         )

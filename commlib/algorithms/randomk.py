@@ -67,6 +67,6 @@ class RandomK(Sparse):
             peers,
             Random(self.seed, comm.step, stage=bucket.index % 256),
             divisor=self.divisor(comm),
-            scale=self._units.scale,
+            scale=self._units.scale(comm.step),
             decay=self._units.decay(comm.step),
         )

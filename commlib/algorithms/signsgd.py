@@ -49,7 +49,7 @@ class SignSGD(Quantized):
         super().__init__(
             OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
         )
-        self.traits = dataclasses.replace(self.traits, accumulates=feedback)  # a vote is no gradient
+        self.channel = dataclasses.replace(self.channel, accumulates=feedback)  # a vote is no gradient
 
     @override
     def _average(

@@ -60,6 +60,6 @@ class TopK(Sparse):
             self.codec,
             peers,
             divisor=self.divisor(comm),
-            scale=self._units.scale,
+            scale=self._units.scale(comm.step),
             decay=self._units.decay(comm.step),
         )

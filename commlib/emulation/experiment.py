@@ -284,7 +284,7 @@ class _Racer:
         elif self.algorithm is not None:
             wrap(model, self.algorithm, optimizer=self.optimizer, bucket_cap_mb=setting.bucket_cap_mb)
         self.model = model
-        cycle = 1 if self.algorithm is None else self.algorithm.traits.cycle
+        cycle = 1 if self.algorithm is None else self.algorithm.channel.cycle
         self.block = -(-setting.block // cycle) * cycle
         self.parts_s = [0.0, 0.0, 0.0]  # forward, backward, optimizer
 
@@ -337,8 +337,8 @@ def _create(label: str) -> Algorithm:
 
 def _steady(algorithm: Algorithm) -> Algorithm:
     """Shorten the warm-up: what is measured is the time after it."""
-    traits = algorithm.traits
-    algorithm.traits = dataclasses.replace(traits, warmup_steps=min(traits.warmup_steps, _WARM_UP_STEPS - 2))
+    channel = algorithm.channel
+    algorithm.channel = dataclasses.replace(channel, warmup_steps=min(channel.warmup_steps, _WARM_UP_STEPS - 2))
     return algorithm
 
 

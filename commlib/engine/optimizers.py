@@ -85,7 +85,7 @@ class Steps:
     Args:
         optimizer: What `resolve` returned.
         scaler: The user's GradScaler, or None.
-        begins: Called with the positional and named arguments of the optimizer's `step`.
+        begins: Called before the step, with whether it is given a closure.
         ends: Called when the step has ended.
     """
 
@@ -93,8 +93,8 @@ class Steps:
         self,
         optimizer: Any,
         scaler: Any,
-        begins: Callable[[tuple[Any, ...], dict[str, Any]], None],
-        ends: Callable[[], None],
+        begins: Callable[[bool], object],
+        ends: Callable[[], object],
     ) -> None:
         self._optimizers = all_of(optimizer)
         self._begins, self._ends = begins, ends
@@ -114,7 +114,7 @@ class Steps:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._begins(args, kwargs)
+            self._begins(kwargs.get("closure") is not None or any(map(callable, args[1:])))
 
     def _after(self, idx: int) -> None:
         self._done.add(idx)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from commlib.engine.bucket import Bucket, SparseBucket
-from commlib.engine.planner import Cost
-
-if TYPE_CHECKING:
-    from commlib.engine.engine import Engine
+from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.channels.gradients import GradientChannel
+from commlib.engine.engine import Engine
+from commlib.engine.planning.sizes import Cost
 
 
 @dataclass(frozen=True)
@@ -120,25 +118,26 @@ class Stats:
 
 def collect(engine: Engine) -> Stats:
     """Return what the engine communicated so far."""
-    weights = engine.weights
-    others = [each for each in (weights, engine.attached and engine.attached.runner) if each is not None]
-    sent = sum(engine.last_sent)
+    gradients, channels = engine.gradients, engine.channels
+    last = gradients.last
+    sent = sum(last.sent_bytes)
     share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
-    raw = share * _dense_bytes(engine) if engine.last_sent else 0.0
+    raw = share * _dense_bytes(gradients) if last.sent_bytes else 0.0
+    distances = [each.consensus_distance for each in channels]
     return Stats(
         algorithm=engine.algorithm.name,
         world_size=engine.comm.world_size,
-        plan="fixed" if engine.is_idle else engine.plan.kind,  # rounds over weights have buckets of one size
-        num_buckets=len(engine.buckets),
-        rounds=engine.num_rounds + sum(each.num_rounds for each in others),
-        wire_bytes=engine.transport.bytes_sent + sum(each.bytes_sent for each in others),
+        plan="fixed" if gradients.is_idle else gradients.plan.kind,  # rounds over weights have buckets of one size
+        num_buckets=len(gradients.buckets),
+        rounds=sum(each.num_rounds for each in channels),
+        wire_bytes=sum(each.bytes_sent for each in channels),
         wire_bytes_per_step=sent,
         raw_bytes_per_step=raw,
         compression_ratio=raw / sent if sent else 1.0,
-        consensus_distance=weights.consensus_distance if weights else None,
-        exposed_s=engine.exposed_s,
-        cost=engine.plan.cost,
-        buckets=tuple(_of_bucket(engine, bucket) for bucket in engine.buckets),
+        consensus_distance=next((each for each in distances if each is not None), None),
+        exposed_s=last.exposed_s,
+        cost=gradients.plan.cost,
+        buckets=tuple(_of_bucket(gradients, bucket) for bucket in gradients.buckets),
     )
 
 
@@ -147,14 +146,14 @@ def of_copy(algorithm: str, world_size: int) -> Stats:
     return Stats(algorithm, world_size, "initial", 0, 0, 0.0, 0.0, 0.0, 1.0, None, 0.0, None, ())
 
 
-def _dense_bytes(engine: Engine) -> int:
+def _dense_bytes(gradients: GradientChannel) -> int:
     """Return the bytes of all gradients in the plan, as dense tensors, without what a buffer has between them."""
-    return sum(slot.param.nbytes for bucket in engine.buckets for slot in bucket.slots)
+    return sum(slot.param.nbytes for bucket in gradients.buckets for slot in bucket.slots)
 
 
-def _of_bucket(engine: Engine, bucket: Bucket | SparseBucket) -> BucketStats:
-    ready_s = engine.plan.ready_s
-    has_last = bucket.index < len(engine.last_sent)
+def _of_bucket(gradients: GradientChannel, bucket: Bucket | SparseBucket) -> BucketStats:
+    ready_s, last = gradients.plan.ready_s, gradients.last
+    has_last = bucket.index < len(last.sent_bytes)
     return BucketStats(
         index=bucket.index,
         num_parameters=len(bucket.slots),
@@ -162,7 +161,7 @@ def _of_bucket(engine: Engine, bucket: Bucket | SparseBucket) -> BucketStats:
         nbytes=bucket.nbytes,
         dtype=str(bucket.slots[0].param.dtype).removeprefix("torch."),
         parameters=tuple(slot.name for slot in bucket.slots),
-        ready_s=max(ready_s[idx] for idx in engine.plan.buckets[bucket.index]) if ready_s else None,
-        wire_bytes=engine.last_sent[bucket.index] if has_last else 0.0,
-        seconds=engine.last_seconds[bucket.index] if has_last else 0.0,
+        ready_s=max(ready_s[idx] for idx in gradients.plan.buckets[bucket.index]) if ready_s else None,
+        wire_bytes=last.sent_bytes[bucket.index] if has_last else 0.0,
+        seconds=last.seconds[bucket.index] if has_last else 0.0,
     )

@@ -24,7 +24,8 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.allreduce import AllReduce
-from commlib.algorithms.base import Algorithm, BucketView, Context, Traits
+from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.channels import Gradients, Weights
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import OneBit
 from commlib.codecs.integer import UInt8Bagua, UInt8MinMax
@@ -52,15 +53,14 @@ _BLOCK_GBYTES_S = 2.5
 class _ThroughLeaders(Algorithm):
     """Reduces a bucket to one rank of each node, and broadcasts what it got from the other nodes."""
 
-    traits = Traits(hierarchical=True, window=2)
+    channel = Gradients(hierarchical=True, window=2)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        local, across = comm.local, comm.across
-        assert local is not None
-        assert across is not None
+        assert comm.nodes is not None
+        local = comm.nodes.local
         yield local.broadcast(bucket.flat)  # a reduction takes what a broadcast does
-        yield from self._across_nodes(bucket, across)
+        yield from self._across_nodes(bucket, comm.nodes.across)
         yield local.broadcast(bucket.flat)
 
     def _across_nodes(self, bucket: BucketView, across: Communicator) -> Communication:
@@ -72,8 +72,8 @@ class BytePS(_ThroughLeaders):
 
     @override
     def setup(self, context: Context) -> None:
-        assert context.comm.across is not None
-        size = context.comm.across.world_size
+        assert context.comm.nodes is not None
+        size = context.comm.nodes.across.world_size
         self._buffers = {
             bucket.index: bucket.flat.new_empty(2, -(-bucket.flat.numel() // size) * size) for bucket in context.buckets
         }
@@ -94,10 +94,11 @@ class ByteGrad(_ThroughLeaders):
 
     @override
     def setup(self, context: Context) -> None:
-        assert context.comm.across is not None
+        assert context.comm.nodes is not None
+        across = context.comm.nodes.across
         self._workspaces = {
             bucket.index: LowPrecisionWorkspace(
-                bucket.flat.numel(), context.device, self._codec, context.comm.across, feedback=False
+                bucket.flat.numel(), context.device, self._codec, across, feedback=False
             )
             for bucket in context.buckets
         }
@@ -126,7 +127,7 @@ class QAdam(ByteGrad):
 class Decentralized(_ThroughLeaders):
     """BAGUA's "shift_one": weights are averaged with those of one other node."""
 
-    traits = Traits(tensors="weights", hierarchical=True)
+    channel = Weights(hierarchical=True)
 
     @override
     def setup(self, context: Context) -> None:
@@ -143,7 +144,7 @@ class Decentralized(_ThroughLeaders):
 class LowPrecisionDecentralized(_ThroughLeaders):
     """BAGUA's: the change of the weights in 8 bits to both neighbours in a ring, with replicas of them."""
 
-    traits = Traits(tensors="weights", hierarchical=True)
+    channel = Weights(hierarchical=True)
 
     @override
     def setup(self, context: Context) -> None:
@@ -177,9 +178,7 @@ class Async(_ThroughLeaders):
     """
 
     def __init__(self, step_s: float) -> None:
-        self.traits = dataclasses.replace(
-            self.traits, tensors="weights", asynchronous=True, period=1 + math.ceil(0.5 / step_s)
-        )
+        self.channel = Weights(hierarchical=True, asynchronous=True, period=1 + math.ceil(0.5 / step_s))
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from commlib.algorithms.base import Traits
-from commlib.engine.policy import Schedule
+from commlib.algorithms.channels import Channel, Weights
+from commlib.engine.rounds.schedule import Progress, Schedule
 
 
 @dataclass
 class _Rank:
+    progress: Progress
     schedule: Schedule
     now_s: float
     num_steps: int = 0
@@ -39,19 +40,18 @@ class Outcome:
     rounds_per_step: float
 
 
-def run(traits: Traits, steps_s: np.ndarray, round_s: float, overhead_s: np.ndarray) -> Outcome:
+def run(channel: Channel, steps_s: np.ndarray, round_s: float, overhead_s: np.ndarray) -> Outcome:
     """Run every rank's steps, in the order of time.
 
     Args:
-        traits: Of an asynchronous algorithm.
+        channel: Of an asynchronous algorithm.
         steps_s: [world_size, num_steps] What the computation of each step takes.
         round_s: What a round takes from the moment at which the last rank has come.
         overhead_s: [world_size] What a round costs the computation of each rank.
     """
     world_size, num_steps = steps_s.shape
-    ranks = [_Rank(Schedule(traits), float(steps_s[rank, 0])) for rank in range(world_size)]
-    for rank in ranks:
-        rank.schedule.step = traits.warmup_steps
+    assert isinstance(channel, Weights)
+    ranks = [_rank(channel, float(steps_s[rank, 0])) for rank in range(world_size)]
     num_come: list[int] = []
     ends_s: list[float] = []  # of rounds that all ranks have come to
     queue = [(rank.now_s, idx) for idx, rank in enumerate(ranks)]
@@ -60,6 +60,7 @@ def run(traits: Traits, steps_s: np.ndarray, round_s: float, overhead_s: np.ndar
         now_s, idx = heapq.heappop(queue)
         rank = ranks[idx]
         own = rank.num_rounds - 1
+        rank.progress.end_step()
         due = rank.schedule.end_step(0 <= own < len(ends_s) and ends_s[own] <= now_s)
         if due.start:
             if rank.num_rounds == len(num_come):
@@ -76,3 +77,10 @@ def run(traits: Traits, steps_s: np.ndarray, round_s: float, overhead_s: np.ndar
     ends = np.array([rank.ends_s for rank in ranks])
     num_done = sum(end_s <= float(ends.max()) for end_s in ends_s)
     return Outcome(ends, num_done / num_steps)
+
+
+def _rank(channel: Weights, now_s: float) -> _Rank:
+    """Return a rank whose warm-up is over."""
+    progress = Progress(channel)
+    progress.step = channel.warmup_steps
+    return _Rank(progress, Schedule(channel, progress), now_s)

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from commlib.engine.policy import Event
-from commlib.engine.scheduler import Driver, Round, Task
+from commlib.engine.rounds.driver import Driver
+from commlib.engine.rounds.order import Event
+from commlib.engine.rounds.task import Round, Task
 from commlib.errors import CommlibError
 from commlib.network.model import Device
 from commlib.simulation.collectives import Links

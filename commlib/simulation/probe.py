@@ -26,8 +26,8 @@ from statistics import median
 import torch
 
 from commlib.algorithms.base import Algorithm, Context
-from commlib.engine.plan import Parameter, main_group
-from commlib.engine.profile import Scratch, as_square, scratch_buckets
+from commlib.engine.planning.cost import Scratch, as_square, scratch_buckets
+from commlib.engine.planning.plan import Parameter, main_group
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import GLOO, NCCL, TransportProfile

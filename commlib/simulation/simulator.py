@@ -11,10 +11,10 @@ import numpy as np
 
 from commlib import algorithms
 from commlib.algorithms.base import Algorithm
-from commlib.engine import plan as plans
-from commlib.engine.plan import Plan
-from commlib.engine.planner import Cost
-from commlib.engine.profile import PROBES, as_square, scratch_buckets
+from commlib.engine.planning import plan as plans
+from commlib.engine.planning.cost import PROBES, as_square, scratch_buckets
+from commlib.engine.planning.plan import Plan
+from commlib.engine.planning.sizes import Cost
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation import asynchronous
@@ -93,15 +93,15 @@ def simulate(
     options = options or Options()
     _check(options, network)
     prototype = algorithms.create(algorithm)
-    if prototype.traits.runs_itself:
+    if not prototype.channel.has_rounds:
         raise ConfigError(
             f"simulate: {prototype.name} talks to its peers by itself, which has no virtual clock; expected an "
             "algorithm with rounds of requests to a communicator"
         )
     try:
-        if prototype.traits.asynchronous and len(options.pace(network.world_size)) > 1:
+        if not prototype.channel.keeps_step and len(options.pace(network.world_size)) > 1:
             return _apart(workload, network, device, prototype, options)
-        plan = _plan(workload, network, device, prototype, options) if prototype.traits.on_gradients else None
+        plan = _plan(workload, network, device, prototype, options)
         training = Training(workload, network, device, prototype, options, plan)
         return _measure(training, workload, network, prototype, options)
     except CommlibError:
@@ -135,20 +135,20 @@ def _measure(
 
     A round of the first period, which may be unlike the others, may last into the second.
     """
-    traits, driver = prototype.traits, training.driver
-    num_warm_up = min(traits.warmup_steps, _WARM_UP_STEPS)
-    training.schedule.step = traits.warmup_steps - num_warm_up
+    channel, driver = prototype.channel, training.driver
+    num_warm_up = min(channel.warmup_steps, _WARM_UP_STEPS)
+    training.progress.step = channel.warmup_steps - num_warm_up
     phases = {}
     if num_warm_up:
         for _ in range(num_warm_up):
             training.step()
         phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
-    cycle = traits.cycle
+    cycle = channel.cycle
     for _ in range(2 * cycle):
         training.step()
     begin = _Totals.of(training)
     ends_s = [begin.now_s.mean()]
-    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if cycle > 1 or traits.varies else 1)
+    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled else 1)
     for _ in range(count):
         training.step()
         ends_s.append(driver.now_s.mean())
@@ -179,7 +179,7 @@ def _measure(
 
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
     """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (asynchronous.py)."""
-    traits, pace = prototype.traits, options.pace(network.world_size)
+    pace = options.pace(network.world_size)
     alike = replace(options, stragglers=None, jitter=0.0)
     training = Training(workload, network, device, prototype, alike)
     base = _measure(training, workload, network, prototype, alike)
@@ -187,7 +187,7 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
     overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     rng = np.random.default_rng(options.seed)
     steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
-    outcome = asynchronous.run(traits, steps_s, round_s, overhead_s * pace)
+    outcome = asynchronous.run(prototype.channel, steps_s, round_s, overhead_s * pace)
     step_s = outcome.ends_s[:, -1] / options.steps
     wire_bytes = outcome.rounds_per_step * round_bytes
     steady_s = float(step_s.mean())
@@ -225,8 +225,13 @@ class _Totals:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Plan:
-    """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates."""
+def _plan(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Plan | None:
+    """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates.
+
+    None where gradients are synchronised in the warm-up only.
+    """
+    if not prototype.channel.syncs_gradients(prototype.channel.warmup_steps):
+        return None
     parameters, ready_s = parameters_of(workload, prototype), workload.ready_s()
     if options.cap_bytes is not None:
         return plans.fixed(parameters, options.cap_bytes, ready_s)
@@ -236,7 +241,7 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
 
     def seconds(plan: Plan) -> float:
         training = Training(workload, network, device, prototype, alike, plan)
-        training.schedule.step = prototype.traits.warmup_steps
+        training.progress.step = prototype.channel.warmup_steps
         training.step()
         return float(training.driver.now_s[0])
 
@@ -244,7 +249,7 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
 
 
 def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
-    """Return what a bucket costs, from scratch buckets as in `engine.profile.measure_cost`."""
+    """Return what a bucket costs, from scratch buckets as in `engine.planning.cost.measure_cost`."""
     samples = []
     for nbytes, count in PROBES:
         buckets = scratch_buckets(count, as_square(nbytes), META, group)

@@ -12,19 +12,22 @@ import torch
 
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context
-from commlib.engine import plan as plans
-from commlib.engine.bucket import Bucket
-from commlib.engine.gradient_round import GradientRound
-from commlib.engine.plan import Parameter, Plan
-from commlib.engine.planner import INITIAL_CAP_BYTES
-from commlib.engine.policy import Schedule
-from commlib.engine.scheduler import Round, Task
-from commlib.engine.weights import WeightRounds
+from commlib.algorithms.channels import Gradients, OptimizerState, Weights
+from commlib.engine.buckets.bucket import Bucket
+from commlib.engine.channels.base import OpenChannel, Settings
+from commlib.engine.channels.gradient_round import GradientRound
+from commlib.engine.channels.opening import open_beside
+from commlib.engine.channels.weights import WeightChannel
+from commlib.engine.line import Line
+from commlib.engine.planning import plan as plans
+from commlib.engine.planning.plan import Parameter, Plan
+from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
+from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.task import Task
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links, TransportProfile
 from commlib.simulation.meter import Meter
-from commlib.transport.base import Communicator
 from commlib.transport.simulated import SimulatedTransport
 
 META = torch.device("meta")
@@ -83,7 +86,7 @@ class Training:
 
     Attributes:
         driver: The clocks.
-        schedule: Which step it is.
+        progress: Which step it is.
         computed_s: [num_clocks] What the computation has taken by itself.
         num_buckets: Of a round.
     """
@@ -103,32 +106,33 @@ class Training:
         self._jitter = options.jitter
         self._rng = np.random.default_rng(options.seed)
         self._pace = options.pace(network.world_size)
-        self.schedule = Schedule(prototype.traits)
+        self.progress = Progress(prototype.channel)
         self.computed_s = np.zeros_like(self._pace)
         self.meter = Meter(device)
         links = Links(network, options.transport, device)
         self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced)
-        self.comm, self.transport = connect(network, prototype)
+        self.line = line_on(network, self.driver, prototype)
         self._num_rounds = 0
         self._parameters = parameters_of(workload, prototype)
         self._gradients = [torch.empty_like(parameter.param) for parameter in self._parameters]
         self._ready_s = workload.ready_s()
         self._buckets: list[Bucket] = []
-        self._weights: WeightRounds | None = None
-        is_alone = network.world_size == 1 and prototype.traits.idle_alone
+        declared = prototype.channel
+        is_alone = network.world_size == 1 and isinstance(declared, Gradients) and declared.idle_alone
         self._optimizer = self._make_optimizer(device)
-        if self.schedule.ever_gradients and not is_alone:
+        if self.progress.ever_syncs_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
             self._make_buckets(plan)
-        if not prototype.traits.on_gradients:
-            self._follow_optimizer(network, prototype, options.cap_bytes or INITIAL_CAP_BYTES)
+        settings = Settings(options.cap_bytes, self._optimizer)
+        self._beside = self._open_beside(network, settings)
         self.meter.take()
 
     def _make_optimizer(self, device: Device) -> torch.optim.Optimizer:
         """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
         kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
-        if self._algorithm.traits.needs_optimizer or self._algorithm.traits.tensors.startswith("state:"):
+        channel = self._algorithm.channel
+        if isinstance(channel, OptimizerState) or (isinstance(channel, Gradients) and channel.reads_optimizer):
             self._receive_gradients()
             with Meter(device).active():  # of whose count nothing is used; it knows operations faster than torch
                 optimizer.step()
@@ -138,33 +142,31 @@ class Training:
         buckets = plans.build(plan, self._parameters, plans.make_slots(self._parameters))
         self._buckets = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._bucket_ready_s = [max(self._ready_s[idx] for idx in members) for members in plan.buckets]
-        context = Context(self.comm, self._buckets, META, self._optimizer)
+        context = Context(self.line.comm, self._buckets, META, self._optimizer)
         with self.meter.active():
             self._warm_up.setup(context)
-            if self._algorithm.traits.on_gradients:
+            if isinstance(self._algorithm.channel, Gradients):
                 self._algorithm.setup(context)
 
-    def _follow_optimizer(self, network: Network, prototype: Algorithm, cap_bytes: int) -> None:
-        _, transport = connect(network, prototype)
+    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | None:
+        connect = lambda: transport_on(network)  # noqa: E731
         with self.meter.active():
-            self._weights = WeightRounds(
-                self._parameters, self._algorithm, self.schedule, transport, self.driver, self._optimizer, cap_bytes
-            )
+            return open_beside(self._algorithm, self._parameters, self.progress, self.line, settings, connect)
 
     @property
     def num_buckets(self) -> int:
         """How many buckets there are."""
-        return len(self._weights.buckets if self._weights else self._buckets)
+        return len(self.weight_buckets or self._buckets)
 
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
         """The buckets of rounds over weights or state."""
-        return self._weights.buckets if self._weights else ()
+        return self._beside.buckets if isinstance(self._beside, WeightChannel) else ()
 
     @property
     def bytes_sent(self) -> float:
         """Bytes that a rank has sent so far."""
-        return self.transport.bytes_sent + (self._weights.bytes_sent if self._weights else 0.0)
+        return self.line.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
 
     def step(self) -> None:
         """Make one training step."""
@@ -174,34 +176,34 @@ class Training:
         workload, driver = self._workload, self.driver
         self.computed_s = self.computed_s + workload.step_s * pace
         driver.compute(workload.forward_s * pace, "forward")
-        if self._buckets and self.schedule.gradients:
+        if self._buckets and self.progress.syncs_gradients:
             with self.meter.active():
                 self._backward(pace)
         else:
             driver.compute(workload.backward_s * pace, "backward")
-        if self._weights is not None:
-            with self.meter.active():
-                self._weights.begin_step()
-                driver.compute(workload.optimizer_s * pace, "optimizer")
-                self._weights.end_step()
-                driver.flush("rounds at the step's end")
-        else:
+        with self.meter.active():
+            if self._beside is not None:
+                self._beside.begin_step()
             driver.compute(workload.optimizer_s * pace, "optimizer")
-            self.schedule.end_step()
+            self.progress.end_step()
+            if self._beside is not None:
+                self._beside.end_step()
+                driver.flush("rounds at the step's end")
 
     def _backward(self, pace: np.ndarray) -> None:
         """Compute backward, and communicate each bucket when its last gradient is ready."""
-        algorithm = self._warm_up if self.schedule.warming_up else self._algorithm
+        algorithm = self._warm_up if self.progress.is_warming_up else self._algorithm
+        comm = self.line.comm
         self._receive_gradients()
         for bucket in self._buckets:
-            bucket.start_backward(algorithm.predivisor(self.comm))
-        self.comm.step = self._num_rounds
-        round_ = GradientRound(self._buckets, algorithm, self.comm, self.transport, self.driver)
+            bucket.start_backward(algorithm.predivisor(comm))
+        comm.step = self._num_rounds
+        round_ = GradientRound(self._buckets, algorithm, self.line)
         at_s = 0.0
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):
             self.driver.compute((ready_s - at_s) * pace, "backward")
             at_s = ready_s
-            bucket.pending = 0
+            bucket.left = 0
             round_.launch(bucket)
         self.driver.compute((self._workload.backward_s - at_s) * pace, "backward")
         round_.flush()
@@ -220,28 +222,27 @@ def time_round(
 ) -> tuple[float, float]:
     """Return the seconds of one round over buckets that are ready at once, on idle links, and the bytes of a rank."""
     algorithm = copy.deepcopy(prototype)
-    comm, transport = connect(network, prototype)
+    channel = algorithm.channel
+    assert isinstance(channel, Gradients | Weights)
     meter = Meter(device)
     driver = VirtualDriver(Links(network, options.transport, device), meter, device, np.ones(1), ())
+    line = line_on(network, driver, prototype)
     with meter.active():
-        algorithm.setup(Context(comm, buckets, META))
+        algorithm.setup(Context(line.comm, buckets, META))
         meter.take()
-        tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, comm)) for bucket in buckets]
-        round_ = Round(transport, tasks, prototype.traits.window)
-        driver.open(round_)
-        for idx in range(len(tasks)):
-            driver.ready(round_, idx)
-        driver.wait(round_)
-    return float(driver.now_s[0]), transport.bytes_sent
+        tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, line.comm)) for bucket in buckets]
+        driver.run(line.transport, tasks, channel.window)
+    return float(driver.now_s[0]), line.transport.bytes_sent
 
 
-def connect(network: Network, algorithm: Algorithm) -> tuple[Communicator, SimulatedTransport]:
-    """Return rank 0's view of the group, as the engine gives it to an algorithm, and its transport."""
-    transport = SimulatedTransport(0, network.world_size, network.gpus_per_node)
-    comm = Communicator(0, network.world_size)
-    if algorithm.traits.hierarchical and (groups := transport.split_by_node()) is not None:
-        comm.local, comm.across = groups
-    return comm, transport
+def line_on(network: Network, driver: VirtualDriver, algorithm: Algorithm) -> Line:
+    """Return what carries rank 0's rounds on a network that does not exist, as the engine has it for an algorithm."""
+    return Line(transport_on(network), driver, wants_nodes=algorithm.channel.wants_nodes)
+
+
+def transport_on(network: Network) -> SimulatedTransport:
+    """Return rank 0's view of the group."""
+    return SimulatedTransport(0, network.world_size, network.gpus_per_node)
 
 
 def parameters_of(workload: Workload, algorithm: Algorithm) -> list[Parameter]:

@@ -11,7 +11,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from typing_extensions import override
@@ -159,9 +159,8 @@ class Communicator:
     Attributes:
         rank: This process's rank within the group.
         world_size: The number of ranks in the group.
-        local: The ranks of this node, where the algorithm asked for nodes (`Traits.hierarchical`) and there are several
-            with several ranks each; None otherwise.
-        across: The ranks with this one's place in every node; None as `local`.
+        nodes: The ranks of this node and those across nodes, where the algorithm asked for nodes (its channel's
+            `hierarchical`) and there are several with several ranks each; None otherwise.
         num_active: The number of ranks that contribute data; below `world_size` only where ranks have joined early and
             `divide_by_initial_world_size=False` was asked for. Means divide by it.
         contributes: Whether this rank has data in this round; one that has joined early sends zeros.
@@ -172,8 +171,7 @@ class Communicator:
     def __init__(self, rank: int, world_size: int, group: str = "all") -> None:
         self.rank = rank
         self.world_size = world_size
-        self.local: Communicator | None = None
-        self.across: Communicator | None = None
+        self.nodes: Nodes | None = None
         self.num_active = world_size
         self.contributes = True
         self.step = self.optimizer_step = 0
@@ -211,6 +209,18 @@ class Communicator:
         return Exchange(sends, receives, size=self.world_size, group=self._group)
 
 
+class Nodes(NamedTuple):
+    """A group of several nodes with several ranks each, as one rank sees it.
+
+    Attributes:
+        local: The ranks of this node.
+        across: The ranks with this one's place in every node.
+    """
+
+    local: Communicator
+    across: Communicator
+
+
 class Transport(ABC):
     """Executes requests. One instance is one communicator, used by one issuing thread."""
 
@@ -221,7 +231,7 @@ class Transport(ABC):
     timeout_s: float  # how long a collective may wait for its peers
     stands_for_all: bool = False  # whether this process simulates all ranks, which then come to everything together
 
-    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+    def split_by_node(self) -> Nodes | None:
         """Return the ranks of this node, and those with this one's place in every node. Collective.
 
         None where there is one node only, or one rank in each.

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from commlib.errors import TransportError
-from commlib.transport.base import Communicator, Request, Transport, Work, is_own
+from commlib.transport.base import Communicator, Nodes, Request, Transport, Work, is_own
 from commlib.transport.torch_dist import DONE
 
 
@@ -34,12 +34,12 @@ class SimulatedTransport(Transport):
         self._ranks_per_node = ranks_per_node
 
     @override
-    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+    def split_by_node(self) -> Nodes | None:
         node, place = divmod(self.rank, self._ranks_per_node)
         num_nodes = self.world_size // self._ranks_per_node
         if num_nodes == 1 or self._ranks_per_node == 1:
             return None
-        return Communicator(place, self._ranks_per_node, "local"), Communicator(node, num_nodes, "across")
+        return Nodes(Communicator(place, self._ranks_per_node, "local"), Communicator(node, num_nodes, "across"))
 
     @override
     def issue(self, request: Request) -> Work:

@@ -27,6 +27,7 @@ from commlib.transport.base import (
     Communicator,
     EndedError,
     Exchange,
+    Nodes,
     Request,
     Transport,
     Work,
@@ -204,7 +205,7 @@ class TorchTransport(Transport):
             raise EndedError("a peer has ended")
 
     @override
-    def split_by_node(self) -> tuple[Communicator, Communicator] | None:
+    def split_by_node(self) -> Nodes | None:
         nodes: dict[str, list[int]] = {}
         for rank, node in enumerate(self.gather_objects(_name_of_node())):
             nodes.setdefault(node, []).append(rank)
@@ -223,7 +224,7 @@ class TorchTransport(Transport):
         self._connect("local", self._part(f"local/{node}"), members[node])
         self._connect("across", self._part(f"across/{place}"), [ranks[place] for ranks in members])
         self._await_all()
-        return local, across
+        return Nodes(local, across)
 
     def _part(self, name: str) -> dist.Store:
         assert self._store is not None

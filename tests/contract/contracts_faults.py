@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import commlib
-from commlib.engine import plan as plans
+from commlib.engine.planning import plan as plans
 from commlib.errors import ConfigError
 from commlib.transport.base import Communication
 from tests.contract.contracts_state import saved_of
@@ -88,7 +88,8 @@ def contract_leaving_after_the_last_step(subject: Subject) -> None:
     """A rank whose script is over does not break what its peers still have to do of the last step."""
     training, rank = subject.start(build(ConvNet)).steps(2), torch.distributed.get_rank()
     if rank == 1 and not is_victim():  # the last one has received rank 0's buffers before this one asks for them
-        training.engine._copy_buffers = functools.partial(_after_a_while, training.engine._copy_buffers)
+        buffers = training.engine.gradients.buffers
+        buffers.copy = functools.partial(_after_a_while, buffers.copy)
     training.step()
     if is_victim():
         commlib.unwrap(training.model)
@@ -96,9 +97,9 @@ def contract_leaving_after_the_last_step(subject: Subject) -> None:
         assert torch.isfinite(training.flat()).all()
 
 
-def _after_a_while(communicate: Callable[[], Communication]) -> Communication:
+def _after_a_while(communicate: Callable[[Any], Communication], line: Any) -> Communication:
     time.sleep(0.3)
-    yield from communicate()
+    yield from communicate(line)
 
 
 def _all_or_none(training: Training, act: Callable[[], Any]) -> None:
@@ -123,8 +124,9 @@ def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
 
     def act() -> None:
         training.rebuild_weights()
-        if not engine.is_idle:
-            engine.restore(plans.by_sizes(engine.parameters, 1 << 30), engine.backward.hook_counts())
+        if not engine.gradients.is_idle:
+            gradients = engine.gradients
+            gradients.restore(plans.by_sizes(engine.parameters, 1 << 30), gradients.backward.hook_counts())
 
     return training, act
 

@@ -53,7 +53,7 @@ def contract_unfreezing(subject: Subject) -> None:
     training = subject.start(build(Frozen)).steps(4)
     before = joined(training.model.second.parameters())
     training.model.second.requires_grad_(True)
-    if subject.traits.runs_itself:
+    if not subject.channel.has_rounds:
         with raises_alike(ConfigError, "wrap"):
             training.steps(1)
         return
@@ -205,7 +205,7 @@ def contract_buffers(subject: Subject) -> None:
     """Where gradients are shared, buffers are rank 0's after each step; else the rank's own until `synchronize`."""
     training = subject.start(build(ConvNet))
     for step in range(5):
-        is_shared = subject.on_gradients or step < subject.traits.warmup_steps
+        is_shared = subject.on_gradients or step < subject.channel.warmup_steps
         with counted(training) as sent:
             training.backward()
         assert is_shared or sent() == 0, "buffers were sent where no gradient is"
@@ -275,7 +275,7 @@ def contract_copies(subject: Subject) -> None:
     copied, before = copy.deepcopy(training.model), training.flat()
     assert torch.equal(flat(copied), before)
     optimizer = subject.optimizer(list(copied.parameters()))
-    if subject.traits.needs_optimizer or not subject.on_gradients:
+    if subject.channel.needs_optimizer:
         with raises_alike(ConfigError, "optimizer="):
             loss_of(copied, 0)
     else:

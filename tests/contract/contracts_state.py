@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commlib
-from commlib.engine import plan as plans
+from commlib.engine.planning import plan as plans
 from tests.contract.subjects import Subject, Training, build, everyones, gathered, spread
 
 #: Steps after which a run is saved: while plans are profiled and tried, in warm-ups, and after them.
@@ -25,14 +25,14 @@ def contract_replicas_alike(subject: Subject) -> None:
     assert spread(training.model) == 0, "wrap did not copy rank 0's weights"
     for step in range(6):
         training.step()
-        if subject.on_gradients or step + 1 <= subject.traits.warmup_steps:
+        if subject.on_gradients or step + 1 <= subject.channel.warmup_steps:
             assert spread(training.model) == 0, f"replicas differ after step {step + 1}"
     training.assert_trains_on()
 
 
 def contract_synchronize(subject: Subject) -> None:
     """`synchronize` gives all ranks the same weights, the mean of theirs if they differ; again it changes nothing."""
-    training = subject.start().steps(subject.traits.warmup_steps + 2 * subject.traits.period + 1)
+    training = subject.start().steps(subject.channel.warmup_steps + 2 * subject.channel.period + 1)
     commlib.state_dict(training.model)  # takes a round that is under way
     mean = everyones(training.flat()).mean(dim=0)
     commlib.synchronize(training.model)
@@ -150,7 +150,7 @@ def contract_loaded_weights_stay(subject: Subject) -> None:
 def contract_change_of_plan(subject: Subject) -> None:
     """Another bucket plan in mid-training loses nothing of what is owed, and exact algorithms go the same way."""
     training, other = subject.start().steps(4), subject.start().steps(4)
-    if subject.traits.runs_itself:
+    if not subject.channel.has_rounds:
         return  # there are no buckets
     for finer in (True, False):
         before = _owed(training)
@@ -166,9 +166,10 @@ def contract_change_of_plan(subject: Subject) -> None:
 def _change_plan(training: Training, finer: bool) -> None:
     engine = training.engine
     training.rebuild_weights()
-    if not engine.is_idle:
+    if not engine.gradients.is_idle:
         single = plans.Plan(tuple((idx,) for idx in reversed(range(len(engine.parameters)))), "settled")
-        engine.restore(single if finer else plans.by_sizes(engine.parameters, 1 << 30), engine.backward.hook_counts())
+        plan = single if finer else plans.by_sizes(engine.parameters, 1 << 30)
+        engine.gradients.restore(plan, engine.gradients.backward.hook_counts())
 
 
 def _owed(training: Training) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def contract_two_synchronised_backwards(subject: Subject) -> None:
     training.backward()
     plain.backward()
     first = _gradients(training.model)
-    if subject.on_gradients and not subject.traits.accumulates:
+    if subject.on_gradients and not subject.channel.accumulates:
         with raises_alike(ConfigError, "zero_grad"):
             loss_of(training.model, 5).backward()
     else:
@@ -259,8 +259,8 @@ def contract_optimizer_proxy(subject: Subject) -> None:
 
 def contract_rounds_and_steps(subject: Subject) -> None:
     """`stats().rounds` counts what was communicated; warm-ups and periods count the optimizer's steps."""
-    training, traits = subject.start(), subject.traits
-    steps = traits.warmup_steps + 4 * traits.period
+    training, channel = subject.start(), subject.channel
+    steps = channel.warmup_steps + 4 * channel.period
     for _ in range(steps):
         with training.model.no_sync():
             training.backward()
@@ -269,10 +269,10 @@ def contract_rounds_and_steps(subject: Subject) -> None:
         training.num_steps += 1
     commlib.state_dict(training.model)  # takes a round that is under way
     rounds = commlib.stats(training.model).rounds
-    if training.engine.comm.world_size == 1 and traits.idle_alone and subject.on_gradients:
+    if training.engine.comm.world_size == 1 and subject.on_gradients and channel.idle_alone:
         assert rounds == 0, f"{rounds} rounds of one rank alone"
     elif subject.runs_by_clocks and not subject.on_gradients:
-        assert traits.warmup_steps <= rounds <= traits.warmup_steps + 4 * training.engine.comm.world_size
+        assert channel.warmup_steps <= rounds <= channel.warmup_steps + 4 * training.engine.comm.world_size
     else:
-        expected = steps if subject.on_gradients else traits.warmup_steps + 4
+        expected = steps if subject.on_gradients else channel.warmup_steps + 4
         assert rounds == expected, f"{rounds} rounds in {steps} steps, expected {expected}"

@@ -49,7 +49,7 @@ def counted(training: Training) -> Iterator[Callable[[], int]]:
 def transports(training: Training) -> list[Any]:
     """Return the communicators that the model uses."""
     engine = training.engine
-    return [engine.transport, *([engine.weights._transport] if engine.weights is not None else [])]
+    return list({id(channel.line): channel.line.transport for channel in engine.channels}.values())
 
 
 class _Once:

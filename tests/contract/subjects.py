@@ -1,7 +1,7 @@
 """What the contracts are held against: an algorithm with settings small enough for a test, and something to train.
 
 Nothing here knows an algorithm by its name. Settings are found from the constructor's signature, the optimizer from
-`Algorithm.optimizer_type`, and what may be expected from `Algorithm.traits` and `Algorithm.limits`.
+`Algorithm.optimizer_type`, and what may be expected from `Algorithm.channel` and `Algorithm.limits`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commlib
-from commlib.algorithms import Algorithm, Traits
+from commlib.algorithms import Algorithm, Channel, Gradients
+from commlib.engine.channels.weights import WeightChannel
 from commlib.replica import replica_of
 
 #: KiB-sized buckets, so that even these models have several.
@@ -171,8 +172,8 @@ class Subject:
         self.name = name
         self._started: list[Training] = []  # lest a rank that is done ends one in which its peers are at work
         self.cls: type[Algorithm] = _class_of(name)
-        self.traits = self.algorithm().traits
-        self.limits: dict[str, str] = {**_limits_of(self.traits), **self.cls.limits}
+        self.channel: Any = self.algorithm().channel
+        self.limits: dict[str, str] = {**_limits_of(self.channel), **self.cls.limits}
 
     def algorithm(self) -> Algorithm:
         """Make the algorithm with small settings."""
@@ -181,7 +182,7 @@ class Subject:
     @property
     def on_gradients(self) -> bool:
         """Whether gradients are communicated, so that replicas stay alike."""
-        return self.traits.on_gradients
+        return isinstance(self.channel, Gradients)
 
     @property
     def runs_by_clocks(self) -> bool:
@@ -242,10 +243,10 @@ class Training:
     def rebuild_weights(self) -> None:
         """Make the buckets of rounds over weights anew, as the engine does where parameters change. Collective."""
         engine = self.engine
-        if engine.weights is not None:
-            with engine.wholly():
-                engine.weights.settle(max(engine.transport.gather_objects(engine.weights.num_started)))
-                engine.weights.adopt(engine.parameters)
+        for channel in engine.channels:
+            if isinstance(channel, WeightChannel):
+                with engine.line.wholly():
+                    channel.adopt(engine.parameters)
 
     def backward(self) -> None:
         """Make one forward and backward from gradients of None."""
@@ -283,9 +284,9 @@ class Training:
         assert spread(self.model) == 0, "replicas differ after commlib.synchronize"
 
 
-def _limits_of(traits: Traits) -> dict[str, str]:
-    """Return the contracts that the traits say cannot be kept; the use is refused."""
-    if traits.asynchronous or traits.runs_itself:
+def _limits_of(channel: Channel) -> dict[str, str]:
+    """Return the contracts that the channel says cannot be kept; the use is refused."""
+    if not channel.keeps_step:
         return {"two_runs_are_alike": "what a step brings depends on when messages come"}
     return {}
 

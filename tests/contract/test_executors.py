@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.engine.scheduler import Driver, Round, StreamDriver, Task, ThreadDriver
+from commlib.engine.rounds.driver import Driver
+from commlib.engine.rounds.streams import StreamDriver
+from commlib.engine.rounds.task import Round, Task
+from commlib.engine.rounds.threads import ThreadDriver
 from commlib.errors import TransportError
 from commlib.network.presets import device, network
 from commlib.simulation.clock import VirtualDriver

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commlib.algorithms import Algorithm, BucketView, Context, Traits
+from commlib.algorithms import Algorithm, BucketView, Context, Weights
 from commlib.algorithms.families.policy import Units
 from commlib.primitives.parts import cut, paste
 from commlib.transport.base import Communication, Communicator
@@ -35,15 +35,15 @@ class Careful(Algorithm):
         return torch.zeros_like(bucket.flat)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        residual, scale = self._residuals[bucket.index], self._scale()
+        residual, scale = self._residuals[bucket.index], self._scale(comm.step)
         value = bucket.flat + residual * scale
         sent = self._rounded(value)
         self._keep(residual, (value - sent) / scale)
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent / self._divisor(comm))
 
-    def _scale(self) -> float:
-        return self._units.scale
+    def _scale(self, step: int) -> float:
+        return self._units.scale(step)
 
     def _divisor(self, comm: Communicator) -> int:
         return comm.num_active
@@ -71,7 +71,7 @@ class Careful(Algorithm):
 class CarefulWeights(Algorithm):
     """Averages weights in every second step. Nothing is wrong."""
 
-    traits = Traits(tensors="weights", period=2)
+    channel = Weights(period=2)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield comm.all_reduce(bucket.flat)
@@ -168,7 +168,7 @@ class TrustsTheDefaultDtype(Careful):
 class IgnoresTheScaler(Careful):
     """Remembers what was lost in the units of a loss scale that changes."""
 
-    def _scale(self) -> float:
+    def _scale(self, step: int) -> float:
         return 1.0
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from commlib.algorithms import Algorithm, AllReduce, BucketView, Traits
+from commlib.algorithms import Algorithm, AllReduce, BucketView, Channel, Gradients, OptimizerState, Weights
 from commlib.errors import ConfigError
 from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
@@ -47,7 +47,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 class GatherMean(Algorithm):
     """The mean in two collectives with local work around them, delayed at random: tests the order over many buckets."""
 
-    traits = Traits(window=3)
+    channel = Gradients(window=3)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         numel, size = bucket.flat.numel(), comm.world_size
@@ -66,8 +66,8 @@ class GatherMean(Algorithm):
 class Average(Algorithm):
     """The mean of whatever the buckets hold."""
 
-    def __init__(self, **traits: Any) -> None:
-        self.traits = Traits(**traits)
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield comm.all_reduce(bucket.flat)
@@ -187,7 +187,7 @@ def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
     period, warm_up, steps = 3, 2, 12
     model = seeded(Mlp)
     optimizer = sgd(model)
-    wrap(model, algorithm=Average(tensors="weights", period=period, warmup_steps=warm_up), optimizer=optimizer)
+    wrap(model, algorithm=Average(Weights(period=period, warmup_steps=warm_up)), optimizer=optimizer)
     train(model, mlp_loss, steps, optimizer)
 
     replicas = [seeded(Mlp) for _ in range(dist.get_world_size())]
@@ -228,7 +228,7 @@ def assert_replicas_identical_parameters(model: nn.Module) -> None:
 def test_the_state_of_the_optimizer_is_averaged() -> None:
     model = seeded(Mlp)
     optimizer = sgd(model)
-    wrap(model, algorithm=Average(tensors="state:momentum_buffer", period=2), optimizer=optimizer)
+    wrap(model, algorithm=Average(OptimizerState(key="momentum_buffer", period=2)), optimizer=optimizer)
     train(model, mlp_loss, 4, optimizer)
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
@@ -246,7 +246,7 @@ def test_a_round_in_the_background_adds_its_effect_when_it_is_taken() -> None:
     period, delay, steps = 4, 2, 11
     model = seeded(Mlp)
     optimizer = sgd(model)
-    wrap(model, algorithm=Average(tensors="weights", period=period, delay=delay), optimizer=optimizer)
+    wrap(model, algorithm=Average(Weights(period=period, delay=delay)), optimizer=optimizer)
     train(model, mlp_loss, steps, optimizer)
 
     replicas = [seeded(Mlp) for _ in range(dist.get_world_size())]
@@ -277,9 +277,9 @@ def test_fragments_take_turns_and_results_are_mixed_in() -> None:
     period, delay, mixing, steps = 2, 1, 0.25, 9
     model = seeded(Mlp)
     optimizer = sgd(model)
-    algorithm = Average(tensors="weights", period=period, delay=delay, mixing=mixing, fragments=2)
+    algorithm = Average(Weights(period=period, delay=delay, mixing=mixing, fragments=2))
     wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
-    buckets = [[s.name for s in b.slots] for b in replica_of(model).engine.weights.buckets]
+    buckets = [[s.name for s in b.slots] for b in replica_of(model).engine.channels[-1].buckets]
     assert len(buckets) >= 3
     train(model, mlp_loss, steps, optimizer)
 
@@ -309,7 +309,7 @@ def test_asynchronous_rounds_never_wait_and_synchronize_completes_them() -> None
     """One rank is much slower: the others make all their steps meanwhile; then everyone ends at the same mean."""
     model = seeded(Mlp)
     optimizer = sgd(model)
-    wrap(model, algorithm=Average(tensors="weights", asynchronous=True, period=2), optimizer=optimizer)
+    wrap(model, algorithm=Average(Weights(asynchronous=True, period=2)), optimizer=optimizer)
     is_slow = dist.get_rank() == 0
     begin = time.monotonic()
     for step in range(3 if is_slow else 30):
@@ -337,7 +337,7 @@ def test_asynchronous_rounds_never_wait_and_synchronize_completes_them() -> None
 def test_the_consensus_distance_is_that_from_the_mean() -> None:
     model = seeded(Mlp)
     optimizer = sgd(model)
-    wrap(model, algorithm=Average(tensors="weights", period=100), optimizer=optimizer)
+    wrap(model, algorithm=Average(Weights(period=100)), optimizer=optimizer)
     assert commlib.stats(model).consensus_distance is None
     train(model, mlp_loss, 3, optimizer)
     own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -351,7 +351,7 @@ def test_the_consensus_distance_is_that_from_the_mean() -> None:
 @on_ranks(2)
 def test_weights_without_an_optimizer_are_an_error() -> None:
     with raises_on_every_rank(ConfigError, "optimizer="):
-        wrap(seeded(Mlp), algorithm=Average(tensors="weights"))
+        wrap(seeded(Mlp), algorithm=Average(Weights()))
 
 
 @on_ranks(2, timeout=40)

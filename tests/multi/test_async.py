@@ -232,7 +232,7 @@ def test_async_averaging_follows_the_reference() -> None:
     model = Vector(reference.weights[rank])
     optimizer = torch.optim.SGD(model.parameters(), LR)
     commlib.wrap(model, make("async_averaging", period=PERIOD), optimizer=optimizer, init_sync=False)
-    rounds = replica_of(model).engine.weights
+    rounds = replica_of(model).engine.channels[-1]
     order = random.Random(world_size)
     for number in range(max(60, 20 * world_size)):
         acting = order.randrange(world_size)

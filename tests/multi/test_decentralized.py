@@ -65,9 +65,7 @@ def start(
 
 def layout(model: nn.Module) -> list[list[str]]:
     """Return the parameters of each bucket of weights, in its order."""
-    weights = replica_of(model).engine.weights
-    assert weights is not None
-    return [[part.name for part in bucket.parts] for bucket in weights.buckets]
+    return [[part.name for part in bucket.parts] for bucket in replica_of(model).engine.channels[-1].buckets]
 
 
 # --- Independent references -----------------------------------------------------------------------------
@@ -189,7 +187,7 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
     """Train 50 steps; the weights are the reference's, within float64's rounding."""
     model, optimizer = start(algorithm, bucket_cap_mb=options.pop("bucket_cap_mb", SMALL_BUCKET_MB))
     train(model, optimizer, range(STEPS))
-    replica_of(model).engine.weights.drain()
+    replica_of(model).engine.drain()
     reference = Replicas(double_mlp, layout(model), mix, **options)
     reference.train(range(STEPS))
     reference.take()

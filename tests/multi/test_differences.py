@@ -206,7 +206,7 @@ def test_saving_on_one_rank_settles_the_plan_on_all() -> None:
     model = wrap(seeded(lambda: Mlp(width=64)))
     train(model, mlp_loss, 4)
     assert commlib.stats(model).plan in ("trial", "planned")
-    undecided = replica_of(model).engine.planning.is_undecided
+    undecided = replica_of(model).engine.gradients.search.is_undecided
     if dist.get_rank() == 0:
         commlib.state_dict(model)
     train(model, mlp_loss, 2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import commlib
 from commlib import algorithms, tuner
 from commlib.algorithms import Algorithm, AllReduce, Auto
-from commlib.engine import engine as engines
+from commlib.engine.channels import gradients
 from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox
@@ -144,7 +144,7 @@ def test_bytes_of_a_step_are_those_of_its_round_over_gradients(name: str) -> Non
         took_s = time.perf_counter() - began_s
         nbytes = counter.nbytes
     stats = commlib.stats(model)
-    if algorithms.get(name)(**OPTIONS.get(name, {})).traits.on_gradients:
+    if algorithms.get(name)(**OPTIONS.get(name, {})).channel.syncs_gradients(STEPS):
         assert stats.wire_bytes_per_step == pytest.approx(nbytes)
         assert stats.wire_bytes - before.wire_bytes == pytest.approx(nbytes)
         assert stats.raw_bytes_per_step == sum(p.nbytes for p in model.parameters())
@@ -166,15 +166,15 @@ def test_rounds_are_counted_and_loggers_get_plain_numbers(name: str) -> None:
     model, optimizer = wrapped(name)
     assert commlib.stats(model).rounds == 0
     train(model, optimizer)
-    rounds, traits = commlib.stats(model).rounds, replica_of(model).engine.algorithm.traits
-    if traits.on_gradients:
+    rounds, channel = commlib.stats(model).rounds, replica_of(model).engine.algorithm.channel
+    if channel.syncs_gradients(STEPS):
         assert rounds == STEPS
-    elif traits.runs_itself or traits.asynchronous:
+    elif not channel.keeps_step:
         assert 0 <= rounds <= 2 * STEPS
     else:
-        started = (STEPS - traits.warmup_steps) // traits.period
-        under_way = 1 if traits.in_background and (STEPS - traits.warmup_steps) % traits.period == 0 else 0
-        assert rounds == traits.warmup_steps + started - under_way
+        started = (STEPS - channel.warmup_steps) // channel.period
+        under_way = 1 if channel.in_background and (STEPS - channel.warmup_steps) % channel.period == 0 else 0
+        assert rounds == channel.warmup_steps + started - under_way
     check_plain_numbers(commlib.stats(model), name)
     dist.barrier()
     commlib.synchronize(model)
@@ -305,7 +305,7 @@ def test_the_distance_to_the_consensus_counts_every_parameter(algorithm: Algorit
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(dist.get_rank())  # the mean is half of that away from both
     own = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    for _ in range(2 if algorithm.traits.in_background else 1):
+    for _ in range(2 if getattr(algorithm.channel, "in_background", False) else 1):
         model(torch.arange(3)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -340,7 +340,7 @@ def test_a_single_candidate_is_taken_at_once(auto: Auto, name: str) -> None:
             mock.patch.object(tuner, "probe") as probe,
             mock.patch.object(tuner, "simulate") as simulate,
             mock.patch.object(tuner, "work_factor") as work,
-            mock.patch.object(engines, "measure_cost") as cost,
+            mock.patch.object(gradients, "measure_cost") as cost,
         ):
             commlib.wrap(model, auto, optimizer=optimizer, bucket_cap_mb=1.0)
             chosen = commlib.stats(model).algorithm

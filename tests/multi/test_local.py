@@ -107,9 +107,9 @@ def wrapped(algorithm: Algorithm, seed: int = 7, **options: Any) -> tuple[Any, t
 
 def fragments_of(model: Any) -> list[list[list[str]]]:
     """Return the names in the buckets of each fragment."""
-    rounds = replica_of(model).engine.weights
+    rounds = replica_of(model).engine.channels[-1]
     names = [[part.name for part in bucket.parts] for bucket in rounds.buckets]
-    count = replica_of(model).engine.algorithm.traits.fragments
+    count = replica_of(model).engine.algorithm.channel.fragments
     return [names[turn::count] for turn in range(count)]
 
 

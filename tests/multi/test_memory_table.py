@@ -109,7 +109,7 @@ def kept_by(algorithm: Any) -> int:
         optimizer.zero_grad()
         dist.barrier()  # in step: a gossiping rank holds one more copy for a partner that is behind
     engine = replica_of(model).engine
-    own = [bucket.flat for bucket in (engine.weights.buckets if engine.weights else engine.dense)]
+    own = [bucket.flat for bucket in getattr(engine.channels[-1], "buckets", [])]
     own += [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
     own += list(model.parameters())
     known = {*before, *(each.untyped_storage().data_ptr() for each in own)}

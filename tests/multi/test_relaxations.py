@@ -96,7 +96,7 @@ def check(
 
     `workers_of` makes the gradients of what the reference takes for ranks from those of all ranks.
     """
-    stays_local = dist.get_world_size() == 1 and algorithm.traits.idle_alone
+    stays_local = dist.get_world_size() == 1 and algorithm.channel.idle_alone
     model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=bucket_cap_mb)
     optimizer = make_optimizer(model)
     scales: dict[str, float] = {}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from commlib.engine.bucket import Bucket, flat_numel, layout_key
-from commlib.engine.slot import Slot
+from commlib.engine.buckets.bucket import Bucket, flat_numel, layout_key
+from commlib.engine.buckets.slot import Slot
 from commlib.errors import ConfigError
 
 
@@ -123,29 +123,29 @@ def test_complex_and_real_parameters_share_a_bucket() -> None:
     assert layout_key(torch.ones(1)) != layout_key(torch.ones(1, dtype=torch.float64))
 
 
-def test_runs_placed_early_are_divided_once() -> None:
+def test_segments_placed_early_are_divided_once() -> None:
     bucket = bucket_of(*[torch.ones(200_000) for _ in range(3)])
-    assert len(bucket.runs) == 3
+    assert len(bucket.segments) == 3
     before = set_gradients(bucket)
     bucket.start_backward(4.0)
-    bucket.runs[1].place(4.0)
+    bucket.segments[1].place()
     bucket.gather(4.0)
     for slot, gradient in zip(bucket.slots, before, strict=True):
         assert torch.equal(slot.view, gradient / 4.0)
 
 
-def test_runs_placed_undivided_are_divided_when_the_bucket_leaves() -> None:
+def test_segments_placed_undivided_are_divided_when_the_bucket_leaves() -> None:
     bucket = bucket_of(*[torch.ones(200_000) for _ in range(2)])
     before = set_gradients(bucket)
     bucket.start_backward(1.0)
-    bucket.runs[0].place(1.0)
+    bucket.segments[0].place()
     bucket.slots[0].view.add_(1.0)  # the gradient grows after it was placed
     bucket.gather(3.0)
     assert torch.equal(bucket.slots[0].view, (before[0] + 1.0) * (1 / 3))
     assert torch.equal(bucket.slots[1].view, before[1] * (1 / 3))
 
 
-def test_small_parameters_share_a_run() -> None:
+def test_small_parameters_share_a_segment() -> None:
     bucket = bucket_of(*[torch.ones(1000) for _ in range(1000)])
-    assert len(bucket.runs) == 8
-    assert [slot for run in bucket.runs for slot in run.slots] == bucket.slots
+    assert len(bucket.segments) == 8
+    assert [slot for segment in bucket.segments for slot in segment.slots] == bucket.slots

@@ -44,7 +44,7 @@ def compared(text, network=NETWORK):
 def test_every_algorithm_has_a_class_of_exactness(name):
     algorithm = algorithms.create(name)
     assert algorithm.exactness in EXACTNESS
-    if not algorithm.traits.on_gradients:
+    if not algorithm.channel.syncs_gradients(1 << 20):
         assert algorithm.exactness == "any"
 
 
@@ -72,7 +72,7 @@ def test_candidates_are_named_or_all_up_to_a_class():
     assert list(compare.candidates("topk(ratio=0.1), allreduce")) == ["topk(ratio=0.1)", "allreduce"]
     assert {a.exactness for a in compare.candidates("all", "8bit").values()} == {"exact", "8bit"}
     labels = compare.candidates("all", several_per_node=True)
-    assert labels["bytegrad(hierarchical=True)"].traits.hierarchical
+    assert labels["bytegrad(hierarchical=True)"].channel.hierarchical
     assert "bytegrad(hierarchical=True)" not in compare.candidates("all")
 
 

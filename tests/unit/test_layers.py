@@ -22,6 +22,10 @@ def test_imports_point_downward(path):
     assert upward_imports(path) == []
 
 
+def test_no_modules_import_one_another_in_a_circle():
+    assert circles() == []
+
+
 def test_an_upward_import_and_a_circle_are_found(tmp_path):
     package = tmp_path / "commlib"
     (package / "codecs").mkdir(parents=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from commlib.engine.memory import Memory
+from commlib.engine.buckets.memory import Memory
 
 FLOATS = (torch.float32, torch.device("cpu"))
 HALVES = (torch.bfloat16, torch.device("cpu"))

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.engine.plan import Parameter, candidates
-from commlib.engine.planner import TOLERANCE, Cost, by_size, by_time, predict
+from commlib.engine.planning.plan import Parameter, candidates
+from commlib.engine.planning.sizes import TOLERANCE, Cost, by_size, by_time, predict
 
 pieces = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100)), min_size=1, max_size=8)
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlib.algorithms import Traits
-from commlib.engine.policy import Do, Event, IssueOrder, Schedule, StepActions
+from commlib.algorithms import Channel, Gradients, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.families.policy import Units
+from commlib.engine.rounds.order import Do, Event, IssueOrder
+from commlib.engine.rounds.schedule import Progress, Schedule, StepActions
 from commlib.errors import ConfigError
 
 
@@ -67,71 +69,100 @@ def test_a_round_without_tasks_is_complete() -> None:
     assert IssueOrder(0, 2).complete
 
 
-def actions(traits: Traits, num_steps: int) -> list[StepActions]:
-    schedule = Schedule(traits)
-    return [schedule.end_step() for _ in range(num_steps)]
+class Steps:
+    """A schedule, and the progress that it reads."""
+
+    def __init__(self, channel: Weights) -> None:
+        self.progress = Progress(channel)
+        self.schedule = Schedule(channel, self.progress)
+
+    def end_step(self, has_arrived: bool = False) -> StepActions:
+        self.progress.end_step()
+        return self.schedule.end_step(has_arrived)
+
+
+def actions(channel: Weights, num_steps: int) -> list[StepActions]:
+    steps = Steps(channel)
+    return [steps.end_step() for _ in range(num_steps)]
 
 
 def test_gradients_are_synchronised_in_every_step() -> None:
-    schedule = Schedule(Traits())
-    for _ in range(3):
-        assert schedule.gradients
-        assert not schedule.warming_up
-        assert schedule.end_step() == StepActions()
+    progress = Progress(Gradients(warmup_steps=1))
+    for step in range(3):
+        assert progress.syncs_gradients
+        assert progress.is_warming_up == (step == 0)
+        progress.end_step()
+        assert progress.ended_warm_up_step == (step == 0)
+
+
+@pytest.mark.parametrize("counts_backwards", [True, False])
+def test_backwards_are_steps_where_no_optimizer_is_known(counts_backwards: bool) -> None:
+    progress = Progress(Gradients(), counts_backwards=counts_backwards)
+    progress.end_backward()
+    assert progress.step == int(counts_backwards)
 
 
 def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
-    traits = Traits(tensors="weights", period=3, warmup_steps=2)
-    schedule = Schedule(traits)
+    steps = Steps(Weights(period=3, warmup_steps=2))
     gradients, starts = [], []
     for step in range(1, 12):
-        gradients.append(schedule.gradients)
-        if schedule.end_step().start:
+        gradients.append(steps.progress.syncs_gradients)
+        if steps.end_step().start:
             starts.append(step)
     assert gradients == [True, True] + [False] * 9
     assert starts == [5, 8, 11]
 
 
 def test_a_background_round_is_taken_after_its_delay() -> None:
-    got = actions(Traits(tensors="weights", period=4, delay=2), 11)
+    got = actions(Weights(period=4, delay=2), 11)
     assert [step for step, action in enumerate(got, 1) if action.start] == [4, 8]
     assert [step for step, action in enumerate(got, 1) if action.take_background] == [6, 10]
     assert all(action.in_background == action.start for action in got)
 
 
 def test_a_delay_of_a_whole_period_takes_before_it_starts() -> None:
-    got = actions(Traits(tensors="state:exp_avg", period=2, delay=2), 6)
+    got = actions(OptimizerState(key="exp_avg", period=2, delay=2), 6)
     assert [(a.take_background, a.start) for a in got] == [
         (False, False), (False, True), (False, False), (True, True), (False, False), (True, True),
     ]  # fmt: skip
 
 
 def test_draining_takes_the_round_in_the_background_once() -> None:
-    schedule = Schedule(Traits(tensors="weights", period=2, delay=1))
+    steps = Steps(Weights(period=2, delay=1))
+    schedule = steps.schedule
     assert not schedule.drain()
     for _ in range(2):
-        schedule.end_step()
+        steps.end_step()
     assert schedule.in_background
     assert schedule.drain()
     assert not schedule.drain()
-    assert not schedule.end_step().take_background
+    assert not steps.end_step().take_background
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("declare", "wrong"),
     [
-        {"tensors": "grads"},
-        {"tensors": "state:"},
-        {"tensors": "weights", "period": 0},
-        {"tensors": "weights", "delay": 2},
-        {"period": 2},
-        {"warmup_steps": -1},
-        {"window": 0},
+        (OptimizerState, {}),
+        (Weights, {"period": 0}),
+        (Weights, {"delay": 2}),
+        (Weights, {"asynchronous": True, "delay": 1}),
+        (Weights, {"mixing": 1.5}),
+        (Weights, {"fragments": 0}),
+        (SelfRunning, {"period": 0}),
+        (Gradients, {"warmup_steps": -1}),
+        (Gradients, {"window": 0}),
     ],
 )
-def test_impossible_traits_are_refused(wrong: dict) -> None:
-    with pytest.raises(ConfigError, match="Traits"):
-        Traits(**wrong)
+def test_an_impossible_channel_is_refused(declare: type[Channel], wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=declare.__name__):
+        declare(**wrong)
+
+
+def test_a_channel_has_only_the_fields_that_mean_something_to_it() -> None:
+    with pytest.raises(TypeError, match="period"):
+        Gradients(period=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="reduces_flags"):
+        Weights(reduces_flags=True)  # type: ignore[call-arg]
 
 
 def test_many_rounds_of_the_same_plan_issue_the_same() -> None:
@@ -141,10 +172,34 @@ def test_many_rounds_of_the_same_plan_issue_the_same() -> None:
 
 
 def test_an_asynchronous_round_is_taken_when_it_has_arrived_and_the_next_one_starts_then() -> None:
-    schedule = Schedule(Traits(tensors="weights", asynchronous=True, period=2))
+    steps = Steps(Weights(asynchronous=True, period=2))
     arrived = [False, False, False, True, False, True, True]
-    got = [schedule.end_step(has_arrived=each) for each in arrived]
+    got = [steps.end_step(has_arrived=each) for each in arrived]
     start = StepActions(start=True, in_background=True)
     took = StepActions(take_background=True)
     took_and_start = StepActions(take_background=True, start=True, in_background=True)
     assert got == [start, StepActions(), StepActions(), took_and_start, StepActions(), took_and_start, took]
+
+
+class _Scaler:
+    """A GradScaler whose scale doubles whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        self.num_asked += 1
+        return 2.0**self.num_asked
+
+
+def test_the_loss_scale_is_asked_for_once_a_round() -> None:
+    """On a GPU the host waits for each answer."""
+    units, scaler = Units(), _Scaler()
+    units.follow(None, scaler)
+    assert [units.scale(step) for step in (0, 0, 0, 1, 1)] == [2.0, 2.0, 2.0, 4.0, 4.0]
+    units.load_state_dict({"lr": None})
+    assert units.scale(1) == 8.0, "a checkpoint may be of another scale"
+    assert scaler.num_asked == 3

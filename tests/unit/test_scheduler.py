@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from commlib.engine.scheduler import Driver, Round, StreamDriver, Task, ThreadDriver
+from commlib.engine.rounds.driver import Driver
+from commlib.engine.rounds.streams import StreamDriver
+from commlib.engine.rounds.task import Round, Task
+from commlib.engine.rounds.threads import ThreadDriver
 from commlib.errors import PeerTimeout, TransportError
 from commlib.transport.base import AllReduce, Communication, Request
 
@@ -235,7 +238,7 @@ def test_an_error_after_a_single_collective_and_one_of_it_are_raised_where_it_is
 
 
 def test_a_single_collective_that_never_ends_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlib.engine.scheduler._GRACE_S", 0.0)
+    monkeypatch.setattr("commlib.engine.rounds.threads._GRACE_S", 0.0)
     made, transport = ThreadDriver(), Later()
     transport.timeout_s = 0.2
     with pytest.raises(PeerTimeout, match="no end of a within"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commlib import algorithms
-from commlib.algorithms import Algorithm, Traits
+from commlib.algorithms import Algorithm, Gradients, Weights
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.powersgd import PowerSGD
@@ -24,14 +24,14 @@ from commlib.simulation.collectives import NCCL, Links, TransportProfile
 from commlib.simulation.meter import Meter
 from commlib.simulation.simulator import Result, simulate
 from commlib.simulation.training import Options
-from commlib.transport.base import Communicator
+from commlib.transport.base import Communicator, Nodes
 
 #: Local work costs nothing, and a gigabyte a second leaves each of four nodes.
 FREE = Device("free", memory_gbytes_s=1e15, tflops={"fp32": 1e12})
 FOUR = Network("four", nodes=4, gpus_per_node=1, bandwidth_gbps=8.0, latency_us=100.0)
 NODES = Network("nodes", nodes=4, gpus_per_node=2, bandwidth_gbps=8.0, latency_us=100.0, intra_gbps=80.0)
 RING = TransportProfile("ring")
-ALL = [name for name in algorithms.list() if not algorithms.create(name).traits.runs_itself]
+ALL = [name for name in algorithms.list() if algorithms.create(name).channel.has_rounds]
 
 
 def model_of(*numels: int, forward_s: float = 0.010, backward_s: float = 0.020) -> Workload:
@@ -77,7 +77,7 @@ def test_collectives_follow_one_another_where_the_network_is_slower_than_backwar
 class TwoStages(Algorithm):
     """Local work, a collective, local work, a collective, local work; for a pipeline worked out by hand."""
 
-    traits = Traits(window=2, reduces_flags=True)
+    channel = Gradients(window=2, reduces_flags=True)
 
     def communicate(self, bucket, comm):
         for _ in range(2):
@@ -135,8 +135,7 @@ def test_the_processors_time_of_a_collective_is_lost_to_the_computation():
 
 def seconds_of(network: Network, make, profile: TransportProfile = RING) -> float:
     comm = Communicator(0, network.world_size)
-    comm.local = Communicator(0, network.gpus_per_node, "local")
-    comm.across = Communicator(0, network.nodes, "across")
+    comm.nodes = Nodes(Communicator(0, network.gpus_per_node, "local"), Communicator(0, network.nodes, "across"))
     return Links(network, profile, FREE).cost(make(comm)).seconds
 
 
@@ -156,10 +155,10 @@ def test_collectives_cost_what_their_algorithms_cost():
     assert of(lambda c: c.all_gather(tensor, part)) == 7 / 8 * 8e6 / w + 3 * L + 4 * l
     assert of(lambda c: c.all_to_all(tensor, tensor)) == 2 * 6 / 8 * 8e6 / w + L
     assert of(lambda c: c.broadcast(tensor)) == 8e6 / w + 3 * L + 4 * l
-    assert of(lambda c: c.local.all_reduce(tensor)) == 8e6 / i + 2 * l
+    assert of(lambda c: c.nodes.local.all_reduce(tensor)) == 8e6 / i + 2 * l
     # Two ranks of each node cross at once, and share the adapter.
-    assert of(lambda c: c.across.all_reduce(tensor)) == 2 * 3 / 4 * 8e6 / (w / 2) + 6 * L
-    assert of(lambda c: c.across.all_reduce(tensor), TransportProfile("x", leaders_only=True)) == 12e6 / w + 6 * L
+    assert of(lambda c: c.nodes.across.all_reduce(tensor)) == 2 * 3 / 4 * 8e6 / (w / 2) + 6 * L
+    assert of(lambda c: c.nodes.across.all_reduce(tensor), TransportProfile("x", leaders_only=True)) == 12e6 / w + 6 * L
     hierarchical = TransportProfile("h", all_reduce=("hierarchical",))
     assert of(lambda c: c.all_reduce(tensor), hierarchical) == 8e6 / i + 2 * l + 2 * 3 / 4 * 8e6 / w + 6 * L
     leaders = TransportProfile("l", all_reduce=("leaders",))
@@ -200,7 +199,7 @@ def test_a_straggler_delays_all_ranks_of_a_synchronous_algorithm():
 
 
 class Asynchronous(Algorithm):
-    traits = Traits(tensors="weights", asynchronous=True)
+    channel = Weights(asynchronous=True)
 
     def communicate(self, bucket, comm):
         yield comm.all_reduce(bucket.flat)
@@ -224,10 +223,10 @@ def test_asynchronous_ranks_that_are_alike_never_wait():
 
 def test_rounds_in_the_background_hide_behind_the_next_step():
     class Delayed(Asynchronous):
-        traits = Traits(tensors="weights", delay=1)
+        channel = Weights(delay=1)
 
     class Waiting(Asynchronous):
-        traits = Traits(tensors="weights")
+        channel = Weights()
 
     model = model_of(1_000_000)
     assert run(model, algorithm=Delayed()).step_s == pytest.approx(model.step_s, rel=1e-6)
@@ -236,17 +235,19 @@ def test_rounds_in_the_background_hide_behind_the_next_step():
 
 def test_periods_are_simulated_whole():
     class Local(Asynchronous):
-        traits = Traits(tensors="weights", period=30)
+        channel = Weights(period=30)
 
     result = run(model_of(1_000_000), algorithm=Local(), steps=20)
     assert len(result.steps_s) == 16 * 30
     assert result.wire_bytes == pytest.approx(2 * 3 / 4 * 4_000_000 / 30)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not algorithms.create(name).traits.varies])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if not getattr(algorithms.create(name).channel, "varies", False)]
+)
 def test_what_only_the_start_does_is_not_counted(name):
     """As the first differences of `low_precision_decentralized` in full precision, in a round that lasts longer."""
-    cycle = algorithms.create(name).traits.cycle
+    cycle = algorithms.create(name).channel.cycle
     result = run(model_of(2_000_000, 2_000_000), algorithm=name, steps=4)
     periods_s = [sum(result.steps_s[begin : begin + cycle]) for begin in range(0, len(result.steps_s), cycle)]
     assert periods_s == pytest.approx([cycle * result.step_s] * len(periods_s), rel=1e-9)
@@ -276,7 +277,7 @@ def test_alike_ranks_are_simulated_once_with_the_same_result(name, network):
     model = model_of(200_000, 300_000)
     device = Device("device", 100.0, {"fp32": 10.0}, launch_us=2.0, contention=0.3)
     one, each = (run(model, network, name, device, stragglers=s, steps=3) for s in (None, {0: 1.0}))
-    if algorithms.create(name).traits.asynchronous:  # another way of simulating it, with simpler costs
+    if not algorithms.create(name).channel.keeps_step:  # another way of simulating it, with simpler costs
         assert each.step_s == pytest.approx(one.step_s, rel=0.05)
         return
     assert each.step_s == pytest.approx(one.step_s, rel=1e-12)
@@ -294,7 +295,7 @@ def test_every_algorithm_can_be_simulated(name):
     assert result.wire_bytes > 0
     assert result.memory_bytes >= 0
     assert {span.lane for span in result.spans} >= {"compute", "network"}
-    assert ("warm-up" in result.phases) == (algorithms.create(name).traits.warmup_steps > 0)
+    assert ("warm-up" in result.phases) == (algorithms.create(name).channel.warmup_steps > 0)
 
 
 def test_the_example_of_the_documentation_runs_on_1024_ranks():

@@ -14,8 +14,8 @@ import torch
 
 from commlib.algorithms import Algorithm, AllReduce, BucketView, ByteGrad, PowerSGD, TopK
 from commlib.emulation.synthetic import SyntheticModel, shrink
-from commlib.engine.plan import Parameter
-from commlib.engine.profile import as_square
+from commlib.engine.planning.cost import as_square
+from commlib.engine.planning.plan import Parameter
 from commlib.network import workloads
 from commlib.network.model import Device, Layer, Workload
 from commlib.simulation.collectives import GLOO

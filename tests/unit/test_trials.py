@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.engine.plan import Plan
-from commlib.engine.profile import Figure, Readiness, Trials, figure_of, steps_per_visit
+from commlib.engine.planning.plan import Plan
+from commlib.engine.planning.readiness import Readiness
+from commlib.engine.planning.trials import Figure, Trials, figure_of, steps_per_visit
 
 
 def plan(idx: int) -> Plan:

@@ -298,14 +298,14 @@ def test_a_model_can_be_used_and_unwrapped_after_the_group_is_destroyed() -> Non
 def test_buffers_are_copied_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = commlib.wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), commlib.algorithms.DGC())
     engine, threads = replica_of(model).engine, []
-    engine.buffers = lambda: list(model.buffers())  # alone it copies none
+    engine.gradients.buffers.tensors = lambda: list(model.buffers())  # alone it copies none
 
     def copying(tensors: list[torch.Tensor], comm: Communicator, source: int) -> Communication:
         threads.append((threading.current_thread(), len(tensors), source))
         yield comm.broadcast(torch.ones(4), source)
         threads.append((threading.current_thread(), len(tensors), source))
 
-    monkeypatch.setattr("commlib.engine.engine.broadcast_all", copying)
+    monkeypatch.setattr("commlib.engine.channels.gradients.broadcast_all", copying)
     step(model)
     assert threads == [(threading.current_thread(), 3, 0)] * 2
     commlib.unwrap(model)

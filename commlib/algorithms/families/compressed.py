@@ -10,7 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context, Part, Traits
+from commlib.algorithms.base import Algorithm, BucketView, Context, Part
+from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.policy import Units
 from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
@@ -44,7 +45,7 @@ class Compressed(Algorithm, Generic[E]):
             nodes; every local rank carries a part.
     """
 
-    traits = Traits(idle_alone=True)
+    channel = Gradients(idle_alone=True)
     exactness = "compensated"
 
     #: The kinds of state that the workspaces keep.
@@ -55,8 +56,10 @@ class Compressed(Algorithm, Generic[E]):
             raise ConfigError(f"{type(self).__name__}.op: expected 'mean' or 'sum', got {op!r}")
         self.op = op
         self.compress = compress
-        accumulates = self.traits.accumulates and op == "mean"
-        self.traits = dataclasses.replace(self.traits, hierarchical=hierarchical, accumulates=accumulates)
+        declared = type(self).channel
+        assert isinstance(declared, Gradients)
+        accumulates = declared.accumulates and op == "mean"
+        self.channel = dataclasses.replace(declared, hierarchical=hierarchical, accumulates=accumulates)
         self._workspaces: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}
@@ -92,16 +95,16 @@ class Compressed(Algorithm, Generic[E]):
         saved = self.state_dict()
         self._units.follow(context.optimizer, context.scaler)
         self._num_terms = context.world_size if self.op == "mean" else 1.0
-        local, across = context.comm.local, context.comm.across
+        nodes = context.comm.nodes
         self._stages.clear()
         self._workspaces.clear()
         compressed = [bucket for bucket in context.buckets if bucket.group == "compressed"]
         self._parts = {bucket.index: bucket.parts for bucket in compressed}
         for bucket in compressed:
             begin, numel, peers = 0, bucket.flat.numel(), context.comm
-            if local is not None and across is not None:
-                stage = NodeStage(numel, bucket.flat.dtype, context.device, local, self._cuts(bucket))
-                begin, numel, peers = stage.begin, stage.count, across
+            if nodes is not None:
+                stage = NodeStage(numel, bucket.flat.dtype, context.device, nodes.local, self._cuts(bucket))
+                begin, numel, peers = stage.begin, stage.count, nodes.across
                 self._stages[bucket.index] = stage
             self._workspaces[bucket.index] = self._make_workspace(bucket, numel, begin, peers, context.device)
         self.load_state_dict(saved)
@@ -116,15 +119,14 @@ class Compressed(Algorithm, Generic[E]):
         elif stage is None:
             yield from self._average(bucket.flat, workspace, bucket, comm, comm)
         else:
-            local, peers = comm.local, comm.across
-            assert local is not None
-            assert peers is not None
+            assert comm.nodes is not None
+            local, peers = comm.nodes
             yield from hierarchical(
                 bucket.flat,
                 stage,
                 local,
                 lambda own: self._average(own, workspace, bucket, comm, peers),
-                scale=self._units.scale,
+                scale=self._units.scale(comm.step),
             )
 
     @override

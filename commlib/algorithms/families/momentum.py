@@ -46,8 +46,8 @@ class QuantizedMomentum(Quantized):
             raise ConfigError(f"{type(self).__name__}.warmup_steps: expected at least 1, got {warmup_steps}")
         super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical)
         self.exactness = "any"  # another optimizer
-        self.traits = dataclasses.replace(
-            self.traits, warmup_steps=warmup_steps, needs_optimizer=True, idle_alone=False, accumulates=False
+        self.channel = dataclasses.replace(
+            self.channel, warmup_steps=warmup_steps, reads_optimizer=True, idle_alone=False, accumulates=False
         )
         self._gradient_units = Units()
         self._optimizer: FrozenVarianceAdam | None = None
@@ -83,7 +83,7 @@ class QuantizedMomentum(Quantized):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        scale = self._gradient_units.scale
+        scale = self._gradient_units.scale(comm.step)
         self._to_momentum(bucket, scale)
         yield from super().communicate(bucket, comm)
         bucket.flat.mul_(scale)  # the scaler will unscale it

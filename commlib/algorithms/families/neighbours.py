@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context, Part, Traits
+from commlib.algorithms.base import Algorithm, BucketView, Context, Part
+from commlib.algorithms.channels import Weights
 from commlib.primitives import topology as topologies
 from commlib.primitives.hierarchical import NodeStage, hierarchical
 from commlib.primitives.topology import Neighbours, Topology
@@ -33,13 +34,8 @@ class NeighbourAveraging(Algorithm, Generic[E]):
     def __init__(self, topology: str | Topology, *, period: int, overlap: bool, hierarchical: bool) -> None:
         self.topology = topologies.create(topology)
         self.overlap = overlap
-        self.traits = Traits(
-            tensors="weights",
-            period=period,
-            delay=int(overlap),
-            varies=not self.topology.is_static,
-            idle_alone=True,
-            hierarchical=hierarchical,
+        self.channel = Weights(
+            period=period, delay=int(overlap), varies=not self.topology.is_static, hierarchical=hierarchical
         )
         self._workspaces: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
@@ -56,15 +52,15 @@ class NeighbourAveraging(Algorithm, Generic[E]):
     @override
     def setup(self, context: Context) -> None:
         saved = self.state_dict()
-        local, across = context.comm.local, context.comm.across
+        nodes = context.comm.nodes
         self._stages.clear()
         self._workspaces.clear()
         self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
         for bucket in context.buckets:
             like, begin, peers = bucket.flat, 0, context.comm
-            if local is not None and across is not None:
-                stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, local)
-                like, begin, peers = stage.sum[: stage.count], stage.begin, across
+            if nodes is not None:
+                stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, nodes.local)
+                like, begin, peers = stage.sum[: stage.count], stage.begin, nodes.across
                 self._stages[bucket.index] = stage
             self.topology.matrix(peers.world_size)  # a topology that does not exist for so many ranks says so here
             self._workspaces[bucket.index] = self._make_workspace(like, begin, peers)
@@ -76,9 +72,8 @@ class NeighbourAveraging(Algorithm, Generic[E]):
         if stage is None:
             yield from self._mix(bucket.flat, workspace, self._neighbours(comm, comm.step), comm)
             return
-        local, across = comm.local, comm.across
-        assert local is not None
-        assert across is not None
+        assert comm.nodes is not None
+        local, across = comm.nodes
         neighbours = self._neighbours(across, comm.step)
 
         def mix_nodes(own: torch.Tensor) -> Communication:

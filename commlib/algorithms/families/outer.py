@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.channels import Weights
 from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
@@ -40,7 +41,7 @@ class OuterSGD(Quantized):
         codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
         feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
         compress: With a codec: which parameters are compressed; the others travel in full precision.
-        **traits: What differs from the class's traits.
+        **channel: The fields of its `Weights`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class OuterSGD(Quantized):
         codec: BlockCodec | str | None,
         feedback: bool | None,
         compress: Callable[[str, torch.Tensor], bool],
-        **traits: Any,
+        **channel: Any,
     ) -> None:
         name = type(self).__name__
         if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
@@ -75,9 +76,8 @@ class OuterSGD(Quantized):
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov
-        self.traits = dataclasses.replace(
-            self.traits, tensors="weights", idle_alone=False, portable=codec is None, **traits
-        )
+        self.channel = Weights(**channel)
+        self.portable = codec is None
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}

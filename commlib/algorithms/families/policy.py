@@ -51,18 +51,23 @@ class Units:
     def __init__(self) -> None:
         self._optimizer: torch.optim.Optimizer | None = None
         self._scaler: Any = None
-        self._step = -1
+        self._step = self._scale_step = -1
         self._lr: float | None = None
-        self._decay = 1.0
+        self._decay = self._scale = 1.0
 
     def follow(self, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
         """Take the learning rate and the loss scale from these."""
         self._optimizer, self._scaler = optimizer, scaler
+        self._scale, self._scale_step = 1.0, -1
 
-    @property
-    def scale(self) -> float:
-        """The loss scale of the gradients now."""
-        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+    def scale(self, step: int) -> float:
+        """Return the loss scale of the gradients in the round of number `step`.
+
+        The scaler is asked once a round: on CUDA the host waits for its answer.
+        """
+        if step != self._scale_step and self._scaler is not None and self._scaler.is_enabled():
+            self._scale, self._scale_step = float(self._scaler.get_scale()), step
+        return self._scale
 
     def decay(self, step: int) -> float:
         """Return lr_then / lr_now for the round of number `step`; the same however often it is asked."""
@@ -79,4 +84,4 @@ class Units:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self._lr = state["lr"]
+        self._lr, self._scale_step = state["lr"], -1

@@ -85,7 +85,7 @@ class Quantized(Compressed[LowPrecisionWorkspace]):
             workspace,
             peers,
             divisor=self.divisor(comm),
-            scale=self._units.scale,
+            scale=self._units.scale(comm.step),
             decay=self._units.decay(comm.step),
             random_of=lambda stage: self._random(bucket, comm, stage),
         )

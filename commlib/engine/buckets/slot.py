@@ -1,25 +1,37 @@
-"""One parameter's place in a bucket, and the hook on its gradient."""
+"""One parameter's place in a bucket, the hook on its gradient, and the segment that it is gathered with.
+
+[Note: what is left] Gradients make slots complete, slots segments, segments buckets, and buckets a round. Each level
+has one counter, `left`: how many parts are to come in this backward; 0 once all are there, and TAKEN once the whole has
+gone on: a segment into the buffer, a bucket to the driver.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from commlib.errors import ConfigError
 from commlib.primitives.order import order_of
 
-if TYPE_CHECKING:
-    from commlib.engine.backward import Backward
-    from commlib.engine.bucket import Run
+#: See [Note: what is left].
+TAKEN = -1
 
 #: The view of a parameter that is in no bucket.
 NO_VIEW = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def _no_backward() -> None:
+class Listener(Protocol):
+    """Who is told of gradients."""
+
+    def on_gradient(self, slot: Slot) -> None:
+        """Take note that a parameter has its gradient in `param.grad`."""
+        ...
+
+
+def _nobody() -> None:
     return None
 
 
@@ -34,17 +46,17 @@ class Slot:
         order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`): stays
             what it was here, which all ranks have checked to be alike.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
-        run: The run that it is gathered with.
+        segment: What it is gathered with.
         expected: How often the gradient hook fires in one backward; recorded in the first one.
-        left: How often it has yet to fire in this one.
+        left: How often it has yet to fire in this one; below 0 where it fired more often than expected.
         had_gradient: Whether this rank had a gradient for it in this round.
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
-        backward: Whom the hook tells; it does not keep the engine alive.
+        listener: Whom the hook tells; it does not keep the engine alive.
     """
 
     __slots__ = (
-        *("backward", "expected", "graph_gradient", "had_gradient", "idx"),
-        *("left", "name", "offset", "order", "param", "run", "view"),
+        *("expected", "graph_gradient", "had_gradient", "idx", "left", "listener"),
+        *("name", "offset", "order", "param", "segment", "view"),
     )
 
     def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0, offset: int = 0) -> None:
@@ -54,16 +66,16 @@ class Slot:
         self.param = param
         self.order = order_of(param)
         self.view = NO_VIEW
-        self.run: Run | None = None
+        self.segment: Segment | None = None
         self.expected = 1
         self.left = 1
         self.had_gradient = True
         self.graph_gradient: torch.Tensor | None = None
-        self.backward: Callable[[], Backward | None] = _no_backward
+        self.listener: Callable[[], Listener | None] = _nobody
 
-    def hook(self, backward: Callable[[], Backward | None]) -> None:
-        """Tell `backward` of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
-        self.backward = backward
+    def hook(self, listener: Callable[[], Listener | None]) -> None:
+        """Tell the listener of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
+        self.listener = listener
         requires_grad = self.param.requires_grad
         self.param.requires_grad_(True)  # else torch takes no hook
         self.param.register_post_accumulate_grad_hook(self)
@@ -77,9 +89,50 @@ class Slot:
 
     def __call__(self, _: torch.Tensor) -> None:
         """Run as the hook: the gradient is in `param.grad`."""
-        backward = self.backward()
-        if backward is not None:
-            backward.on_gradient(self)
+        listener = self.listener()
+        if listener is not None:
+            listener.on_gradient(self)
+
+
+class Holder(Protocol):
+    """A bucket, as its segments see it.
+
+    Attributes:
+        left: How many segments are not complete; see [Note: what is left].
+        predivisor: By what gradients are divided while they are gathered.
+    """
+
+    left: int
+    predivisor: float
+
+
+class Segment:
+    """Neighbouring parameters of a bucket that are gathered together, as soon as all of them have their gradient.
+
+    Gathering in segments keeps few gradients alive beside the flat buffer, and copies them while they are in the cache.
+
+    Attributes:
+        slots: The parameters.
+        bucket: The bucket that the segment belongs to.
+        left: How many slots have not had their gradient in this backward; see [Note: what is left].
+    """
+
+    def __init__(self, bucket: Holder, slots: Sequence[Slot]) -> None:
+        self.bucket = bucket
+        self.slots = list(slots)
+        self.left = len(self.slots)
+        for slot in self.slots:
+            slot.segment = self
+
+    def start_backward(self) -> None:
+        """Expect every gradient anew."""
+        self.left = len(self.slots)
+        for slot in self.slots:
+            slot.left = slot.expected
+
+    def place(self) -> None:
+        """Bring the gradients into the bucket's buffer, if it has one, and count as taken."""
+        self.left = TAKEN
 
 
 def name_some(names: Sequence[str], limit: int = 3) -> str:

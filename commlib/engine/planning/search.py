@@ -8,28 +8,28 @@ goes the same way. As not all ranks need to save, the wish goes with the round, 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from commlib.engine import plan as plans
-from commlib.engine.plan import Parameter, Plan
-from commlib.engine.planner import INITIAL_CAP_BYTES, Cost
-from commlib.engine.profile import Readiness, Trials, steps_per_visit
-from commlib.engine.scheduler import Task
+from commlib.engine.planning import plan as plans
+from commlib.engine.planning.plan import Parameter, Plan
+from commlib.engine.planning.readiness import Clock, Readiness
+from commlib.engine.planning.sizes import INITIAL_CAP_BYTES, Cost
+from commlib.engine.planning.trials import Trials, steps_per_visit
+from commlib.engine.rounds.task import Task
 from commlib.transport.base import Communication, Communicator, Transport
 
 #: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
-_PROFILED_BACKWARDS = 3
+_RECORDED_BACKWARDS = 3
 
 #: Bucket size in those backwards, where the sizes are to be planned. Nothing overlaps in them, so more buckets are only
 #: more latency; and DDP's first step is one bucket as well. Adam magnifies the last bits of the first gradient more
 #: than those of any other, so loss curves part less from DDP's where the first sum has its order.
-_PROFILE_CAP_BYTES = 1 << 30
+_RECORDED_CAP_BYTES = 1 << 30
 
 
-class Planning:
+class PlanSearch:
     """Finds the plan of one model; alike on all ranks, round by round.
 
     Args:
@@ -41,9 +41,10 @@ class Planning:
         plan: The plan of the buckets that there are.
         pending: The plan to change to before the next backward; None where there is none.
         cap_bytes: The fixed bucket size, if there is one.
-        num_profiled: Backwards that are recorded before the plan is made.
+        num_recorded: Backwards that are recorded before the plan is made.
         may_settle: Whether a checkpoint may end the search.
         readiness: When gradients became ready, in the backwards that are recorded.
+        is_recording: Whether the backward under way is recorded, without overlap.
     """
 
     plan: Plan
@@ -54,8 +55,10 @@ class Planning:
         self._transport = transport
         self._device = device
         self.cap_bytes = cap_bytes
-        self.num_profiled = _PROFILED_BACKWARDS if cap_bytes is None else 1
+        self.num_recorded = _RECORDED_BACKWARDS if cap_bytes is None else 1
         self.may_settle = True
+        self.is_recording = False
+        self._clock = Clock(device)
         self.pending: Plan | None = None
         self._parameters: Sequence[Parameter] = ()
         self._trials: Trials | None = None
@@ -67,7 +70,7 @@ class Planning:
         self._parameters = parameters
         self._trials = None
         self.readiness = Readiness(len(parameters), self._device)
-        return plans.initial(parameters, self.cap_bytes or _PROFILE_CAP_BYTES)
+        return plans.initial(parameters, self.cap_bytes or _RECORDED_CAP_BYTES)
 
     def restore(self, plan: Plan | None) -> Plan:
         """Take a plan from a checkpoint; None is the first one, to be settled. Return the plan to change to."""
@@ -92,10 +95,15 @@ class Planning:
 
     def begins(self) -> bool:
         """A backward begins that is synchronised; return whether it is recorded, without overlap."""
-        is_profiled = self.plan.kind == "initial"
-        if is_profiled:
+        self.is_recording = self.plan.kind == "initial"
+        if self.is_recording:
             self.readiness.start()
-        return is_profiled
+        return self.is_recording
+
+    def backward_ends(self) -> None:
+        """The computation of that backward has ended."""
+        if self.is_recording:
+            self.readiness.end()
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
@@ -127,16 +135,17 @@ class Planning:
 
     # --- after a round ------------------------------------------------------------------------------------------------
 
-    def ended(self, is_profiled: bool, measure_cost: Callable[[], Cost]) -> None:
+    def ended(self, measure_cost: Callable[[], Cost]) -> None:
         """Take note that a round has ended; sets `pending` where the plan is to change. Collective."""
+        is_recorded, self.is_recording = self.is_recording, False
         if self._wish is not None and bool(self._wish.item()):
             self._end()
-        elif is_profiled and self.readiness.num_backwards >= self.num_profiled:
-            self._plan_after_profile(measure_cost)
+        elif is_recorded and self.readiness.num_backwards >= self.num_recorded:
+            self._plan_from_record(measure_cost)
         else:
             self._continue_trials()
 
-    def _plan_after_profile(self, measure_cost: Callable[[], Cost]) -> None:
+    def _plan_from_record(self, measure_cost: Callable[[], Cost]) -> None:
         """Make the plan, or the candidates to try, from what rank 0 recorded: the same on all ranks."""
         recorded = self.readiness.result() if self._transport.rank == 0 else None
         ready_s, backward_s = self._transport.gather_objects(recorded)[0]
@@ -149,12 +158,12 @@ class Planning:
             only = found[0]
             self.pending = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
         else:
-            self._trials = Trials(found, steps_per_visit(backward_s))
+            self._trials = Trials(found, steps_per_visit(backward_s), self._clock)
             self.pending = self._trials.current
 
     def _continue_trials(self) -> None:
         """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
-        if self._trials is None or not self._trials.step_ended(time.perf_counter()):
+        if self._trials is None or not self._trials.step_ended(self._clock.now()):
             return
         if self._trials.current is None:
             of_ranks = self._transport.gather_objects(self._trials.figures)

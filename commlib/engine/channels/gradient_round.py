@@ -7,51 +7,55 @@ from collections.abc import Callable, Sequence
 import torch
 
 from commlib.algorithms.base import Algorithm
-from commlib.engine.bucket import Bucket, SparseBucket
-from commlib.engine.scheduler import Driver, Round, Task
+from commlib.algorithms.channels import Gradients
+from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.buckets.slot import TAKEN
+from commlib.engine.line import Line
+from commlib.engine.rounds import marks
+from commlib.engine.rounds.task import Round, Task
 from commlib.primitives.centralized import centralized_full_precision, sparse_sum
-from commlib.transport.base import Communication, Communicator, Transport
+from commlib.transport.base import Communication
 
 
 class GradientRound:
     """Takes the buckets of a plan in any order, each once.
 
     The bucket that carries the flags leaves last: only then is it known which parameters had a gradient. An algorithm
-    that cannot sum them with its values (`Traits.reduces_flags`) has them sent by themselves, as one more task.
+    that cannot sum them with its values (`Gradients.reduces_flags`) has them sent by themselves, as one more task.
 
     Args:
         buckets: All buckets of the plan, in its order.
         algorithm: What to do with a bucket.
-        comm: The group.
-        transport: Carries the round.
-        driver: Runs it.
+        line: Carries the round.
         tail: What is communicated beside the buckets, once backward has ended.
+
+    Attributes:
+        left: How many buckets have not been given to the driver; see [Note: what is left] in `slot.py`.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket | SparseBucket],
         algorithm: Algorithm,
-        comm: Communicator,
-        transport: Transport,
-        driver: Driver,
+        line: Line,
         tail: Sequence[Task] = (),
     ) -> None:
+        channel = algorithm.channel
+        assert isinstance(channel, Gradients)
         self._buckets = buckets
         self._dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._last = self._dense[-1] if self._dense else None
         self._algorithm = algorithm
-        self._comm = comm
-        self._driver = driver
-        self._launched = [False] * len(buckets)
-        self._num_left = len(buckets)
-        tasks = [Task(bucket.describe, self._communication(bucket), **_kind(algorithm, bucket)) for bucket in buckets]
-        self._sends_flags = self._last is not None and not algorithm.traits.reduces_flags
+        self._comm = line.comm
+        self._driver = line.driver
+        self.left = len(buckets)
+        tasks = [Task(bucket.describe, self._communication(bucket), **_kind(channel, bucket)) for bucket in buckets]
+        self._sends_flags = self._last is not None and not channel.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
         self._num_gradient_tasks = len(tasks)
-        self._round = Round(transport, [*tasks, *tail], algorithm.traits.window)
-        driver.open(self._round)
+        self._round = Round(line.transport, [*tasks, *tail], channel.window)
+        self._driver.open(self._round)
 
     @property
     def tasks(self) -> list[Task]:
@@ -61,7 +65,7 @@ class GradientRound:
     @property
     def has_begun(self) -> bool:
         """Whether anything has been given to the driver."""
-        return any(self._launched)
+        return self.left < len(self._buckets)
 
     def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
         if isinstance(bucket, SparseBucket):
@@ -75,12 +79,12 @@ class GradientRound:
 
     def launch(self, bucket: Bucket | SparseBucket) -> None:
         """Gather the bucket and give it to the driver; the one with the flags is held back until it is the last."""
-        if self._launched[bucket.index] or (bucket is self._last and self._num_left > 1):
+        if bucket.left == TAKEN or (bucket is self._last and self.left > 1):
             return
-        if isinstance(bucket, Bucket):
+        with marks.phase("gather", bucket.describe):
             bucket.gather(self._algorithm.predivisor(self._comm))
         self._send(bucket)
-        if self._num_left == 1 and self._last is not None and self._last.pending == 0:
+        if self.left == 1 and self._last is not None and self._last.left == 0:
             self.launch(self._last)
 
     def flush(self) -> None:
@@ -102,12 +106,11 @@ class GradientRound:
         self._launch_tail()
 
     def _send(self, bucket: Bucket | SparseBucket) -> None:
-        self._launched[bucket.index] = True
-        self._num_left -= 1
-        if self._num_left == 0 and self._last is not None:
+        self.left -= 1
+        if self.left == 0 and self._last is not None:
             self._write_flags(self._last.flags)
         self._driver.ready(self._round, bucket.index)
-        if self._num_left == 0 and self._sends_flags:
+        if self.left == 0 and self._sends_flags:
             self._driver.ready(self._round, len(self._buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
@@ -115,7 +118,8 @@ class GradientRound:
         if all(had):
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor(had, dtype=flags.dtype, device=flags.device))
+            own = torch.tensor(had, dtype=flags.dtype, pin_memory=flags.device.type == "cuda")
+            flags.copy_(own, non_blocking=True)
 
     def wait(self) -> None:
         """Wait until every bucket has been communicated.
@@ -123,7 +127,8 @@ class GradientRound:
         Raises:
             TransportError: A collective failed or timed out.
         """
-        self._driver.wait(self._round)
+        with marks.phase("wait", self._round.describe):
+            self._driver.wait(self._round)
 
     def cancel(self, error: BaseException) -> None:
         """End the round, which cannot go on."""
@@ -161,6 +166,6 @@ def _no_gradient() -> None:
     return None
 
 
-def _kind(algorithm: Algorithm, bucket: Bucket | SparseBucket) -> dict[str, bool]:
-    is_dense, traits = isinstance(bucket, Bucket), algorithm.traits
-    return {"is_prompt": is_dense and traits.prompt, "is_single": is_dense and traits.single}
+def _kind(channel: Gradients, bucket: Bucket | SparseBucket) -> dict[str, bool]:
+    is_dense = isinstance(bucket, Bucket)
+    return {"is_prompt": is_dense and channel.prompt, "is_single": is_dense and channel.single}

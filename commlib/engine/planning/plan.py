@@ -6,13 +6,15 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from commlib.engine import planner
-from commlib.engine.bucket import Bucket, SparseBucket, flat_numel, layout_key
-from commlib.engine.memory import Memory
-from commlib.engine.slot import Slot
+from commlib.engine.buckets.bucket import Bucket, SparseBucket, flat_numel, layout_key
+from commlib.engine.buckets.memory import Memory
+from commlib.engine.buckets.slot import Slot
+from commlib.engine.planning import sizes
+from commlib.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,13 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
     kind: str
     ready_s: tuple[float, ...] = ()
-    cost: planner.Cost | None = None
+    cost: sizes.Cost | None = None
+
+    def saved(self, names: Sequence[str]) -> dict[str, Any] | None:
+        """Return what a checkpoint has of the plan, with the parameters' names; None for the initial one."""
+        if self.kind == "initial":
+            return None
+        return {"buckets": [[names[idx] for idx in members] for members in self.buckets], "ready_s": self.ready_s}
 
 
 #: Sizes that are tried beside the predicted boundaries; the largest means one bucket.
@@ -81,8 +89,28 @@ def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[flo
     return Plan(buckets, "fixed", tuple(ready_s))
 
 
+def restored(saved: dict[str, Any] | None, parameters: Sequence[Parameter]) -> Plan | None:
+    """Return the plan that `Plan.saved` returned, or None.
+
+    Raises:
+        ConfigError: It is of other parameters.
+    """
+    if saved is None:
+        return None
+    index = {parameter.name: idx for idx, parameter in enumerate(parameters)}
+    names = [name for members in saved["buckets"] for name in members]
+    if sorted(names) != sorted(index):
+        different = sorted(set(names) ^ set(index))
+        raise ConfigError(
+            f"the saved bucket plan is of another model: {len(names)} parameters, expected {len(index)}; first "
+            f"difference {different[:1]}"
+        )
+    buckets = tuple(tuple(index[name] for name in members) for members in saved["buckets"])
+    return Plan(buckets, "restored", tuple(saved["ready_s"]))
+
+
 def candidates(
-    parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: planner.Cost
+    parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: sizes.Cost
 ) -> list[Plan]:
     """Return different plans to try: plain sizes, and those with the least predicted step time."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
@@ -148,12 +176,12 @@ def build(
 
 
 def _by_size(cap_bytes: int) -> Cut:
-    return lambda ready_s, nbytes: planner.by_size(nbytes, cap_bytes)
+    return lambda ready_s, nbytes: sizes.by_size(nbytes, cap_bytes)
 
 
-def _by_time(cost: planner.Cost, backward_s: float, stretch: float) -> Cut:
+def _by_time(cost: sizes.Cost, backward_s: float, stretch: float) -> Cut:
     def cut(ready_s: Sequence[float], nbytes: Sequence[int]) -> list[int]:
-        return planner.by_time([at * stretch for at in ready_s], nbytes, cost, backward_s * stretch)
+        return sizes.by_time([at * stretch for at in ready_s], nbytes, cost, backward_s * stretch)
 
     return cut
 

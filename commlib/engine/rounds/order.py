@@ -1,18 +1,15 @@
-"""Decisions without a clock: which collective is next, and which round a step begins or ends.
+"""Which collective is next: decided without a clock.
 
-Both classes here are pure: events in, actions out, no threads and no time. A thread, a CUDA stream and a simulator's
-virtual clock drive the same objects, so what is issued, and in which order, is a function of the plan alone.
+Events in, actions out, no threads and no time. A thread, a CUDA stream and a simulator's virtual clock drive the same
+object, so what is issued, and in which order, is a function of the plan alone.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
-
-from commlib.algorithms.base import Traits
 
 
 class Event(Enum):
@@ -106,84 +103,3 @@ class IssueOrder:
                 if self._finished[task] and self._asked[task] <= stage:
                     break
                 yield task, stage
-
-
-@dataclass(frozen=True)
-class StepActions:
-    """What the end of an optimizer step brings, in this order.
-
-    Attributes:
-        take_background: Wait for the round in the background and take its result.
-        start: Start a round over weights or state.
-        in_background: Whether that round is waited for later.
-    """
-
-    take_background: bool = False
-    start: bool = False
-    in_background: bool = False
-
-
-class Schedule:
-    """Which rounds happen when, counted in optimizer steps."""
-
-    def __init__(self, traits: Traits) -> None:
-        self.traits = traits
-        self.step = 0
-        self._take_at: int | None = None  # the step at which the round in the background is taken, at the earliest
-        self._started_at: int | None = None
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether gradients are still averaged in full precision before the algorithm starts."""
-        return self.step < self.traits.warmup_steps
-
-    @property
-    def ever_gradients(self) -> bool:
-        """Whether any step synchronises gradients."""
-        return self.traits.on_gradients or self.traits.warmup_steps > 0
-
-    @property
-    def gradients(self) -> bool:
-        """Whether the backward of this step synchronises gradients."""
-        return self.traits.on_gradients or self.warming_up
-
-    @property
-    def in_background(self) -> bool:
-        """Whether a round is under way in the background."""
-        return self._take_at is not None
-
-    def end_step(self, has_arrived: bool = False) -> StepActions:
-        """Count one optimizer step and return what is due at its end.
-
-        Args:
-            has_arrived: Whether the result of the round in the background is there; matters to asynchronous ones.
-        """
-        was_warm_up = self.warming_up
-        self.step += 1
-        if self.traits.on_gradients or was_warm_up:
-            return StepActions()
-        is_late_enough = self._take_at is not None and self._take_at <= self.step
-        take = is_late_enough and (has_arrived or not self.traits.asynchronous)
-        if take:
-            self._take_at = None
-        start = self._take_at is None and self._is_due()
-        if start:
-            self.start()
-        return StepActions(take, start, start and self.traits.in_background)
-
-    def _is_due(self) -> bool:
-        """Whether a round starts now, if none is under way. Asynchronous ones start when the last is over."""
-        if self.traits.asynchronous:
-            return self._started_at is None or self.step - self._started_at >= self.traits.period
-        return (self.step - self.traits.warmup_steps) % self.traits.period == 0
-
-    def start(self) -> None:
-        """Take note that a round starts now."""
-        self._started_at = self.step
-        if self.traits.in_background:
-            self._take_at = self.step + max(1, self.traits.delay)
-
-    def drain(self) -> bool:
-        """Return whether a background round must be taken now (before saving, evaluation or exit)."""
-        pending, self._take_at = self._take_at is not None, None
-        return pending

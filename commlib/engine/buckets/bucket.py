@@ -6,53 +6,23 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from commlib.algorithms.base import Part
-from commlib.engine.slot import NO_VIEW, Slot, explaining_sizes, name_some
+from commlib.engine.buckets.slot import NO_VIEW, TAKEN, Segment, Slot, explaining_sizes, name_some
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 from commlib.primitives.order import is_dense, order_of, strides_in
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_RUN_BYTES = 512 << 10
+_SEGMENT_BYTES = 512 << 10
 
 
-class Run:
-    """Neighbouring parameters of a bucket that are gathered together, as soon as all of them have their gradient.
+class FlatSegment(Segment):
+    """A segment whose gradients become views of a part of the flat buffer.
 
     Dividing is multiplying by the reciprocal, as DDP does: where the divisor is no power of two, a true division rounds
     differently, and loss curves then part from DDP's by more than two bucket sizes of DDP do.
-
-    Gathering in runs keeps few gradients alive beside the flat buffer, and copies them while they are in the cache.
-
-    Attributes:
-        slots: The parameters.
-        bucket: The bucket that the run belongs to.
-        pending: How many slots have not had their gradient in this backward.
-        is_placed: Whether the gradients of this backward are in the buffer.
-    """
-
-    def __init__(self, bucket: Bucket | SparseBucket, slots: Sequence[Slot]) -> None:
-        self.bucket = bucket
-        self.slots = list(slots)
-        self.pending = len(self.slots)
-        self.is_placed = False
-        for slot in self.slots:
-            slot.run = self
-
-    def start_backward(self) -> None:
-        """Expect every gradient anew."""
-        self.pending = len(self.slots)
-        self.is_placed = False
-        for slot in self.slots:
-            slot.left = slot.expected
-
-    def place(self, divisor: float) -> None:
-        """Bring the gradients into the bucket's buffer, if it has one."""
-
-
-class FlatRun(Run):
-    """A run whose gradients become views of a part of the flat buffer.
 
     Args:
         bucket: The bucket.
@@ -67,8 +37,9 @@ class FlatRun(Run):
         self._plan = _pack_plan(part, slots, offsets)
         self.is_plain = True
 
-    def place(self, divisor: float) -> None:
-        """Bring the gradients into the flat buffer, divided by `divisor`, and make them views of it.
+    @override
+    def place(self) -> None:
+        """Bring the gradients into the flat buffer, divided by the bucket's predivisor, and make them views of it.
 
         A gradient that is a view already is divided where it is; a missing one counts as zeros.
 
@@ -77,12 +48,13 @@ class FlatRun(Run):
         """
         gradients = [slot.param.grad for slot in self.slots]
         with explaining_sizes(self.slots):
-            self._place(gradients, divisor)
+            self._place(gradients, self.bucket.predivisor)
+        super().place()
 
-    def _place(self, gradients: list[torch.Tensor | None], divisor: float) -> None:
-        if not self._pack_natively(gradients, divisor):
-            self._pack_with_torch(gradients, divisor)
-        self.is_placed = self.is_plain = True
+    def _place(self, gradients: list[torch.Tensor | None], predivisor: float) -> None:
+        if not self._pack_natively(gradients, predivisor):
+            self._pack_with_torch(gradients, predivisor)
+        self.is_plain = True
         creates_graph = torch.is_grad_enabled()
         for slot, gradient in zip(self.slots, gradients, strict=True):
             slot.had_gradient = True
@@ -94,20 +66,20 @@ class FlatRun(Run):
             elif gradient is not slot.view:
                 slot.param.grad = slot.view
 
-    def divide(self, divisor: float) -> None:
-        """Divide the placed gradients."""
-        self._part.mul_(1.0 / divisor)
+    def scale(self, factor: float) -> None:
+        """Scale the gradients that were placed."""
+        self._part.mul_(factor)
 
-    def _pack_natively(self, gradients: list[torch.Tensor | None], divisor: float) -> bool:
+    def _pack_natively(self, gradients: list[torch.Tensor | None], predivisor: float) -> bool:
         if self._plan is None:
             return False
         try:
-            self._plan.pack(self._part, gradients, 1.0 / divisor)
+            self._plan.pack(self._part, gradients, 1.0 / predivisor)
         except ConfigError:  # an unusual layout, which torch's copy takes
             return False
         return True
 
-    def _pack_with_torch(self, gradients: list[torch.Tensor | None], divisor: float) -> None:
+    def _pack_with_torch(self, gradients: list[torch.Tensor | None], predivisor: float) -> None:
         views, sources = [], []
         for slot, gradient in zip(self.slots, gradients, strict=True):
             if gradient is None:
@@ -119,8 +91,8 @@ class FlatRun(Run):
                 sources.append(gradient.detach())
         if views:
             torch._foreach_copy_(views, sources)
-        if divisor != 1.0:
-            self._part.mul_(1.0 / divisor)
+        if predivisor != 1.0:
+            self._part.mul_(1.0 / predivisor)
 
 
 class Bucket:
@@ -136,12 +108,13 @@ class Bucket:
         index: Its place in the plan.
         group: What the algorithm calls the group of its parameters.
         slots: The parameters, in plan order.
-        runs: The same, in the portions in which gradients are gathered.
+        segments: The same, in the portions in which gradients are gathered.
         flat: [numel] The values. Complex parameters take two real elements each.
         payload: [numel + num_flags] `flat`, then the flags.
         flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
             any rank had a gradient. Empty in the others.
-        pending: How many runs are not complete in this backward.
+        left: How many segments are not complete in this backward; see [Note: what is left] in `slot.py`.
+        predivisor: By what gradients are divided while they are gathered.
     """
 
     def __init__(self, index: int, slots: Sequence[Slot], payload: torch.Tensor, group: Hashable = None) -> None:
@@ -154,20 +127,20 @@ class Bucket:
         self.flags = self.payload[numel:]
         for slot, offset in zip(self.slots, offsets, strict=True):
             slot.view = _view(self.flat, slot, offset)
-        self.runs = self._make_runs([*offsets, numel])
-        self.pending = len(self.runs)
-        self._divided_by = 1.0
+        self.segments = self._make_segments([*offsets, numel])
+        self.left = len(self.segments)
+        self.predivisor = 1.0
 
-    def _make_runs(self, offsets: list[int]) -> list[FlatRun]:
-        runs, start = [], 0
+    def _make_segments(self, offsets: list[int]) -> list[FlatSegment]:
+        segments, start = [], 0
         for end in range(1, len(self.slots) + 1):
             nbytes = (offsets[end] - offsets[start]) * self.flat.element_size()
-            if nbytes >= _RUN_BYTES or end == len(self.slots):
+            if nbytes >= _SEGMENT_BYTES or end == len(self.slots):
                 part = self.flat[offsets[start] : offsets[end]]
                 own = [offset - offsets[start] for offset in offsets[start:end]]
-                runs.append(FlatRun(self, self.slots[start:end], part, own))
+                segments.append(FlatSegment(self, self.slots[start:end], part, own))
                 start = end
-        return runs
+        return segments
 
     @property
     def nbytes(self) -> int:
@@ -192,39 +165,41 @@ class Bucket:
     @property
     def is_plain(self) -> bool:
         """Whether every gradient of this round is a view of the buffer already."""
-        return all(run.is_plain for run in self.runs)
+        return all(segment.is_plain for segment in self.segments)
 
     def describe(self) -> str:
         """Name the bucket and some of its parameters."""
         return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
 
-    def start_backward(self, divisor: float) -> None:
-        """Expect every gradient anew; runs placed early are divided by `divisor`."""
-        self.pending = len(self.runs)
-        self._divided_by = divisor
-        for run in self.runs:
-            run.start_backward()
+    def start_backward(self, predivisor: float) -> None:
+        """Expect every gradient anew; segments that are placed early are divided by `predivisor`."""
+        self.left = len(self.segments)
+        self.predivisor = predivisor
+        for segment in self.segments:
+            segment.start_backward()
 
-    def gather(self, divisor: float) -> None:
-        """Bring all gradients into the flat buffer, divided by `divisor`.
+    def gather(self, predivisor: float) -> None:
+        """Bring all gradients into the flat buffer, divided by `predivisor`, and count as taken.
 
         Raises:
             ConfigError: A gradient is sparse.
         """
-        for run in self.runs:
-            if not run.is_placed:
-                run.place(divisor)
-            elif self._divided_by != divisor:
-                run.divide(divisor / self._divided_by)
-        self._divided_by = divisor
+        before, self.predivisor = self.predivisor, predivisor
+        for segment in self.segments:
+            if segment.left != TAKEN:
+                segment.place()
+            elif before != predivisor:
+                segment.scale(1.0 / (predivisor / before))
+        self.left = TAKEN
 
     def zero(self) -> None:
         """Contribute nothing: what a rank that has joined early sends."""
         self.payload.zero_()
-        for run in self.runs:
-            run.is_plain = False
+        for segment in self.segments:
+            segment.is_plain = False
         for slot in self.slots:
             slot.had_gradient = False
+        self.left = TAKEN
 
     def finish(self, is_used: Sequence[bool]) -> None:
         """Publish communicated gradients that are not views of the buffer yet.
@@ -249,8 +224,8 @@ class Bucket:
                 slot.param.grad = slot.view
 
     def release(self) -> None:
-        """Let go of the buffer now: runs and views refer to each other, and a collection may be far away."""
-        self.runs.clear()
+        """Let go of the buffer now: segments and views refer to each other, and a collection may be far away."""
+        self.segments.clear()
         self.flat = self.flags = self.payload = NO_VIEW
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -270,8 +245,9 @@ class SparseBucket:
     def __init__(self, index: int, slot: Slot) -> None:
         self.index = index
         self.slots = [slot]
-        self.runs = [Run(self, self.slots)]
-        self.pending = 1
+        self.segments = [Segment(self, self.slots)]
+        self.left = 1
+        self.predivisor = 1.0  # divided after the sum, all of it
         self.result: list[torch.Tensor | None] = []
 
     @property
@@ -283,10 +259,14 @@ class SparseBucket:
         """Name the bucket and its parameter."""
         return f"sparse bucket {self.index} ({self.slots[0].name!r})"
 
-    def start_backward(self, divisor: float) -> None:
+    def start_backward(self, predivisor: float) -> None:
         """Expect the gradient anew."""
-        self.pending = 1
-        self.runs[0].start_backward()
+        self.left = 1
+        self.segments[0].start_backward()
+
+    def gather(self, predivisor: float) -> None:
+        """Count as taken: the gradient is sent from where it is."""
+        self.left = TAKEN
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's gradient as a sparse tensor, or None."""
@@ -354,15 +334,14 @@ def _sparse_message(name: str) -> str:
     )
 
 
-def tensors_of(bucket: Bucket, kind: str, optimizer: Any) -> list[torch.Tensor]:
-    """Return the tensors that a bucket of `kind` ("weights" or "state:<key>") mirrors, one per slot.
+def tensors_of(bucket: Bucket, key: str | None = None, optimizer: Any = None) -> list[torch.Tensor]:
+    """Return the tensors that a bucket mirrors, one per slot: the weights, or the entries `key` of optimizer state.
 
     Raises:
         ConfigError: The optimizer has no such state for a parameter.
     """
-    if kind == "weights":
+    if key is None:
         return [slot.param.data for slot in bucket.slots]
-    key = kind.partition(":")[2]
     missing = [slot.name for slot in bucket.slots if key not in optimizer.state.get(slot.param, {})]
     if missing:
         raise ConfigError(f"the optimizer has no state {key!r} for {name_some(missing)}; the algorithm averages it")

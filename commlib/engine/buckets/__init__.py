@@ -1,0 +1,1 @@
+"""Flat buffers and the parameters whose tensors are views of them."""

@@ -1,0 +1,1 @@
+"""What a model communicates, each kind by a channel of its own."""

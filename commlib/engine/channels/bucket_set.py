@@ -1,0 +1,101 @@
+"""The parameters whose gradients are communicated, and the buckets of the plan."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commlib.engine.buckets.bucket import Bucket, SparseBucket, layout_key
+from commlib.engine.buckets.memory import Memory
+from commlib.engine.buckets.slot import Listener, Slot
+from commlib.engine.planning import plan as plans
+from commlib.engine.planning.plan import Parameter, Plan
+
+_dtype = operator.attrgetter("dtype")
+
+
+class BucketSet:
+    """Slots of parameters, and the buckets that these are in.
+
+    Args:
+        parks: Whether gradients wait in the host's memory while buckets are made anew, so that the device's does not
+            hold them twice.
+
+    Attributes:
+        slots: One for each parameter.
+        buckets: The plan's.
+        dense: Those that have a buffer.
+    """
+
+    def __init__(self, parks: bool) -> None:
+        self._parks = parks
+        self._parameters: Sequence[Parameter] = ()
+        self._dtypes: list[torch.dtype] = []
+        self._params: list[torch.nn.Parameter] = []
+        self._memory = Memory()
+        self.slots: list[Slot] = []
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.dense: list[Bucket] = []
+
+    def follow(self, parameters: Sequence[Parameter]) -> list[Slot]:
+        """Make slots for these parameters, and return those that there were. Buckets are made by `build`."""
+        before, self.slots = self.slots, plans.make_slots(parameters)
+        self._parameters = parameters
+        self._params = [parameter.param for parameter in parameters]
+        self._dtypes = list(map(_dtype, self._params))
+        self._memory = Memory()  # gradients of parameters that are frozen now may stay where they are
+        return before
+
+    def hook(self, listener: Callable[[], Listener | None]) -> None:
+        """Tell the listener of every gradient."""
+        for slot in self.slots:
+            slot.hook(listener)
+
+    def build(self, plan: Plan) -> tuple[list[Bucket | SparseBucket], list[Bucket]]:
+        """Return the buckets of a plan, and the dense ones of them; gradients that exist are moved into them."""
+        existing = [slot for slot in self.slots if slot.param.grad is not None]
+        parked = {slot: _parked(slot) for slot in existing if self._parks and slot.param.grad is slot.view}
+        if len(parked) < len(existing):  # they may lie where the old buckets are
+            self._memory = Memory()
+        for slot in parked:
+            slot.param.grad = None
+        buckets = plans.build(plan, self._parameters, self.slots, self._memory)
+        for slot, gradient in parked.items():
+            slot.param.grad = slot.view.copy_(gradient)
+        dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        for bucket in dense:
+            bucket.adopt_existing()
+        return buckets, dense
+
+    def take(self, buckets: list[Bucket | SparseBucket], dense: list[Bucket]) -> None:
+        """Use what `build` returned from now on; let go of the buckets that there were."""
+        before, self.buckets, self.dense = self.dense, buckets, dense
+        for bucket in before:
+            bucket.release()
+
+    def leave_gradients(self) -> None:
+        """Give the user gradients of his own in place of views of the buffers, which are written now."""
+        with torch.no_grad():
+            for slot in self.slots:
+                if slot.param.grad is not None and slot.param.grad is slot.view:
+                    slot.param.grad = slot.view.clone()
+
+    def has_moved(self) -> bool:
+        """Return whether parameters were cast or moved to another device since the buckets were made."""
+        return have_moved(self.dense) or list(map(_dtype, self._params)) != self._dtypes
+
+    def close(self) -> None:
+        """Remove every hook. Harmless when called twice."""
+        for slot in self.slots:
+            slot.unhook()
+
+
+def have_moved(buckets: Sequence[Bucket]) -> bool:
+    """Return whether the parameters of buckets are of another dtype or device than these."""
+    return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
+
+
+def _parked(slot: Slot) -> torch.Tensor:
+    return slot.view.to("cpu", copy=True)

@@ -1,0 +1,313 @@
+"""The channel of gradients: buckets, hooks and rounds, in every synchronised backward."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms.allreduce import AllReduce
+from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.channels import Gradients
+from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.channels.backward import Backward, Phase, StreamedBackward
+from commlib.engine.channels.base import OpenChannel, Settings
+from commlib.engine.channels.bucket_set import BucketSet
+from commlib.engine.channels.gradient_round import GradientRound
+from commlib.engine.channels.idle import Idle
+from commlib.engine.line import Line
+from commlib.engine.planning import plan as plans
+from commlib.engine.planning.cost import measure_cost
+from commlib.engine.planning.plan import Parameter, Plan
+from commlib.engine.planning.readiness import Readiness
+from commlib.engine.planning.search import PlanSearch
+from commlib.engine.planning.sizes import Cost
+from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.task import Task
+from commlib.errors import CommlibError, ConfigError
+from commlib.primitives.replicate import broadcast_all
+from commlib.transport.base import Communication
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """What the last round took.
+
+    Attributes:
+        sent_bytes: Per bucket, bytes that this rank sent, and those of the flags if they went by themselves.
+        seconds: Of the same.
+        exposed_s: How long the training thread waited.
+    """
+
+    sent_bytes: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    exposed_s: float = 0.0
+
+
+@dataclass
+class Buffers:
+    """The model's buffers that are to be alike on all ranks after each round.
+
+    Attributes:
+        tensors: Returns them.
+        source: Whose they become.
+    """
+
+    tensors: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
+    source: int = 0
+
+    def copy(self, line: Line) -> Communication:
+        """Make them those of the source."""
+        # As they are when backward has ended: it may have run forwards again. Not through autograd's eyes, as a graph
+        # that is kept has saved them.
+        return broadcast_all([buffer.data for buffer in self.tensors()], line.comm, self.source)
+
+
+class GradientChannel(OpenChannel):
+    """Buckets, hooks and rounds of the gradients of one model.
+
+    It is there for every algorithm: one that does not communicate gradients may have a warm-up in which they are
+    averaged in full precision. Without one, and in a group of one rank where the algorithm has nothing to do there, the
+    channel is *idle*: no hooks, no buckets.
+
+    Args:
+        line: Carries the rounds.
+        device: Where the parameters are.
+        settings: What the user gave.
+
+    Attributes:
+        backward: The backward under way.
+        search: Finds the plan.
+        idle_parameters: Those that are frozen for a while.
+        buffers: What is copied beside the buckets.
+        last: What the last round took.
+        is_idle: See above.
+    """
+
+    algorithm: Algorithm
+    progress: Progress
+    is_idle: bool
+
+    def __init__(self, line: Line, device: torch.device, settings: Settings) -> None:
+        self.line = line
+        self._device = device
+        self._settings = settings
+        is_cuda = device.type == "cuda"
+        self.backward = StreamedBackward(self, lambda: torch.cuda.current_stream(device)) if is_cuda else Backward(self)
+        self.search = PlanSearch(line.transport, device, settings.cap_bytes)
+        self.idle_parameters = Idle()
+        self.buffers = Buffers()
+        self.last = LastRound()
+        self.num_rounds = 0
+        self._warm_up = AllReduce()
+        self._set = BucketSet(parks=is_cuda)
+        self._parameters: Sequence[Parameter] = ()
+        own = weakref.ref(self.backward)
+        line.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
+
+    def use(self, algorithm: Algorithm, progress: Progress, parameters: Sequence[Parameter]) -> None:
+        """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
+        declared = algorithm.channel
+        self.keeper = self.algorithm = algorithm
+        self.progress = progress
+        is_alone = self.line.comm.world_size == 1 and isinstance(declared, Gradients) and declared.idle_alone
+        self.is_idle = is_alone or not progress.ever_syncs_gradients
+        self._is_own = isinstance(declared, Gradients)  # else it is there for the warm-up
+        # Without buffers, to measure with: what communicates gradients.
+        self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
+        if declared.wants_nodes:
+            self.line.find_nodes()
+        self.adopt(parameters)
+
+    @override
+    def adopt(self, parameters: Sequence[Parameter]) -> None:
+        before = self._set.follow(parameters)
+        self._parameters = parameters
+        self.backward.follow(self._set.slots)
+        self._install(self.search.restart(parameters))
+        if not self.is_idle:
+            self._set.hook(weakref.ref(self.backward))
+        for slot in before:
+            slot.unhook()
+
+    # --- plans ------------------------------------------------------------------------------------------------------
+
+    def _install(self, plan: Plan) -> None:
+        """Make the buckets of `plan`, and move gradients that exist into them; then let the old ones go."""
+        buckets, dense = ([], []) if self.is_idle else self._set.build(plan)
+        if not self.is_idle:
+            context = Context(self.line.comm, dense, self._device, self._settings.optimizer, self._settings.scaler)
+            self._warm_up.setup(context)
+            if self._is_own:
+                self.algorithm.setup(context)
+        self.search.installed(plan)
+        self._set.take(buckets, dense)
+        self.last = LastRound(exposed_s=self.last.exposed_s)
+
+    def install_pending(self) -> None:
+        """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
+        if self.search.pending is not None and not self.backward.is_under_way:
+            with self.line.wholly():
+                self._install(self.search.pending)
+
+    @property
+    def plan(self) -> Plan:
+        """What the buckets hold."""
+        return self.search.plan
+
+    @property
+    def buckets(self) -> list[Bucket | SparseBucket]:
+        """The plan's buckets."""
+        return self._set.buckets
+
+    @property
+    def dense(self) -> list[Bucket]:
+        """Those that have a buffer."""
+        return self._set.dense
+
+    @property
+    def readiness(self) -> Readiness:
+        """Where a recorded backward is recorded."""
+        return self.search.readiness
+
+    @property
+    @override
+    def is_settled(self) -> bool:
+        return self.is_idle or self.plan.kind not in ("initial", "trial")
+
+    @override
+    def has_moved(self) -> bool:
+        return self._set.has_moved()
+
+    def _measure_cost(self) -> Cost:
+        with torch.no_grad():
+            max_bytes = sum(bucket.nbytes for bucket in self.dense) // 8
+            return measure_cost(self._blank, self.line, self._device, max_bytes, plans.main_group(self._parameters))
+
+    # --- rounds -----------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> float:
+        """A backward begins: change to a plan that is pending; return what gradients are divided by when gathered.
+
+        Raises:
+            ConfigError: There are gradients that were communicated already, which the algorithm would take for a
+                rank's own.
+            CommlibError: The communication has ended.
+        """
+        self.line.check()
+        self.install_pending()
+        self._refuse_communicated()
+        return self.current_algorithm.predivisor(self.line.comm)
+
+    def sync_begins(self) -> Phase:
+        """A backward is to be synchronised; return in which phase it goes on."""
+        if self.is_idle or not self.progress.syncs_gradients:
+            return Phase.LOCAL
+        return Phase.RECORDED if self.search.begins() else Phase.OVERLAPPED
+
+    def backward_ends(self) -> None:
+        """The computation of a synchronised backward has ended."""
+        self.search.backward_ends()
+
+    def _refuse_communicated(self) -> None:
+        declared = self.current_algorithm.channel
+        if not self.num_rounds or (isinstance(declared, Gradients) and declared.accumulates):
+            return
+        kept = [s for b in self.dense for s in b.slots if s.param.grad is s.view and bool(s.view.any())]
+        if kept:
+            raise ConfigError(
+                f"rank {self.line.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised "
+                f"backward has communicated, and {self.algorithm.name!r} would count it as new. Call zero_grad() after "
+                "each step, and make all backwards of a step but the last one inside model.no_sync()"
+            )
+
+    @property
+    def current_algorithm(self) -> Algorithm:
+        """What communicates gradients now: the algorithm, or full precision in its warm-up."""
+        return self._warm_up if self.progress.is_warming_up or not self._is_own else self.algorithm
+
+    def open_round(self, contributes: bool = True) -> GradientRound:
+        """Open the round of this backward; `contributes`: whether this rank has data for it."""
+        comm = self.line.comm
+        if not self.buckets:
+            raise CommlibError(f"rank {comm.rank}: there are parameters and no buckets: a defect of commlib")
+        comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, self.progress.step
+        tail = self.search.tasks(comm)
+        if self.buffers.tensors():
+            tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.line), True, True))
+        return GradientRound(self.buckets, self.current_algorithm, self.line, tail)
+
+    def finish(self, round_: GradientRound, publishes: bool = True) -> None:
+        """Wait for a round and make its results the gradients, or leave those as they are."""
+        start = time.perf_counter()
+        round_.wait()
+        exposed_s = time.perf_counter() - start
+        if publishes:
+            names = frozenset(self._parameters[idx].name for idx in round_.publish())
+            self.idle_parameters.note(names)
+        else:
+            round_.drop()
+        tasks = round_.tasks
+        self.last = LastRound(
+            tuple(task.sent_bytes for task in tasks), tuple(task.ended_s - task.began_s for task in tasks), exposed_s
+        )
+        self.num_rounds += 1
+        self.progress.end_backward()
+        self.search.ended(self._measure_cost)
+
+    def shadow_round(self) -> None:
+        """Take part in a round without data: what a rank that has joined early does."""
+        self.install_pending()
+        if self.sync_begins() is Phase.LOCAL:
+            return
+        self.backward_ends()
+        self._set.leave_gradients()
+        with self.line.wholly():
+            round_ = self.open_round(contributes=False)
+            round_.contribute_nothing()
+            self.finish(round_, publishes=False)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def bytes_sent(self) -> float:
+        return self.line.transport.bytes_sent
+
+    @override
+    def settle(self) -> None:
+        if not self.is_idle:
+            self.search.settle()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        names = [parameter.name for parameter in self._parameters]
+        return {
+            "num_rounds": self.num_rounds,
+            "plan": self.search.next.saved(names),
+            "hook_counts": self.backward.hook_counts(),  # None before they are known
+        }
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_rounds = int(state["num_rounds"])
+
+    def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
+        """Change to a plan from a checkpoint; nothing is recorded then. None is the first one, to be settled."""
+        with self.line.wholly():
+            self.backward.restore_counts(hook_counts)
+            self._install(self.search.restore(plan))
+            if plan is None:
+                self.settle()
+
+    @override
+    def close(self) -> None:
+        self._set.close()
+        if self.backward.round is not None:
+            self.line.abandon(CommlibError("the model was unwrapped during backward"))

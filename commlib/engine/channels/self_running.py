@@ -1,0 +1,115 @@
+"""Algorithms that run themselves: what the engine does for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.engine.channels.base import OpenChannel
+from commlib.engine.line import Line
+from commlib.engine.planning.plan import Parameter
+from commlib.engine.rounds.schedule import Progress
+from commlib.errors import CommlibError, ConfigError
+from commlib.transport.mailbox import Mailbox
+
+
+class SelfRunningChannel(OpenChannel):
+    """The runner of an algorithm that declares `SelfRunning`, driven by the optimizer's steps.
+
+    Args:
+        parameters: The parameters, in the model's order.
+        algorithm: What is to run.
+        progress: Counts the steps.
+        line: The model's, which carries what is collective.
+        optimizer: Its steps are what the runner works around.
+
+    Raises:
+        ConfigError: The algorithm cannot run on this model, optimizer or group.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], algorithm: Algorithm, progress: Progress, line: Line, optimizer: Any
+    ) -> None:
+        self.line = line
+        self._name = algorithm.name
+        self._progress = progress
+        transport = line.transport
+        self._runner = self.keeper = algorithm.attach(
+            Attachment(
+                comm=line.comm,
+                parameters=[(parameter.name, parameter.param) for parameter in parameters],
+                optimizer=optimizer,
+                gather=transport.gather_objects,
+                run=line.run,
+                connect=lambda answer, *limit: Mailbox(transport, answer, *limit),
+                timeout_s=transport.timeout_s,
+            )
+        )
+
+    @property
+    def runner(self) -> Runner:
+        """The algorithm at work."""
+        return self._runner
+
+    @property
+    def num_rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Exchanges whose result this rank has taken."""
+        return self._runner.num_rounds
+
+    @property
+    @override
+    def bytes_sent(self) -> float:
+        return self._runner.bytes_sent
+
+    @override
+    def allow_change(self) -> None:
+        raise ConfigError(
+            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm {self._name!r} "
+            "keeps those it was given. Unwrap the model and wrap it again on all ranks"
+        )
+
+    @override
+    def adopt(self, parameters: Sequence[Parameter]) -> None:
+        self.allow_change()
+
+    @override
+    def begin_step(self, has_closure: bool = False) -> None:
+        if self._progress.is_warming_up:
+            return
+        if has_closure and self._runner.needs_gradients:
+            raise ConfigError(
+                f"optimizer.step(closure) computes gradients inside the step, and the algorithm {self._name!r} takes "
+                "them before it. Call backward(), then optimizer.step()"
+            )
+        self._guarded(self._runner.before_step)
+
+    @override
+    def end_step(self) -> None:
+        if not self._progress.ended_warm_up_step:
+            self._guarded(self._runner.after_step)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Act; an error of the communication ends it for good."""
+        self.line.check()
+        try:
+            with torch.no_grad():
+                act()
+        except CommlibError as error:
+            self.line.error = error
+            raise
+
+    @override
+    def synchronize(self) -> None:
+        self._runner.synchronize()
+
+    @override
+    def weights_were_loaded(self) -> None:
+        self._runner.weights_were_loaded()
+
+    @override
+    def close(self) -> None:
+        self._runner.close()

@@ -1,0 +1,1 @@
+"""Which parameters share a bucket: what is measured, predicted and tried."""

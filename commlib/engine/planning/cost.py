@@ -1,0 +1,119 @@
+"""What a bucket costs: measured by the algorithm's own communication of scratch buckets."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Hashable, Sequence
+from statistics import median
+
+import torch
+
+from commlib.algorithms.base import Algorithm, Context, Part
+from commlib.algorithms.channels import Gradients
+from commlib.engine.line import Line
+from commlib.engine.planning.sizes import Cost
+from commlib.engine.rounds.task import Task
+
+#: Bytes of the scratch buckets, and how many of them are in flight at once.
+PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
+#: A small model's scratch buckets are smaller, but not below this in the first of `PROBES`, and twice in each further.
+_LEAST_BYTES = 16 << 10
+#: Their sizes are multiples of this, so that each begins as a bucket of its own would.
+_ALIGNMENT = 64
+_REPETITIONS = 5
+#: Rounds slower than this are timed twice only.
+_SLOW_S = 0.1
+
+
+def as_square(nbytes: int) -> list[tuple[int, ...]]:
+    """Return the shape of one fp32 parameter of two dimensions, as square as it may be."""
+    numel = nbytes // 4
+    rows = 1 << max(0, numel.bit_length() // 2 - 1)
+    return [(rows, numel // rows) if numel % rows == 0 else (1, numel)]
+
+
+class Scratch:
+    """A bucket to measure with (a `BucketView`): `flat` as the gradients of fp32 parameters of these shapes."""
+
+    def __init__(
+        self, index: int, shapes: Sequence[tuple[int, ...]], flat: torch.Tensor, group: Hashable = None
+    ) -> None:
+        self.index = index
+        self.group = group
+        self._shapes = shapes
+        self.flat = self.payload = flat
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parameters' places."""
+        numels = list(map(math.prod, self._shapes))
+        starts = itertools.accumulate(numels, initial=0)
+        before = self.index * self.flat.numel()
+        return [
+            Part(f"scratch.{place}", shape, start, numel, before + start)
+            for place, (shape, start, numel) in enumerate(zip(self._shapes, starts, numels, strict=False))
+        ]
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """None."""
+        return []
+
+
+def scratch_buckets(
+    count: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
+) -> list[Scratch]:
+    """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
+    numel = sum(map(math.prod, shapes))
+    flat = torch.zeros(count * numel, dtype=torch.float32, device=device)
+    # Slices, as buckets have them: other operations bring code of their own into memory.
+    return [Scratch(idx, shapes, flat[idx * numel : (idx + 1) * numel], group) for idx in range(count)]
+
+
+def measure_cost(
+    algorithm: Algorithm, line: Line, device: torch.device, max_bytes: int, group: Hashable = None
+) -> Cost:
+    """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
+
+    Collective: every rank must call it. Several buckets are in flight at once, as they are in backward.
+
+    Args:
+        algorithm: One on gradients, as it was before its first `setup`; copied, not changed.
+        line: Carries the rounds.
+        device: Where the buckets are.
+        max_bytes: Scratch buckets are not much larger together, so that the peak of memory stays in backward.
+        group: The group of the scratch buckets' parameters.
+    """
+    gather = line.transport.gather_objects
+    wall: list[tuple[int, float]] = []
+    for place, (nbytes, count) in enumerate(PROBES):
+        nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place)) & -_ALIGNMENT
+        buckets = scratch_buckets(count, as_square(nbytes), device, group)
+        trial = copy.deepcopy(algorithm)
+        trial.setup(Context(line.comm, buckets, device))
+        first_s = max(gather(_seconds(trial, buckets, line, device)))
+        repetitions = _REPETITIONS if first_s < _SLOW_S else 2
+        seconds = median(gather(median(_seconds(trial, buckets, line, device) for _ in range(repetitions))))
+        wall.append((nbytes, seconds / count))
+        del buckets, trial  # before the next, larger ones are made
+    return Cost(tuple(wall))
+
+
+def _seconds(algorithm: Algorithm, buckets: Sequence[Scratch], line: Line, device: torch.device) -> float:
+    """Return how long one round of scratch buckets takes."""
+    channel = algorithm.channel
+    assert isinstance(channel, Gradients)
+    begin = lambda bucket: lambda: algorithm.communicate(bucket, line.comm)  # noqa: E731
+    start = time.perf_counter()
+    tasks = [Task(_scratch_name, begin(bucket), channel.prompt, channel.single) for bucket in buckets]
+    line.driver.run(line.transport, tasks, channel.window)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _scratch_name() -> str:
+    return "a scratch bucket of the cost measurement"

@@ -1,0 +1,1 @@
+"""Rounds of collectives: their order, when they start, and what drives them."""

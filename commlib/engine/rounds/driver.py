@@ -1,0 +1,189 @@
+"""What all drivers of rounds have in common: they run the rounds that are opened, in the order that the policy gives.
+
+[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened,
+which is the program's order and so the same on all ranks. Every model has one, its rounds in the background another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+from commlib.engine.rounds import marks
+from commlib.engine.rounds.order import Do, Event
+from commlib.engine.rounds.task import Round, Task
+from commlib.transport.base import Transport, Work
+
+
+class Driver(ABC):
+    """Runs rounds. `open`, `ready` and `wait` are called by the engine's threads."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, deque[Round]] = {}  # by communicator; there while it has rounds
+        self._lanes_lock = threading.Lock()  # for a moment only; never held while a round advances
+
+    def run(self, transport: Transport, tasks: Sequence[Task], window: int = 1) -> None:
+        """Make a round of tasks whose input is there, and wait for its end; it is cancelled if it fails.
+
+        Raises:
+            TransportError: As `wait`.
+        """
+        round_ = Round(transport, tasks, window)
+        try:
+            self.launch(round_)
+            self.wait(round_)
+        except BaseException as error:
+            self.cancel(round_, error)
+            raise
+
+    def launch(self, round_: Round) -> None:
+        """Open a round all of whose tasks are ready."""
+        self.open(round_)
+        for idx in range(len(round_.tasks)):
+            self.ready(round_, idx)
+
+    def note_inputs(self, round_: Round) -> None:  # noqa: B027 (where nothing is queued there is nothing to note)
+        """Take note that the input of all tasks is there, as the current stream has it, before they are `ready`."""
+
+    def open(self, round_: Round) -> None:
+        """Take a round whose tasks become ready later."""
+        if round_.tasks:
+            with self._lanes_lock:
+                self._lanes.setdefault(id(round_.transport), deque()).append(round_)
+
+    @abstractmethod
+    def ready(self, round_: Round, task: int) -> None:
+        """Say that a task's input is there. Returns at once."""
+
+    @abstractmethod
+    def wait(self, round_: Round) -> None:
+        """Wait until the round is complete (on CUDA: make the current stream wait for it).
+
+        Raises:
+            TransportError: A collective failed or timed out.
+        """
+
+    @abstractmethod
+    def has_arrived(self, round_: Round) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+
+    def cancel(self, round_: Round, error: BaseException) -> None:
+        """End a round that cannot go on. Harmless when it has ended."""
+        if not round_.done.is_set():
+            round_.error = error
+            round_.transport.abort()
+            round_.end()
+            self._leave(round_)
+
+    def discard(self, round_: Round) -> None:
+        """Forget a round of which no task was ready: nothing has been sent for it."""
+        round_.end()
+        self._leave(round_)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the driver up. Harmless when called twice."""
+
+    def _handle(self, round_: Round, event: Event, task: int) -> None:
+        """Take one event, and go on with every round that has come to the head of its lane."""
+        if not round_.done.is_set():
+            round_.backlog.append((event, task))
+        while (head := self._head(round_.transport)) is not None and self._drain(head):
+            self._leave(head)
+
+    def _head(self, transport: Transport) -> Round | None:
+        with self._lanes_lock:
+            lane = self._lanes.get(id(transport))
+            return lane[0] if lane else None
+
+    def _leave(self, round_: Round) -> None:
+        """Take an ended round out of its lane, if it is there still: nothing may keep its buckets alive."""
+        with self._lanes_lock:
+            lane = self._lanes.get(id(round_.transport), deque())
+            if round_ in lane:
+                lane.remove(round_)
+                if not lane:
+                    del self._lanes[id(round_.transport)]
+
+    def _drain(self, round_: Round) -> bool:
+        """Work through the backlog of the round at the head of its lane; return whether the round has ended."""
+        try:
+            while round_.backlog and not round_.done.is_set():
+                self._advance(round_, *round_.backlog.popleft())
+            if round_.order.complete:
+                round_.end()
+        except BaseException as error:
+            self._fail(round_, error)
+        return round_.done.is_set()
+
+    def _advance(self, round_: Round, event: Event, task_idx: int) -> None:
+        """Feed one event to the policy and carry out what follows from it."""
+        events = deque([(event, task_idx)])
+        while events:
+            for action in round_.order.feed(*events.popleft()):
+                task = round_.tasks[action.task]
+                if action.do is Do.ISSUE:
+                    self._issue(round_, action.task, task, events)
+                else:
+                    events.append((self._resume(task, action.task), action.task))
+
+    def _resume(self, task: Task, task_idx: int) -> Event:
+        phase = "encode" if task.generator is None else "decode"
+        if task.generator is None:
+            task.began_s = time.perf_counter()
+            task.generator = task.begin()
+        if task.work is not None:
+            self._finish_work(task, task.work)
+        try:
+            with marks.phase(phase, task.describe):
+                task.request = next(task.generator)
+        except StopIteration:
+            task.ended_s = time.perf_counter()
+            task.generator = task.request = None  # nothing keeps a buffer alive that the engine lets go of
+            return Event.FINISHED
+        return Event.YIELDED
+
+    def _finish_work(self, task: Task, work: Work) -> None:
+        try:
+            work.wait()
+        except Exception as error:
+            raise _CollectiveError(error, task) from error
+        finally:
+            task.span = marks.end(task.span)
+        task.work = None
+
+    @abstractmethod
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        """Start the task's request; when it completes, the task's ARRIVED event must come."""
+
+    def _start(self, round_: Round, task: Task) -> Work:
+        """Give the task's request to the transport."""
+        assert task.request is not None
+        task.sent_bytes += task.request.wire_bytes()
+        task.span = marks.begin(task.request.verb, task.describe)
+        try:
+            task.work = work = round_.transport.issue(task.request)
+        except Exception as error:
+            raise _CollectiveError(error, task) from error
+        return work
+
+    def _fail(self, round_: Round, error: BaseException) -> None:
+        """End the round: with an error that names the collective, or with the algorithm's own."""
+        if isinstance(error, _CollectiveError):
+            waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may be noticed first
+            beside = "" if waited_for in error.what else f", beside {waited_for},"
+            error = round_.transport.diagnose(error.cause, error.what + beside)
+        self.cancel(round_, error)
+
+
+class _CollectiveError(Exception):
+    """A collective could not be started or did not complete; set apart from errors in an algorithm's own work."""
+
+    def __init__(self, cause: Exception, task: Task) -> None:
+        assert task.request is not None
+        self.cause = cause
+        self.what = f"{task.request.verb} of {task.describe()}"
+        super().__init__(self.what)

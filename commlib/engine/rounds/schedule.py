@@ -1,0 +1,119 @@
+"""Which step it is, and which rounds begin and end with it: decided without a clock, so alike on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlib.algorithms.channels import Channel, Weights
+
+
+class Progress:
+    """How far the training is, in optimizer steps; in synchronised backwards where no optimizer is known.
+
+    Args:
+        declared: What the algorithm communicates.
+        counts_backwards: Whether no optimizer is known.
+
+    Attributes:
+        step: Steps so far.
+    """
+
+    def __init__(self, declared: Channel, counts_backwards: bool = False) -> None:
+        self._declared = declared
+        self._counts_backwards = counts_backwards
+        self.step = 0
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether gradients are still averaged in full precision before the algorithm starts."""
+        return self.step < self._declared.warmup_steps
+
+    @property
+    def ended_warm_up_step(self) -> bool:
+        """Whether the step that ended last was one of the warm-up."""
+        return 0 < self.step <= self._declared.warmup_steps
+
+    @property
+    def ever_syncs_gradients(self) -> bool:
+        """Whether the backward of any step synchronises gradients."""
+        return self._declared.syncs_gradients(0)
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Whether the backward of this step synchronises gradients."""
+        return self._declared.syncs_gradients(self.step)
+
+    def end_step(self) -> None:
+        """Count an optimizer step."""
+        self.step += 1
+
+    def end_backward(self) -> None:
+        """Count a synchronised backward, if these are steps."""
+        self.step += self._counts_backwards
+
+
+@dataclass(frozen=True)
+class StepActions:
+    """What the end of an optimizer step brings, in this order.
+
+    Attributes:
+        take_background: Wait for the round in the background and take its result.
+        start: Start a round over weights or state.
+        in_background: Whether that round is waited for later.
+    """
+
+    take_background: bool = False
+    start: bool = False
+    in_background: bool = False
+
+
+class Schedule:
+    """Which rounds over weights or state begin and end at the ends of optimizer steps.
+
+    Args:
+        declared: What the algorithm communicates.
+        progress: Counts the steps.
+    """
+
+    def __init__(self, declared: Weights, progress: Progress) -> None:
+        self._declared = declared
+        self._progress = progress
+        self._take_at: int | None = None  # the step at which the round in the background is taken, at the earliest
+        self._started_at: int | None = None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a round is under way in the background."""
+        return self._take_at is not None
+
+    def end_step(self, has_arrived: bool = False) -> StepActions:
+        """Return what is due at the end of the step that was counted last.
+
+        Args:
+            has_arrived: Whether the result of the round in the background is there; matters to asynchronous ones.
+        """
+        step, declared = self._progress.step, self._declared
+        if self._progress.ended_warm_up_step:
+            return StepActions()
+        is_late_enough = self._take_at is not None and self._take_at <= step
+        take = is_late_enough and (has_arrived or not declared.asynchronous)
+        if take:
+            self._take_at = None
+        start = self._take_at is None and self._is_due(step)
+        if start:
+            self._started_at = step
+            if declared.in_background:
+                self._take_at = step + max(1, declared.delay)
+        return StepActions(take, start, start and declared.in_background)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a round starts now, if none is under way. Asynchronous ones start when the last is over."""
+        declared = self._declared
+        if declared.asynchronous:
+            return self._started_at is None or step - self._started_at >= declared.period
+        return (step - declared.warmup_steps) % declared.period == 0
+
+    def drain(self) -> bool:
+        """Return whether a background round must be taken now (before saving, evaluation or exit)."""
+        pending, self._take_at = self._take_at is not None, None
+        return pending

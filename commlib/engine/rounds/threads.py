@@ -1,0 +1,98 @@
+"""The driver of a CPU: one thread per process runs every model's rounds.
+
+[Note: prompt tasks] Where more threads than cores want to run, waking a thread can take milliseconds, and an idle link
+waits for it on the slowest rank. So a task that asks for its first collective without working on the data is handled by
+the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
+collectives is the policy's, whichever thread issues them. A task of a single collective is finished by the thread that
+waits for the round, once it waits: until then nothing of Python runs for it, which backward would share its lock with.
+The broadcast of buffers before a forward is done by its caller altogether.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+
+from typing_extensions import override
+
+from commlib.engine.rounds.driver import Driver
+from commlib.engine.rounds.order import Event
+from commlib.engine.rounds.task import Round, Task
+from commlib.errors import PeerTimeout
+from commlib.transport.base import Work
+
+#: How much longer than the transport's timeout a waiter waits, so that the transport's own error comes first.
+_GRACE_S = 15.0
+
+
+class ThreadDriver(Driver):
+    """One thread that issues every collective, for tensors on the CPU.
+
+    Completions come from the backend's threads as events in the same queue, so the thread sleeps only where nothing is
+    to be done. It is a daemon and holds no model while idle. See [Note: prompt tasks] for what callers do themselves.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: queue.SimpleQueue[tuple[Round, Event, int] | None] = queue.SimpleQueue()
+        self._at_work = threading.Lock()  # held while a round advances
+        self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
+        self._thread.start()
+
+    @override
+    def ready(self, round_: Round, task: int) -> None:
+        if not round_.tasks[task].is_prompt or self._at_work.locked():
+            self._events.put((round_, Event.READY, task))
+            return
+        with self._at_work:
+            self._handle(round_, Event.READY, task)
+
+    @override
+    def wait(self, round_: Round) -> None:
+        with self._at_work:
+            round_.is_awaited = True
+            for idx, task in enumerate(round_.tasks):
+                if task.is_single and task.work is not None:
+                    self._announce(round_, idx, task.work)
+        limit_s = round_.transport.timeout_s + _GRACE_S
+        while not round_.done.is_set():
+            try:
+                arrived = round_.arrivals.get(timeout=limit_s)
+            except queue.Empty:
+                if not round_.progressed():
+                    self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
+                continue
+            if arrived is not None:
+                with self._at_work:
+                    self._handle(round_, Event.ARRIVED, arrived)
+        if round_.error is not None:
+            raise round_.error
+
+    @override
+    def has_arrived(self, round_: Round) -> bool:
+        return round_.done.is_set()
+
+    @override
+    def close(self) -> None:
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_GRACE_S)
+
+    def _run(self) -> None:
+        while (item := self._events.get()) is not None:
+            with self._at_work:
+                self._handle(*item)
+            del item  # an idle thread must not keep a round, and through it a model, alive
+
+    def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
+        work = self._start(round_, task)
+        if round_.is_awaited or not task.is_single:
+            self._announce(round_, task_idx, work)
+
+    def _announce(self, round_: Round, task_idx: int, work: Work) -> None:
+        """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own."""
+        if round_.tasks[task_idx].is_single:
+            work.add_done_callback(lambda: round_.arrivals.put(task_idx))
+        else:
+            work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
