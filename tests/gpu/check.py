@@ -187,10 +187,16 @@ class Check:
         for command in commands:
             log.write(f"\n==== {command.name}: {report.shortened(command.argv)}\n".encode())
             log.flush()
-            env = {**self.env, **command.env}
-            options = {"env": env, "stdout": log, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             try:
-                process = subprocess.Popen(command.argv, cwd=machine.ROOT, start_new_session=True, **options)  # type: ignore[call-overload]
+                process = subprocess.Popen(
+                    command.argv,
+                    cwd=machine.ROOT,
+                    env={**self.env, **command.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             except OSError as error:
                 log.write(f"{error}\n".encode())
                 codes[command.name] = 127

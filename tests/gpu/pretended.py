@@ -66,7 +66,7 @@ class StreamWork:
         request: Kept until then, with its tensors.
     """
 
-    def __init__(self, event: torch.cuda.Event, request: Request) -> None:
+    def __init__(self, event: Any, request: Request) -> None:
         self._event = event
         self._request: Request | None = request
 
