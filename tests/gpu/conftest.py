@@ -31,5 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or not report.passed:
         name = report.nodeid.rpartition("/")[2]
-        text = {"text": report.longreprtext[-_MOST_CHARS:]} if not report.passed else {}
-        results.add(name, report.outcome, seconds=round(report.duration, 3), **text)
+        results.add(name, report.outcome, seconds=round(report.duration, 3), **_text_of(report))
+
+
+def _text_of(report: pytest.TestReport) -> dict[str, str]:
+    """Return the end of what went wrong, or why a test was skipped."""
+    if report.passed:
+        return {}
+    is_reason = report.skipped and isinstance(report.longrepr, tuple)
+    return {"text": str(report.longrepr[2]) if is_reason else report.longreprtext[-_MOST_CHARS:]}

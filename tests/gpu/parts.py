@@ -11,7 +11,7 @@ from tests.gpu.machine import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 SANITIZERS = ("memcheck", "racecheck")
-_MOST_SHARES = 8
+_MOST_SHARES = 12
 PYTEST_INI = f"""[pytest]
 addopts = -ra --strict-markers --import-mode=importlib -p no:cacheprovider
 pythonpath = {ROOT}
@@ -77,7 +77,7 @@ def pytest_command(work: Path, *args: str) -> list[str]:
 
 
 def _bits(work: Path) -> list[Command]:
-    shares = max(1, min(_MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
+    shares = max(1, min(_MOST_SHARES, len(os.sched_getaffinity(0)) * 3 // 4))
     argv = pytest_command(work, "-q", str(ROOT / "tests" / "gpu"))
     return [
         Command(
@@ -102,7 +102,7 @@ def _kernels(made: Path) -> list[Command]:
 
 def _ranks(work: Path) -> list[Command]:
     commands = []
-    for ranks, stage, seconds in ((1, 0, 42), (2, 0, 42), (4, 1, 28)):
+    for ranks, stage, seconds in ((1, 0, 40), (2, 0, 40), (4, 1, 27)):
         argv = ["-m", "tests.gpu.several_ranks", "--ranks", str(ranks), "--device", "cuda", "--seconds", str(seconds)]
         argv += ["--remember", str(work / "backend")] if ranks > 1 else []
         commands.append(_script(f"{ranks} ranks", argv, stage))
@@ -110,7 +110,7 @@ def _ranks(work: Path) -> list[Command]:
 
 
 def _train(made: Path) -> list[Command]:
-    budgets = {1: 26, 2: 46}
+    budgets = {1: 30, 2: 40}
     script = str(BENCHMARKS / "gpu_train.py")
     return [
         _script(

@@ -15,7 +15,7 @@ from tests.gpu.machine import ROOT
 RESULTS, ARCHIVE = "results.jsonl", "gpu_check.tar.gz"
 MOST_BYTES = 8 << 20
 _MOST_LOG_BYTES = 2 << 20
-_MOST_CHARS = 160
+_MOST_CHARS, _MOST_LINES = 160, 10
 _KNOWN = {"part", "name", "outcome", "seconds", "text", "shown"}
 
 
@@ -57,16 +57,27 @@ def table(found: Iterable[Mapping[str, Any]], seconds: Mapping[str, float]) -> s
         figures = [row for row in rows if row["part"] == name and row["outcome"] == results.PASSED and _figures(row)]
         lines += [f"\n-- {name}"] * bool(figures) + [f"  {row['name']}: {_figures(row)}" for row in figures]
     lines.append("\n-- failed or skipped")
-    for row in rows:
-        if row["outcome"] != results.PASSED:
-            text = _first_line(row)
-            lines.append(f"  {row['outcome']:8}{row['part']}: {row['name']}{text and f': {text}'}")
+    for name in names:
+        lines += _shortcomings([row for row in rows if row["part"] == name])
     lines.append(f"\n{'part':10}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}")
     for name in names:
         outcomes = [row["outcome"] for row in rows if row["part"] == name]
         counts = [outcomes.count(each) for each in (results.PASSED, results.FAILED, results.SKIPPED)]
         lines.append(f"{name:10}{counts[0]:>8}{counts[1]:>8}{counts[2]:>9}{seconds.get(name, 0):>9.0f}")
     return "\n".join(lines)
+
+
+def _shortcomings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for what failed and was skipped in a part, the failures first, the first ones of each."""
+    lines = []
+    for outcome in (results.FAILED, results.SKIPPED):
+        found = [row for row in rows if row["outcome"] == outcome]
+        for row in found[:_MOST_LINES]:
+            text = _first_line(row)
+            lines.append(f"  {outcome:8}{row['part']}: {row['name']}{text and f': {text}'}")
+        if len(found) > _MOST_LINES:
+            lines.append(f"  {outcome:8}{found[0]['part']}: {len(found) - _MOST_LINES} more, in {RESULTS}")
+    return lines
 
 
 def _figures(row: Mapping[str, Any]) -> str:

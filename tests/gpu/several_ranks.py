@@ -23,7 +23,7 @@ from tests.gpu import results
 #: Exit status of ranks whose backend does not work.
 REFUSED = 5
 _POLL_S = 0.05
-_START_S = 25.0  # within which the ranks must have tried their backend
+_MOMENT_S = 8.0  # for the others, once a rank has failed
 _END_S = 3.0
 _BAD_WORDS = ("terminate called", "Segmentation fault", "Fatal Python error")
 
@@ -100,11 +100,11 @@ def _start(
 
 
 def _await(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
-    """Wait for all ranks, or for the deadline, or until a first failure has had a moment to show itself elsewhere."""
+    """Wait for all ranks, or for the deadline, or until a first failure has had a moment to show elsewhere."""
     limit = deadline + _END_S
     while any(process.poll() is None for process in processes) and time.monotonic() < limit:
         if any(process.poll() not in (None, 0, -9) for process in processes):
-            limit = min(limit, time.monotonic() + _START_S)
+            limit = min(limit, time.monotonic() + _MOMENT_S)
         time.sleep(_POLL_S)
 
 

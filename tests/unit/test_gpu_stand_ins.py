@@ -97,6 +97,8 @@ def test_results_come_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "  one: ms 1.5" in shown
     assert "failed  bits: other: AssertionError: wrong" in shown
     assert "bits             1       1        0        3" in shown
+    many = [{"part": "bits", "name": f"test {idx}", "outcome": "skipped", "text": "no device"} for idx in range(200)]
+    assert "skipped bits: 190 more" in report.table(many, {})
 
 
 def test_the_archive_leaves_out_what_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,4 +83,4 @@ def test_a_short_run_notes_every_system(tmp_path):
     result = json.loads((tmp_path / "train-cpu-r2.json").read_text())
     assert [len(row["blocks_s"]) for row in result["rows"]] == [2, 2, 2]
     assert all("to_ddp" in row for row in result["rows"][1:])
-    assert len(list(tmp_path.glob("trace-r2-*.json.gz"))) == 3
+    assert len(list(tmp_path.glob("trace-r2-*.json.gz"))) == 2
