@@ -20,7 +20,7 @@ from commlib.errors import TransportError
 from tests.contract.contracts_state import resume, saved_of
 from tests.contract.subjects import Subject, Training, build, gathered, loss_of, set_device, spread
 from tests.gpu import results
-from tests.gpu.several_ranks import REFUSED
+from tests.gpu.several_ranks import REFUSED, WORKS
 
 STEPS, SAVED_AFTER = 20, 10
 TIMEOUT_S = 6.0
@@ -213,9 +213,12 @@ def main() -> int:
     patience_s = 20 if args.device == "cuda" else 120  # a machine without a GPU may be busy with other things
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=patience_s))
     rank = Rank(device, args.backend)
-    if rank.world_size > 1 and not rank.hold("all-reduce", rank.backend_works) and args.backend == "nccl":
-        sys.stdout.flush()
-        os._exit(REFUSED)  # an aborted NCCL must not hold the process up
+    if rank.world_size > 1:
+        if rank.hold("all-reduce", rank.backend_works):
+            print(WORKS, flush=True)
+        elif args.backend == "nccl":
+            sys.stdout.flush()
+            os._exit(REFUSED)  # an aborted NCCL must not hold the process up
     names = chosen(args.algorithms)
     for idx, name in enumerate(names):
         if any(gathered(time.monotonic() > args.until - _RESERVE_S)):

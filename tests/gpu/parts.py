@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field
@@ -97,7 +98,9 @@ def _script(name: str, argv: list[str], stage: int) -> Command:
 def _kernels(made: Path) -> list[Command]:
     argv = [str(BENCHMARKS / "kernels.py"), "--device", "cuda", "--elements", "100e6,16e6,1e6", "--reps", "15"]
     argv += ["--peer-size", "1GiB", "--seconds", "1", "--total-seconds", "55", "--json", str(made / "kernels-gpu.json")]
-    return [_script("kernels", [*argv, "--plot", str(made / "kernels-gpu.png")], 0)]
+    if importlib.util.find_spec("matplotlib") is not None:
+        argv += ["--plot", str(made / "kernels-gpu.png")]
+    return [_script("kernels", argv, 0)]
 
 
 def _ranks(work: Path) -> list[Command]:
