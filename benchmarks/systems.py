@@ -33,7 +33,7 @@ _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\)
 _HOOKS = ("fp16", "bf16", "powersgd")
 _OWN_GROUP = "own_group"
 #: Bytes and number of the scratch buckets whose all-reduces show what communication costs, as commlib has them.
-#: (`commlib.engine.planning.cost.PROBES`; not imported, as commlib's code would count in the memory that is measured.)
+#: (`commlib.engine.planning.cost.SCRATCH_SIZES`; not imported, as commlib's code would count in the memory measured.)
 _SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
 _DDP_CAPS = ("default", "1", "5", "25", "100")

@@ -21,7 +21,7 @@ class BucketStats:
         nbytes: Bytes of its values; of the dense parameter, where gradients are sparse.
         dtype: Their dtype.
         parameters: The parameters' names, in the bucket's order.
-        ready_s: Seconds from the start of backward until its last gradient is ready, as profiled on rank 0; or None.
+        ready_s: Seconds from the start of backward until its last gradient is ready, as recorded on rank 0; or None.
         wire_bytes: Bytes that this rank sent for it in the last round over gradients.
         seconds: From its start to its end in that round (on CUDA: as issued by the host).
     """

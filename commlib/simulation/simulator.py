@@ -12,7 +12,7 @@ import numpy as np
 from commlib import algorithms
 from commlib.algorithms.base import Algorithm
 from commlib.engine.planning import plan as plans
-from commlib.engine.planning.cost import PROBES, as_square, scratch_buckets
+from commlib.engine.planning.cost import SCRATCH_SIZES, as_square, scratch_buckets
 from commlib.engine.planning.plan import Plan
 from commlib.engine.planning.sizes import Cost
 from commlib.errors import CommlibError, ConfigError
@@ -251,7 +251,7 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
 def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
     """Return what a bucket costs, from scratch buckets as in `engine.planning.cost.measure_cost`."""
     samples = []
-    for nbytes, count in PROBES:
+    for nbytes, count in SCRATCH_SIZES:
         buckets = scratch_buckets(count, as_square(nbytes), META, group)
         seconds, _ = time_round(network, device, prototype, options, buckets)
         samples.append((nbytes, seconds / count))

@@ -32,7 +32,7 @@ def contract_replicas_alike(subject: Subject) -> None:
 
 def contract_synchronize(subject: Subject) -> None:
     """`synchronize` gives all ranks the same weights, the mean of theirs if they differ; again it changes nothing."""
-    training = subject.start().steps(subject.channel.warmup_steps + 2 * subject.channel.period + 1)
+    training = subject.start().steps(subject.channel.warmup_steps + 2 * subject.period + 1)
     commlib.state_dict(training.model)  # takes a round that is under way
     mean = everyones(training.flat()).mean(dim=0)
     commlib.synchronize(training.model)

@@ -260,7 +260,7 @@ def contract_optimizer_proxy(subject: Subject) -> None:
 def contract_rounds_and_steps(subject: Subject) -> None:
     """`stats().rounds` counts what was communicated; warm-ups and periods count the optimizer's steps."""
     training, channel = subject.start(), subject.channel
-    steps = channel.warmup_steps + 4 * channel.period
+    steps = channel.warmup_steps + 4 * subject.period
     for _ in range(steps):
         with training.model.no_sync():
             training.backward()

@@ -185,6 +185,11 @@ class Subject:
         return isinstance(self.channel, Gradients)
 
     @property
+    def period(self) -> int:
+        """Steps from one round to the next, or one exchange to the next."""
+        return getattr(self.channel, "period", 1)
+
+    @property
     def runs_by_clocks(self) -> bool:
         """Whether what a step brings depends on when messages come, or on what was measured."""
         return "two_runs_are_alike" in self.limits

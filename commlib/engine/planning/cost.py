@@ -18,8 +18,8 @@ from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.task import Task
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
-PROBES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
-#: A small model's scratch buckets are smaller, but not below this in the first of `PROBES`, and twice in each further.
+SCRATCH_SIZES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
+#: A small model's scratch buckets are smaller, but not below this in the first size, and twice in each further one.
 _LEAST_BYTES = 16 << 10
 #: Their sizes are multiples of this, so that each begins as a bucket of its own would.
 _ALIGNMENT = 64
@@ -89,7 +89,7 @@ def measure_cost(
     """
     gather = line.transport.gather_objects
     wall: list[tuple[int, float]] = []
-    for place, (nbytes, count) in enumerate(PROBES):
+    for place, (nbytes, count) in enumerate(SCRATCH_SIZES):
         nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place)) & -_ALIGNMENT
         buckets = scratch_buckets(count, as_square(nbytes), device, group)
         trial = copy.deepcopy(algorithm)
