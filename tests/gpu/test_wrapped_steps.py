@@ -10,7 +10,7 @@ import torch
 import commlib
 from commlib.algorithms import Algorithm
 from commlib.kernels import cuda
-from tests.gpu.pretended import NUM_RANKS, pretended_ranks
+from tests.gpu.pretended import NUM_RANKS, StreamWork, pretended_ranks
 from tests.gpu.waits import no_waiting, waits_of
 from tests.gpu.wrapped import STEPS, Steps, assert_same_steps, gradients_of
 
@@ -60,6 +60,22 @@ def test_a_plan_that_is_found_on_the_way_changes_no_bit_of_exact_gradients(devic
     """Boundaries follow the clock, so they differ from the CPU's; sums of fp32 do not."""
     with pretended_ranks():
         assert_same_steps(commlib.algorithms.AllReduce, None, device, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_collectives_that_nobody_waits_for_are_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison would find an engine that does not wait for its collectives."""
+    monkeypatch.setattr(StreamWork, "wait", lambda self: None)
+    with pretended_ranks(delays=[5_000_000]), pytest.raises(AssertionError, match="elements of gradient"):
+        assert_same_steps(commlib.algorithms.AllReduce, 0.1, device, torch.device("cpu"), steps=3)
+    torch.cuda.synchronize()
+
+
+def test_what_waits_for_the_device_is_found(device: torch.device) -> None:
+    x = torch.ones(1000, device=device)
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        x.sum().item()
+    assert "cudaStreamSynchronize" in waits_of(lambda: x.sum().item())
+    assert "cudaDeviceSynchronize" in waits_of(lambda: (x.add_(1), torch.cuda.synchronize()))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

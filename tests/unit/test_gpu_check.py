@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu import check, compile_kernels, machine, results
+from tests.gpu import check, compile_kernels, machine, results, several_ranks
 from tests.gpu.parts import Command, Part, parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,3 +234,35 @@ def test_results_of_tests_are_noted_as_they_come(tmp_path: Path) -> None:
         ("test_it.py::test_bad", "failed"),
     ]
     assert "assert 1 == 2" in rows[1]["text"]
+
+
+def test_where_nccl_refuses_or_does_not_answer_the_ranks_start_again_with_gloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, remembered = tmp_path / "results.jsonl", tmp_path / "backend"
+    monkeypatch.setenv(results.FILE_VARIABLE, str(path))
+    tried: list[str] = []
+    said = {"nccl": "NCCL WARN Duplicate GPU detected", "gloo": several_ranks.WORKS}
+
+    def run(args, backend: str, deadline: float) -> int:
+        tried.append(backend)
+        codes = [0, -9] if backend == "gloo" else [5, 5]
+        return several_ranks._judge(args, backend, codes, [said[backend]] * 2)
+
+    monkeypatch.setattr(several_ranks, "run", run)
+    options = ["--ranks", "2", "--remember", str(remembered)]
+    assert several_ranks.main(options) == 0
+    assert several_ranks.main(options) == 0
+    assert tried == ["nccl", "gloo", "gloo"], "the second run knows"
+    refused, well = results.read(path)[:2]
+    assert (refused["outcome"], refused["text"]) == ("skipped", "\n".join([said["nccl"]] * 2))
+    assert well["outcome"] == "passed"
+
+
+def test_ranks_that_end_badly_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(results.FILE_VARIABLE, str(tmp_path / "results.jsonl"))
+    args, well = several_ranks.parse_args(["--ranks", "2"]), several_ranks.WORKS
+    assert several_ranks._judge(args, "gloo", [0, -9], [well, well]) == 0
+    assert several_ranks._judge(args, "gloo", [0, 0], [well, well]) == 1, "nobody was killed"
+    assert several_ranks._judge(args, "gloo", [None, -9], [well, well]) == 1, "it hangs"
+    assert several_ranks._judge(args, "gloo", [0, -9], [well, "terminate called without an exception"]) == 1
