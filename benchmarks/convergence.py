@@ -18,7 +18,6 @@ import final_loss
 import harness
 import numpy as np
 from harness import Place
-from launch import WorkerError
 from models import WORKLOADS
 from rich.table import Table
 from systems import parse_list
@@ -33,10 +32,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=WORKLOADS, default="bytes-gpt")
     parser.add_argument("--ranks", default="2", help="numbers of ranks, comma-separated")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    harness.add_worker_options(parser, 7200, "one number of ranks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=7200, help="seconds for one number of ranks")
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args(argv)
     try:
@@ -102,10 +99,8 @@ def main() -> None:
         final_loss.main(sys.argv[2:])
         return
     args = parse_args()
-    try:
+    with harness.ending_on_errors():
         result = measure(args)
-    except WorkerError as error:
-        sys.exit(f"error: {error}")
     harness.print_table(table(result))
     if args.json:
         harness.write_json(args.json, result)

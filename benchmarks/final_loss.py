@@ -20,7 +20,6 @@ from typing import Any
 import harness
 import numpy as np
 from harness import Place
-from launch import WorkerError
 from rich.table import Table
 from systems import parse_list
 
@@ -64,9 +63,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for one seed")
+    harness.add_worker_options(parser, 3600, "one seed")
     parser.add_argument("--json", required=True, help="file for the results; rows in it are not measured again")
     parser.add_argument("--plot", help="PNG of all the rows in the file")
     parser.add_argument("--render", action="store_true", help="train nothing, show what the file holds")
@@ -199,10 +196,8 @@ def main(argv: Sequence[str]) -> None:
     args = parse_args(argv)
     result = load(args.json)
     if not args.render:
-        try:
+        with harness.ending_on_errors():
             measure(args, result)
-        except WorkerError as error:
-            sys.exit(f"error: {error}")
     if not result["rows"]:
         sys.exit(f"error: {args.json} holds no rows")
     lines = summary(result["rows"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -47,6 +48,22 @@ class Place:
         return (
             f"{self.ranks} hosts at {self.rate or 'full rate'}" if self.emulated else f"{self.ranks} ranks on loopback"
         )
+
+
+def add_worker_options(parser: argparse.ArgumentParser, timeout_s: float, what: str) -> None:
+    """Add how workers run; the timeout is that of `what`."""
+    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--timeout", type=float, default=timeout_s, help=f"seconds for {what}")
+
+
+@contextlib.contextmanager
+def ending_on_errors() -> Iterator[None]:
+    """End the program with the end of a rank's output, where one fails."""
+    try:
+        yield
+    except launch.WorkerError as error:
+        sys.exit(f"error: {error}")
 
 
 def run_workers(

@@ -2,7 +2,7 @@
 
 python benchmarks/report.py benchmarks/results/step-*.json              # commlib's systems beside their references
 python benchmarks/report.py --relaxed benchmarks/results/relaxed-*.json # all systems, beside their lower bounds
-python benchmarks/report.py --spread benchmarks/results/*-h4-*.json benchmarks/results/repeats/*-h4-*.json # over runs
+python benchmarks/report.py --spread run1.json run2.json                # medians and ranges over several runs
 """
 
 from __future__ import annotations

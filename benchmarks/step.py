@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from typing import Any
 
 import harness
 import numpy as np
 from harness import Place
 from intervals import Ratio, paired_ratio, ratio_to_best
-from launch import WorkerError
 from models import WORKLOADS
 from rich.table import Table
 from systems import block_of, ddp_configurations, parse, parse_list
@@ -49,10 +47,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6, help="first steps of each system, not timed")
     parser.add_argument("--memory-runs", type=int, default=3, help="memory measurements; their median counts")
     parser.add_argument("--memory-steps", type=int, default=6, help="steps of the memory measurement; 0 leaves it out")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    harness.add_worker_options(parser, 3600, "all the steps together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for all the steps together")
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args(argv)
     if (args.rate or args.network) and not args.hosts:
@@ -216,10 +212,8 @@ def table(result: dict[str, Any], place: str) -> Table:
 def main() -> None:
     args = parse_args()
     place = Place(args.hosts or args.ranks, bool(args.hosts), args.rate)
-    try:
+    with harness.ending_on_errors():
         result = measure(args)
-    except WorkerError as error:
-        sys.exit(f"error: {error}")
     harness.print_table(table(result, str(place)))
     if result["sweep"]:
         print(

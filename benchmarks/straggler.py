@@ -35,6 +35,7 @@ NUM_RANKS = 4
 STRAGGLER = NUM_RANKS - 1
 SLOWNESS = 3.0
 STOP_S = 5.0
+_TITLES = {"slow": f"one of 4 ranks {SLOWNESS:g} times slower", "stop": f"one of 4 ranks stopped for {STOP_S:g} s"}
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -185,8 +186,7 @@ def print_summary(result: dict[str, Any]) -> None:
     import harness
     from rich.table import Table
 
-    faults = {"slow": f"one of 4 ranks {SLOWNESS:g} times slower", "stop": f"one of 4 ranks stopped for {STOP_S:g} s"}
-    table = Table("system", "steps/s, 4 ranks", "ratio to none", "lowest", "highest", title=faults[result["fault"]])
+    table = Table("system", "steps/s, 4 ranks", "ratio to none", "lowest", "highest", title=_TITLES[result["fault"]])
     for row in summarize(result):
         numbers = (f"{row[key]:.3f}" for key in ("ratio", "ratio_lo", "ratio_hi"))
         table.add_row(row["system"], f"{row['steps_per_s']:.2f}", *numbers)
@@ -200,7 +200,6 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    titles = {"slow": f"one of 4 ranks {SLOWNESS:g}x slower", "stop": f"one of 4 ranks stopped for {STOP_S:g} s"}
     figure, axes = plt.subplots(1, len(results), figsize=(5 * len(results), 3.6), sharey=True, squeeze=False)
     for axis, result in zip(axes[0], results, strict=True):
         rows = [row for row in summarize(result) if row["system"] != "none"]
@@ -210,7 +209,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
         axis.bar([row["system"] for row in rows], middle, yerr=spread, capsize=3, color=colors)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.axhline(0.9, color="black", linewidth=0.8, linestyle=":")
-        axis.set_title(titles[result["fault"]])
+        axis.set_title(_TITLES[result["fault"]])
         axis.tick_params(axis="x", rotation=30)
     axes[0][0].set_ylabel("throughput, no communication = 1")
     figure.tight_layout()

@@ -165,7 +165,8 @@ def main() -> None:
         return
     spec = {key: getattr(args, key) for key in ("model", "threads", "timeout", "passes")}
     spec |= {"mode": "trials", "device": "cpu", "seed": 0}
-    recorded = harness.run_workers(harness.Place(args.ranks), spec, num_steps=0)
+    with harness.ending_on_errors():
+        recorded = harness.run_workers(harness.Place(args.ranks), spec, num_steps=0)
     result = {"header": {**harness.header(), **spec, "ranks": args.ranks}, **recorded}
     if args.json:
         path = pathlib.Path(args.json)

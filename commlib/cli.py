@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -41,67 +43,114 @@ def doctor(
     raise typer.Exit(checks.exit_code(report))
 
 
-@app.command()
-def compare(
-    workload: Annotated[
-        str, typer.Option(help="A name of `--list`, or a file that `commlib profile` wrote.")
-    ] = "vgg16",
-    network: Annotated[str, typer.Option(help="Names of `--list`, with commas between them.")] = "10gbps,100gbps",
+# --- options that a command takes as objects --------------------------------------------------------------------------
+
+
+def _takes(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take one object per dataclass of `groups`; each of their fields is an option of the command.
+
+    Typer reads options off a function's signature, so the command gets one that lists all fields, and the call puts
+    them into the objects.
+    """
+    fields = {group: [field.name for field in dataclasses.fields(group)] for group in groups}
+    options = [option for group in groups for option in _options_of(group)]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def call(**values: Any) -> None:
+            command(*(group(**{name: values[name] for name in names}) for group, names in fields.items()))
+
+        call.__name__, call.__doc__ = command.__name__, command.__doc__
+        call.__annotations__ = {option.name: option.annotation for option in options}
+        call.__signature__ = inspect.Signature(options)  # pyright: ignore[reportFunctionMemberAccess]
+        return call
+
+    return decorate
+
+
+def _options_of(group: type[Any]) -> Iterator[inspect.Parameter]:
+    """Yield the fields of a dataclass as parameters of a command."""
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """What `compare` compares."""
+
+    workload: Annotated[str, typer.Option(help="A name of `--list`, or a file that `commlib profile` wrote.")] = "vgg16"
+    network: Annotated[str, typer.Option(help="Names of `--list`, with commas between them.")] = "10gbps,100gbps"
     algorithms: Annotated[
         str, typer.Option(help="'all', or names with commas between them, with options: 'bytegrad, topk(ratio=0.001)'.")
-    ] = "all",
-    exactness: Annotated[str, typer.Option(help="The widest class: exact, 8bit, compensated or any.")] = "any",
-    device: Annotated[str | None, typer.Option(help="What ranks compute with; the workload's by default.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None,
-    bandwidth_gbps: Annotated[float | None, typer.Option(help="Of a node's adapter, instead of the network's.")] = None,
-    latency_us: Annotated[float | None, typer.Option(help="Between nodes, instead of the network's.")] = None,
-    intra_gbps: Annotated[
-        float | None, typer.Option(help="Of a rank inside its node, instead of the network's.")
-    ] = None,
-    efficiency: Annotated[float | None, typer.Option(help="The part of the bandwidth that messages reach.")] = None,
-    ceiling_gbps: Annotated[float | None, typer.Option(help="The most that the transport carries.")] = None,
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of a bucket; by default they are planned.")] = None,
-    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 4,
-    plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    ] = "all"
+    exactness: Annotated[str, typer.Option(help="The widest class: exact, 8bit, compensated or any.")] = "any"
+    device: Annotated[str | None, typer.Option(help="What ranks compute with; the workload's by default.")] = None
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of a bucket; by default they are planned.")] = None
+    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Overrides:
+    """What replaces fields of the networks, by the fields' names; None leaves one as it is."""
+
+    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
+    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
+    bandwidth_gbps: Annotated[float | None, typer.Option(help="Of a node's adapter, instead of the network's.")] = None
+    latency_us: Annotated[float | None, typer.Option(help="Between nodes, instead of the network's.")] = None
+    intra_gbps: Annotated[float | None, typer.Option(help="Of a rank inside its node, instead of the network's.")] = (
+        None
+    )
+    efficiency: Annotated[float | None, typer.Option(help="The part of the bandwidth that messages reach.")] = None
+    ceiling_gbps: Annotated[float | None, typer.Option(help="The most that the transport carries.")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shown:
+    """What `compare` prints, draws and writes."""
+
+    plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None
+    trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Emulated:
+    """Whether and how `compare` emulates."""
+
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Time shrunk models on emulated hosts instead, where layers wait.")
-    ] = False,
-    hosts: Annotated[int, typer.Option(help="With --emulate: hosts.")] = 4,
-    rate: Annotated[
-        str | None, typer.Option(help="With --emulate: link rates instead of networks: 200mbit,1gbit.")
-    ] = None,
-    list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False,
-) -> None:
+    ] = False
+    hosts: Annotated[int, typer.Option(help="With --emulate: hosts.")] = 4
+    rate: Annotated[str | None, typer.Option(help="With --emulate: link rates instead of networks: 200mbit,1gbit.")] = (
+        None
+    )
+
+
+@app.command()
+@_takes(_Compared, _Overrides, _Shown, _Emulated)
+def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated: _Emulated) -> None:
     """Simulate what each algorithm makes of a workload on networks: step time, speed-up over DDP, bytes, memory."""
     from commlib.reports import comparison as report
 
-    overrides = {
-        "nodes": nodes,
-        "gpus_per_node": gpus_per_node,
-        "bandwidth_gbps": bandwidth_gbps,
-        "latency_us": latency_us,
-        "intra_gbps": intra_gbps,
-        "efficiency": efficiency,
-        "ceiling_gbps": ceiling_gbps,
-    }
     with _config_errors():
-        if list_known:
+        if shown.list_known:
             report.show_known()
             return
-        selection = report.Selection(
-            workload, network.split(","), algorithms, exactness, device, overrides, steps, bucket_cap_mb
-        )
-        if emulate:
+        settings = dataclasses.asdict(compared)
+        networks = settings.pop("network").split(",")
+        selection = report.Selection(networks=networks, overrides=dataclasses.asdict(overrides), **settings)
+        if emulated.emulate:
             from commlib.emulation import experiment as emulation
 
-            _refuse("--emulate draws and simulates nothing of", plot=plot, trace=trace, device=device)
-            emulation.run(selection, rate, hosts, as_json)
+            options = {"plot": shown.plot, "trace": shown.trace, "device": compared.device}
+            _refuse("--emulate draws and simulates nothing of", **options)
+            emulation.run(selection, emulated.rate, emulated.hosts, shown.as_json)
             return
-        _refuse("only --emulate takes", rate=rate)
-        report.run(selection, plot=plot, trace=trace, as_json=as_json)
+        _refuse("only --emulate takes", rate=emulated.rate)
+        report.run(selection, plot=shown.plot, trace=shown.trace, as_json=shown.as_json)
 
 
 @app.command()

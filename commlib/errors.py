@@ -31,25 +31,25 @@ class TransportError(CommlibError):
     """A collective did not complete; the model's communication has ended and cannot be resumed."""
 
 
-class PeerTimeout(TransportError):
+class _PeerError(TransportError):
+    """A collective that did not complete, and the ranks that are known to be why."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = frozenset(ranks)
+
+
+class PeerTimeout(_PeerError):
     """Some ranks did not arrive within the timeout. The message names the collective and, where known, the ranks.
 
     Attributes:
         ranks: The global ranks that did not arrive; empty where they are not known.
     """
 
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = frozenset(ranks)
 
-
-class PeerFailure(TransportError):
+class PeerFailure(_PeerError):
     """A rank died or left while others waited for it. The message names the collective and, where known, the rank.
 
     Attributes:
         ranks: The global ranks that died or left; empty where they are not known.
     """
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = frozenset(ranks)

@@ -64,6 +64,19 @@ struct Feedback {
   float beta, gamma;
 };
 
+// `count` payloads of one chunk, one after the other, whose sum is divided.
+struct Payloads {
+  Address at;
+  std::size_t count;
+  float divisor;
+};
+
+// The momentum at `at`, of fp32, becomes decay * itself + factor * gradient.
+struct Velocity {
+  Address at;
+  float decay, factor;
+};
+
 EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const RandomSource* source, std::size_t first,
                   std::size_t numel, std::uint8_t* payload) {
   return {nullptr,
@@ -107,27 +120,29 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
   }
 }
 
-// The addresses of `count` payloads; valid until this thread's next call.
-const std::vector<const std::uint8_t*>& rows(Address payloads, std::size_t count, std::size_t distance) {
+// The addresses of payloads of so many bytes; valid until this thread's next call.
+const std::vector<const std::uint8_t*>& rows(const Payloads& payloads, std::size_t nbytes) {
+  if (payloads.count == 0) throw std::invalid_argument("a sum needs at least one payload");
   static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory from call to call
-  pointers.resize(count);
-  for (std::size_t i = 0; i < count; ++i) pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads) + i * distance;
+  pointers.resize(payloads.count);
+  for (std::size_t i = 0; i < payloads.count; ++i) {
+    pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads.at) + i * nbytes;
+  }
   return pointers;
 }
 
-// Encodes the sum of `count` payloads of one chunk, divided; the chunk is at element `first` of the tensor.
-void encode_sum(int codec, Address payloads, std::size_t count, float divisor, std::size_t numel, Feedback feedback,
-                const RandomSource* source, std::size_t first, Address out, int num_threads) {
+// Encodes the sum of payloads; the chunk is at element `first` of the tensor.
+void encode_sum(int codec, const Payloads& payloads, std::size_t numel, Feedback feedback, const RandomSource* source,
+                std::size_t first, Address out, int num_threads) {
   const CodecShape& shape = shape_of(codec);
-  if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
   const std::size_t distance = Layout(shape, numel).payload_bytes;
-  const auto& inputs = rows(payloads, count, distance);
+  const auto& inputs = rows(payloads, distance);
   const py::gil_scoped_release released;
   EncodeJob job = new_job(shape, feedback, source, first, numel, reinterpret_cast<std::uint8_t*>(out));
   job.inputs = inputs.data();
-  job.num_inputs = count;
-  job.divisor = divisor;
-  job.streams = exceeds_cache((count + 1) * distance / 2);  // the cache holds at most twice what streams
+  job.num_inputs = payloads.count;
+  job.divisor = payloads.divisor;
+  job.streams = exceeds_cache((payloads.count + 1) * distance / 2);  // the cache holds at most twice what streams
   encode_chunk(static_cast<CodecId>(codec), job, num_threads);
 }
 
@@ -148,17 +163,15 @@ void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, A
   }
 }
 
-void decode_sum(int codec, Address payloads, std::size_t count, float divisor, std::size_t numel, Address out, int type,
-                int num_threads) {
+void decode_sum(int codec, const Payloads& payloads, std::size_t numel, Address out, int type, int num_threads) {
   const CodecShape& shape = shape_of(codec);
   const DType dtype = type_of(type);
-  if (count == 0) throw std::invalid_argument("a sum needs at least one payload");
   const Layout layout(shape, numel);
-  const auto& inputs = rows(payloads, count, layout.payload_bytes);
+  const auto& inputs = rows(payloads, layout.payload_bytes);
   const py::gil_scoped_release released;
   decode_chunk(static_cast<CodecId>(codec),
-               {inputs.data(), count, divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype, numel, layout,
-                exceeds_cache(numel * element_bytes(dtype))},
+               {inputs.data(), payloads.count, payloads.divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype,
+                numel, layout, exceeds_cache(numel * element_bytes(dtype))},
                num_threads);
 }
 
@@ -204,28 +217,28 @@ void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t plac
 }
 
 // Returns -1, or the index of the first payload that is not valid: nothing was written then.
-std::int64_t decode_sparse_at(Address payloads, std::size_t count, std::size_t places, float divisor, bool adds,
-                              float weight, Address out, std::size_t numel, int num_threads) {
-  const auto& inputs = rows(payloads, count, sparse_payload_bytes(places));
+std::int64_t decode_sparse_at(const Payloads& payloads, std::size_t places, bool adds, float weight, Address out,
+                              std::size_t numel, int num_threads) {
+  const auto& inputs = rows(payloads, sparse_payload_bytes(places));
   const py::gil_scoped_release released;
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!sparse_is_valid(inputs[i], places, numel, num_threads)) return static_cast<std::int64_t>(i);
   }
   auto* to = reinterpret_cast<float*>(out);
   if (adds) {
     for (const std::uint8_t* input : inputs) add_sparse(input, places, weight, to, numel, num_threads);
   } else {
-    sum_sparse(inputs.data(), count, places, divisor, to, numel, num_threads);
+    sum_sparse(inputs.data(), inputs.size(), places, payloads.divisor, to, numel, num_threads);
   }
   return -1;
 }
 
-// The momentum is at `u`, of fp32. Returns whether all of the gradient is finite.
-bool encode_momentum_at(Address gradient, int type, std::size_t numel, float decay, float factor, Address u,
-                        std::size_t places, const Feedback& feedback, Address out, int num_threads) {
-  const Momentum momentum = {reinterpret_cast<const void*>(gradient), type_of(type), decay, factor,
-                             reinterpret_cast<float*>(u)};
-  const SparseSource source = sparse_source(u, static_cast<int>(DType::kFloat32), numel, feedback);
+// Returns whether all of the gradient is finite.
+bool encode_momentum_at(Address gradient, int type, std::size_t numel, const Velocity& velocity, std::size_t places,
+                        const Feedback& feedback, Address out, int num_threads) {
+  const Momentum momentum = {reinterpret_cast<const void*>(gradient), type_of(type), velocity.decay, velocity.factor,
+                             reinterpret_cast<float*>(velocity.at)};
+  const SparseSource source = sparse_source(velocity.at, static_cast<int>(DType::kFloat32), numel, feedback);
   const py::gil_scoped_release released;
   return encode_momentum(momentum, source, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
 }
@@ -239,6 +252,10 @@ void bind_codecs(py::module_& module) {
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
   py::class_<Feedback>(module, "Feedback")
       .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
+  py::class_<Payloads>(module, "Payloads")
+      .def(py::init<Address, std::size_t, float>(), py::arg("at"), py::arg("count"), py::arg("divisor"));
+  py::class_<Velocity>(module, "Velocity")
+      .def(py::init<Address, float, float>(), py::arg("at"), py::arg("decay"), py::arg("factor"));
   module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"), py::arg("nbytes"));
   module.def("rotate", &rotate, py::arg("x"), py::arg("numel"), py::arg("random"), py::arg("is_inverse"),
              py::arg("out"), py::arg("num_threads"));
@@ -249,22 +266,19 @@ void bind_codecs(py::module_& module) {
              py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
-  module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("count"), py::arg("places"),
-             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("out"), py::arg("numel"),
-             py::arg("num_threads"));
+  module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("places"), py::arg("adds"),
+             py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
   module.def("encode_momentum", &encode_momentum_at, py::arg("gradient"), py::arg("type"), py::arg("numel"),
-             py::arg("decay"), py::arg("factor"), py::arg("u"), py::arg("places"), py::arg("feedback"), py::arg("out"),
-             py::arg("num_threads"));
+             py::arg("velocity"), py::arg("places"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
   module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
              py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));
-  module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("count"), py::arg("divisor"),
-             py::arg("numel"), py::arg("feedback"), py::arg("random"), py::arg("first"), py::arg("out"),
-             py::arg("num_threads"));
+  module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("feedback"),
+             py::arg("random"), py::arg("first"), py::arg("out"), py::arg("num_threads"));
   module.def("decode", &decode, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("chunk"),
              py::arg("out"), py::arg("type"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
-  module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("count"), py::arg("divisor"),
-             py::arg("numel"), py::arg("out"), py::arg("type"), py::arg("num_threads"));
+  module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("out"),
+             py::arg("type"), py::arg("num_threads"));
 }
 
 }  // namespace commlib

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,21 @@ def check_feedback(
     check_number("gamma", feedback.gamma)
 
 
+def check_encoded(
+    out: torch.Tensor,
+    nbytes: int,
+    source: tuple[str, torch.Tensor],
+    numel: int,
+    feedback: Feedback | None,
+    device: torch.device = CPU,
+) -> None:
+    """Raise unless `out` takes the payload of `numel` elements, apart from its named source, and the residual fits."""
+    check_payload("out", out, nbytes, device)
+    check_apart(("out", out), source)
+    if feedback is not None:
+        check_feedback(feedback, numel, ("out", out), source, device=device)
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +196,85 @@ def threshold_bits(threshold: float) -> int:
     return struct.unpack("<I", struct.pack("<f", threshold))[0]
 
 
+# --- block codecs -----------------------------------------------------------------------------------------------------
+
+#: The bytes of the payload of one chunk of so many elements.
+PayloadBytes = Callable[[int], int]
+
+
+def bytes_of_chunks(payload_bytes: PayloadBytes, numel: int, chunk: int) -> int:
+    """Return the bytes of the payloads of all chunks of a tensor; the last one may be shorter."""
+    full, rest = divmod(numel, chunk)
+    return full * payload_bytes(chunk) + payload_bytes(rest)
+
+
+def check_encoding(
+    x: torch.Tensor,
+    payload_bytes: PayloadBytes,
+    out: torch.Tensor,
+    chunk: int | None,
+    feedback: Feedback | None,
+    device: torch.device = CPU,
+) -> int:
+    """Raise unless a tensor, the payloads of its chunks, and the residual fit; return the elements of a chunk."""
+    numel = x.numel() if isinstance(x, torch.Tensor) else 0
+    chunk = chunk_or_whole(chunk, numel)
+    check_values("x", x, device)
+    check_encoded(out, bytes_of_chunks(payload_bytes, numel, chunk), ("x", x), numel, feedback, device)
+    return chunk
+
+
+def check_sum_encoding(
+    payloads: torch.Tensor,
+    payload_bytes: PayloadBytes,
+    numel: int,
+    out: torch.Tensor,
+    feedback: Feedback | None,
+    device: torch.device = CPU,
+) -> int:
+    """Raise unless the payloads of a chunk, that of their sum, and the residual fit; return how many there are."""
+    check_numel(numel)
+    nbytes = payload_bytes(numel)
+    count = check_payloads(payloads, nbytes, device)
+    check_encoded(out, nbytes, ("payloads", payloads), numel, feedback, device)
+    return count
+
+
+def check_decoding(
+    payload: torch.Tensor,
+    payload_bytes: PayloadBytes,
+    out: torch.Tensor,
+    chunk: int | None,
+    device: torch.device = CPU,
+) -> int:
+    """Raise unless the payloads of all chunks and the tensor fit; return the elements of a chunk."""
+    check_values("out", out, device)
+    chunk = chunk_or_whole(chunk, out.numel())
+    check_payload("payload", payload, bytes_of_chunks(payload_bytes, out.numel(), chunk), device)
+    check_apart(("out", out), ("payload", payload))
+    return chunk
+
+
+def check_sum_decoding(
+    payloads: torch.Tensor, payload_bytes: PayloadBytes, out: torch.Tensor, device: torch.device = CPU
+) -> int:
+    """Raise unless the payloads of a chunk and the tensor fit; return how many payloads there are."""
+    check_values("out", out, device)
+    count = check_payloads(payloads, payload_bytes(out.numel()), device)
+    check_apart(("out", out), ("payloads", payloads))
+    return count
+
+
+def check_rotation(x: torch.Tensor, out: torch.Tensor, device: torch.device = CPU) -> None:
+    """Raise unless a chunk and its rotation have the same elements, and are the same tensor or apart."""
+    check_tensor("x", x, (torch.float32,), device)
+    check_tensor("out", out, (torch.float32,), device)
+    if x.numel() != out.numel():
+        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
+    if x.data_ptr() != out.data_ptr():
+        check_apart(("out", out), ("x", x))
+
+
 # --- sparse codecs ----------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +300,12 @@ def check_sparse_encoding(
         most = MOST_SPARSE_ELEMENTS
         raise CodecError(f"{name}: expected at most {most} elements in a chunk of a sparse codec, got {x.numel()}")
     check_places(places, x.numel())
-    check_payload("out", out, nbytes, device)
-    check_apart(("out", out), (name, x))
-    if feedback is not None:
-        check_feedback(feedback, x.numel(), ("out", out), (name, x), device=device)
+    check_encoded(out, nbytes, (name, x), x.numel(), feedback, device)
+
+
+def check_sparse_decoding(payloads: torch.Tensor, nbytes: int, out: torch.Tensor, device: torch.device = CPU) -> int:
+    """Raise unless payloads of so many bytes and a chunk are what a sparse codec takes; return how many there are."""
+    check_tensor("out", out, (torch.float32,), device)
+    count = check_payloads(payloads, nbytes, device)
+    check_apart(("out", out), ("payloads", payloads))
+    return count

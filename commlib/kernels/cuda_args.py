@@ -87,6 +87,10 @@ class Shape:
         code_bytes = full * (self.block * self.bits // 8) + (rest * self.bits + 7) // 8
         return BlockLayout(scales_at, codes_at, aligned(codes_at + code_bytes))
 
+    def payload_bytes(self, numel: int) -> int:
+        """Return the bytes of the payload of a chunk of `numel` elements."""
+        return self.layout(numel).nbytes
+
 
 SHAPES = {
     1: Shape("Int8", 256, 256, 8),

@@ -37,13 +37,12 @@ def payload_bytes(codec: int, numel: int) -> int:
     Raises:
         CodecError: No block codec has this id.
     """
-    return _shape(codec).layout(numel).nbytes
+    return _shape(codec).payload_bytes(numel)
 
 
 def buffer_bytes(codec: int, numel: int, chunk: int) -> int:
     """Return the bytes of the payloads of all chunks of a tensor."""
-    full, rest = divmod(numel, chunk)
-    return full * payload_bytes(codec, chunk) + payload_bytes(codec, rest)
+    return checks.bytes_of_chunks(_shape(codec).payload_bytes, numel, chunk)
 
 
 def encode(
@@ -61,14 +60,8 @@ def encode(
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
     """
     device, shape = cuda.device_of("out", out), _shape(codec)
-    numel = x.numel() if isinstance(x, torch.Tensor) else 0
-    chunk = checks.chunk_or_whole(chunk, numel)
-    checks.check_values("x", x, device)
-    checks.check_payload("out", out, buffer_bytes(codec, numel, chunk), device)
-    checks.check_apart(("out", out), ("x", x))
-    if feedback is not None:
-        checks.check_feedback(feedback, numel, ("out", out), ("x", x), device=device)
-    args = _encode_args(shape, numel, chunk, out, feedback, random)
+    chunk = checks.check_encoding(x, shape.payload_bytes, out, chunk, feedback, device)
+    args = _encode_args(shape, x.numel(), chunk, out, feedback, random)
     args.x = x.data_ptr()
     _launch_encode(shape, TYPES[x.dtype], args, device, is_sum=False)
 
@@ -90,15 +83,9 @@ def encode_sum(
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
     """
     device, shape = cuda.device_of("out", out), _shape(codec)
-    checks.check_numel(numel)
-    nbytes = payload_bytes(codec, numel)
-    count = checks.check_payloads(payloads, nbytes, device)
-    checks.check_payload("out", out, nbytes, device)
-    checks.check_apart(("out", out), ("payloads", payloads))
+    count = checks.check_sum_encoding(payloads, shape.payload_bytes, numel, out, feedback, device)
     checks.check_number("divisor", divisor, may_be_zero=False)
     checks.check_first(first)
-    if feedback is not None:
-        checks.check_feedback(feedback, numel, ("out", out), ("payloads", payloads), device=device)
     args = _encode_args(shape, numel, max(numel, 1), out, feedback, random)
     args.inputs, args.num_inputs, args.divisor, args.first = payloads.data_ptr(), count, divisor, first
     _launch_encode(shape, "Float32", args, device, is_sum=True)
@@ -131,12 +118,10 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     Raises:
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
     """
-    device = cuda.device_of("out", out)
-    checks.check_values("out", out, device)
-    count = checks.check_payloads(payloads, payload_bytes(codec, out.numel()), device)
-    checks.check_apart(("out", out), ("payloads", payloads))
+    device, shape = cuda.device_of("out", out), _shape(codec)
+    count = checks.check_sum_decoding(payloads, shape.payload_bytes, out, device)
     checks.check_number("divisor", divisor, may_be_zero=False)
-    _launch_decode(codec, payloads, out, max(out.numel(), 1), DecodeArgs(num_inputs=count, divisor=divisor))
+    _launch_decode(shape, payloads, out, max(out.numel(), 1), DecodeArgs(num_inputs=count, divisor=divisor))
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
@@ -146,12 +131,7 @@ def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bo
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
     """
     device = cuda.device_of("out", out)
-    checks.check_tensor("x", x, (torch.float32,), device)
-    checks.check_tensor("out", out, (torch.float32,), device)
-    if x.numel() != out.numel():
-        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
-    if x.data_ptr() != out.data_ptr():
-        checks.check_apart(("out", out), ("x", x))
+    checks.check_rotation(x, out, device)
     args = RotateArgs(x.data_ptr(), out.data_ptr(), x.numel(), random_source(random, device), is_inverse)
     cuda.launch(ROTATE_KERNEL, blocks_of(x.numel(), _PIECE * WARPS_PER_BLOCK), args, device)
 
@@ -197,16 +177,12 @@ def _find_ranges(shape: Shape, source: str, args: EncodeArgs, device: torch.devi
 
 
 def _decode(codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, args: DecodeArgs) -> None:
-    device = cuda.device_of("out", out)
-    checks.check_values("out", out, device)
-    chunk = checks.chunk_or_whole(chunk, out.numel())
-    checks.check_payload("payload", payload, buffer_bytes(codec, out.numel(), chunk), device)
-    checks.check_apart(("out", out), ("payload", payload))
-    _launch_decode(codec, payload, out, chunk, args)
+    device, shape = cuda.device_of("out", out), _shape(codec)
+    chunk = checks.check_decoding(payload, shape.payload_bytes, out, chunk, device)
+    _launch_decode(shape, payload, out, chunk, args)
 
 
-def _launch_decode(codec: int, payloads: torch.Tensor, out: torch.Tensor, chunk: int, args: DecodeArgs) -> None:
-    shape = _shape(codec)
+def _launch_decode(shape: Shape, payloads: torch.Tensor, out: torch.Tensor, chunk: int, args: DecodeArgs) -> None:
     args.chunks = chunks_of(shape, out.numel(), chunk)
     args.inputs, args.out = payloads.data_ptr(), out.data_ptr()
     kernel = decode_kernel(shape.name, TYPES[out.dtype], args.num_inputs > 1 or args.divisor != 1.0)

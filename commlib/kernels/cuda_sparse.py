@@ -54,9 +54,7 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
     Raises:
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
     """
-    device = _check(x, places, out, feedback)
-    source = TYPES[x.dtype], feedback is not None
-    args = _args(x, places, out, feedback)
+    args, source, device = _prepared(x, places, out, feedback)
     if places == 0:
         return _keep_all(args, source, device)
     capacity = min(x.numel(), 4 * places + _FEW_CANDIDATES)
@@ -80,9 +78,7 @@ def encode_above(
     Raises:
         CodecError: As `encode_top_k`.
     """
-    device = _check(x, places, out, feedback)
-    source = TYPES[x.dtype], feedback is not None
-    args = _args(x, places, out, feedback)
+    args, source, device = _prepared(x, places, out, feedback)
     args.threshold = checks.threshold_bits(threshold)
     if places == 0:
         return _keep_all(args, source, device)
@@ -101,9 +97,7 @@ def encode_random_k(
     Raises:
         CodecError: As `encode_top_k`.
     """
-    device = _check(x, places, out, feedback)
-    source = TYPES[x.dtype], feedback is not None
-    args = _args(x, places, out, feedback)
+    args, source, device = _prepared(x, places, out, feedback)
     args.random = random_source(Random(random.seed, random.step, random.rank, random.stage), device)
     blocks = min(_MOST_BLOCKS, blocks_of(places, THREADS))
     cuda.launch(random_kernel(*source), blocks, args, device)
@@ -156,18 +150,17 @@ def raise_if_damaged(device: torch.device) -> None:
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def _check(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> torch.device:
+def _prepared(
+    x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None
+) -> tuple[SparseArgs, tuple[str, bool], torch.device]:
+    """Check an encoding; return what all its kernels take, what chooses them (type, has feedback), and the device."""
     device = cuda.device_of("out", out)
     checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback, device)
-    return device
-
-
-def _args(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> SparseArgs:
     args = SparseArgs(x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), places=places, beta=1.0, gamma=1.0)
     args.values_at, args.nbytes = aligned(4 * places), payload_bytes(places)
     if feedback is not None:
         args.residual, args.beta, args.gamma = feedback.residual.data_ptr(), feedback.beta, feedback.gamma
-    return args
+    return args, (TYPES[x.dtype], feedback is not None), device
 
 
 def _state(args: SparseArgs, device: torch.device) -> torch.Tensor:
@@ -187,10 +180,8 @@ def _keep_all(args: SparseArgs, source: tuple[str, bool], device: torch.device) 
 
 def _decode_args(payloads: torch.Tensor, places: int, out: torch.Tensor) -> tuple[SparseDecodeArgs, torch.device]:
     device = cuda.device_of("out", out)
-    checks.check_tensor("out", out, (torch.float32,), device)
     nbytes = payload_bytes(places)
-    count = checks.check_payloads(payloads, nbytes, device)
-    checks.check_apart(("out", out), ("payloads", payloads))
+    count = checks.check_sparse_decoding(payloads, nbytes, out, device)
     args = SparseDecodeArgs(inputs=payloads.data_ptr(), out=out.data_ptr(), damage=_damage(device).data_ptr())
     args.numel, args.values_at, args.nbytes = out.numel(), aligned(4 * places), nbytes
     args.places, args.num_inputs, args.divisor, args.weight = places, count, 1.0, 1.0

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from commlib.kernels import checks
 from commlib.kernels.checks import Feedback, Random
-from commlib.kernels.native_codecs import buffer_bytes, payload_bytes
+from commlib.kernels.native_codecs import payload_bytes
 from commlib.kernels.native_sparse import payload_bytes as sparse_payload_bytes
 
 META = torch.device("meta")
@@ -61,10 +62,8 @@ def encode(
     random: Random | None = None,
 ) -> None:
     """Report the encoding of `x` into `out`."""
-    checks.check_values("x", x, META)
-    chunk = checks.chunk_or_whole(chunk, x.numel())
-    checks.check_payload("out", out, buffer_bytes(codec, x.numel(), chunk), META)
-    _report("encode", codec, x.nbytes + out.nbytes + _of_feedback(feedback, x.numel()))
+    checks.check_encoding(x, partial(payload_bytes, codec), out, chunk, feedback, META)
+    _report("encode", codec, x.nbytes + out.nbytes + _of_feedback(feedback))
 
 
 def encode_sum(
@@ -79,14 +78,13 @@ def encode_sum(
     first: int = 0,
 ) -> None:
     """Report the encoding of the sum of payloads."""
-    checks.check_payloads(payloads, payload_bytes(codec, numel), META)
-    checks.check_payload("out", out, payload_bytes(codec, numel), META)
-    _report("encode_sum", codec, payloads.nbytes + out.nbytes + _of_feedback(feedback, numel))
+    checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback, META)
+    _report("encode_sum", codec, payloads.nbytes + out.nbytes + _of_feedback(feedback))
 
 
 def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
     """Report the decoding of payloads."""
-    _check_decoding(codec, payload, out, chunk)
+    checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk, META)
     _report("decode", codec, payload.nbytes + out.nbytes)
 
 
@@ -94,21 +92,19 @@ def decode_add(
     codec: int, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
 ) -> None:
     """Report the decoding of payloads, added to `out`."""
-    _check_decoding(codec, payload, out, chunk)
+    checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk, META)
     _report("decode_add", codec, payload.nbytes + 2 * out.nbytes)
 
 
 def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
     """Report the decoding of a sum of payloads."""
-    checks.check_values("out", out, META)
-    checks.check_payloads(payloads, payload_bytes(codec, out.numel()), META)
+    checks.check_sum_decoding(payloads, partial(payload_bytes, codec), out, META)
     _report("decode_sum", codec, payloads.nbytes + out.nbytes)
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
     """Report the random rotation of a chunk."""
-    checks.check_tensor("x", x, (torch.float32,), META)
-    checks.check_tensor("out", out, (torch.float32,), META)
+    checks.check_rotation(x, out, META)
     _report("rotate", SPARSE, x.nbytes + out.nbytes)
 
 
@@ -138,35 +134,24 @@ class Sparse:
     @staticmethod
     def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
         """Report the decoding of a sum of payloads; every named element is read and written once more."""
-        checks.check_tensor("out", out, (torch.float32,), META)
-        count = checks.check_payloads(payloads, sparse_payload_bytes(places), META)
+        count = checks.check_sparse_decoding(payloads, sparse_payload_bytes(places), out, META)
         _report("decode_sparse", SPARSE, payloads.nbytes + out.nbytes + 8 * count * places)
 
     @staticmethod
     def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
         """Report the addition of the named elements."""
-        checks.check_tensor("out", out, (torch.float32,), META)
-        checks.check_payloads(payload.view(1, -1), sparse_payload_bytes(places), META)
+        checks.check_sparse_decoding(payload.view(1, -1), sparse_payload_bytes(places), out, META)
         _report("decode_sparse", SPARSE, payload.nbytes + 8 * places)
 
 
 def _encode_sparse(name: str, x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:
     checks.check_sparse_encoding(x, places, sparse_payload_bytes(places), out, feedback, META)
-    _report(name, SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback, x.numel()))
+    _report(name, SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback))
 
 
-def _check_decoding(codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None) -> None:
-    checks.check_values("out", out, META)
-    chunk = checks.chunk_or_whole(chunk, out.numel())
-    checks.check_payload("payload", payload, buffer_bytes(codec, out.numel(), chunk), META)
-
-
-def _of_feedback(feedback: Feedback | None, numel: int) -> int:
+def _of_feedback(feedback: Feedback | None) -> int:
     """Return the bytes of the residual, which is read and written."""
-    if feedback is None:
-        return 0
-    checks.check_feedback(feedback, numel, device=META)
-    return 2 * feedback.residual.nbytes
+    return 0 if feedback is None else 2 * feedback.residual.nbytes
 
 
 def _report(name: str, codec: int, nbytes: int) -> None:

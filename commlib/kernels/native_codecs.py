@@ -6,26 +6,14 @@ Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from commlib.errors import CodecError
-from commlib.kernels.checks import (
-    DTYPE_CODES,
-    Feedback,
-    Random,
-    check_apart,
-    check_feedback,
-    check_first,
-    check_number,
-    check_numel,
-    check_payload,
-    check_payloads,
-    check_tensor,
-    check_values,
-    chunk_or_whole,
-)
+from commlib.kernels import checks
+from commlib.kernels.checks import DTYPE_CODES, Feedback, Random
 from commlib.kernels.native import load
 
 
@@ -43,8 +31,7 @@ def payload_bytes(codec: int, numel: int) -> int:
 
 def buffer_bytes(codec: int, numel: int, chunk: int) -> int:
     """Return the bytes of the payloads of all chunks of a tensor."""
-    full, rest = divmod(numel, chunk)
-    return full * payload_bytes(codec, chunk) + payload_bytes(codec, rest)
+    return checks.bytes_of_chunks(partial(payload_bytes, codec), numel, chunk)
 
 
 def encode(
@@ -69,15 +56,8 @@ def encode(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    numel = x.numel() if isinstance(x, torch.Tensor) else 0
-    chunk = chunk_or_whole(chunk, numel)
-    check_values("x", x)
-    check_payload("out", out, buffer_bytes(codec, numel, chunk))
-    check_apart(("out", out), ("x", x))
-    if feedback is not None:
-        check_feedback(feedback, numel, ("out", out), ("x", x))
-    code = DTYPE_CODES[x.dtype]
-    threads = torch.get_num_threads()
+    chunk = checks.check_encoding(x, partial(payload_bytes, codec), out, chunk, feedback)
+    code, numel, threads = DTYPE_CODES[x.dtype], x.numel(), torch.get_num_threads()
     source = native_random(random)
     load().encode(codec, x.data_ptr(), code, numel, chunk, native_feedback(feedback), source, out.data_ptr(), threads)
 
@@ -108,26 +88,12 @@ def encode_sum(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    count = _check_payloads(codec, payloads, numel)
-    check_payload("out", out, payload_bytes(codec, numel))
-    check_apart(("out", out), ("payloads", payloads))
-    check_number("divisor", divisor, may_be_zero=False)
-    check_first(first)
-    if feedback is not None:
-        check_feedback(feedback, numel, ("out", out), ("payloads", payloads))
-    source = native_random(random)
-    load().encode_sum(
-        codec,
-        payloads.data_ptr(),
-        count,
-        divisor,
-        numel,
-        native_feedback(feedback),
-        source,
-        first,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+    count = checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback)
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    checks.check_first(first)
+    terms = load().Payloads(payloads.data_ptr(), count, divisor)
+    fed, source = native_feedback(feedback), native_random(random)
+    load().encode_sum(codec, terms, numel, fed, source, first, out.data_ptr(), torch.get_num_threads())
 
 
 def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
@@ -153,7 +119,7 @@ def decode_add(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    check_number("weight", weight)
+    checks.check_number("weight", weight)
     _decode(codec, payload, out, chunk, adds=True, weight=weight)
 
 
@@ -169,12 +135,10 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    check_values("out", out)
-    count = _check_payloads(codec, payloads, out.numel())
-    check_apart(("out", out), ("payloads", payloads))
-    check_number("divisor", divisor, may_be_zero=False)
-    code, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
-    load().decode_sum(codec, payloads.data_ptr(), count, divisor, out.numel(), out.data_ptr(), code, threads)
+    count = checks.check_sum_decoding(payloads, partial(payload_bytes, codec), out)
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    terms = load().Payloads(payloads.data_ptr(), count, divisor)
+    load().decode_sum(codec, terms, out.numel(), out.data_ptr(), DTYPE_CODES[out.dtype], torch.get_num_threads())
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
@@ -189,25 +153,16 @@ def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bo
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    check_tensor("x", x, (torch.float32,))
-    check_tensor("out", out, (torch.float32,))
-    if x.numel() != out.numel():
-        raise CodecError(f"out: expected {x.numel()} elements, got {out.numel()}")
-    if x.data_ptr() != out.data_ptr():
-        check_apart(("out", out), ("x", x))
+    checks.check_rotation(x, out)
     load().rotate(x.data_ptr(), x.numel(), native_random(random), is_inverse, out.data_ptr(), torch.get_num_threads())
 
 
 def _decode(
     codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, *, adds: bool, weight: float
 ) -> None:
-    check_values("out", out)
-    numel = out.numel()
-    chunk = chunk_or_whole(chunk, numel)
-    check_payload("payload", payload, buffer_bytes(codec, numel, chunk))
-    check_apart(("out", out), ("payload", payload))
+    chunk = checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk)
     code, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
-    load().decode(codec, payload.data_ptr(), numel, chunk, out.data_ptr(), code, adds, weight, threads)
+    load().decode(codec, payload.data_ptr(), out.numel(), chunk, out.data_ptr(), code, adds, weight, threads)
 
 
 # --- what the extension takes -----------------------------------------------------------------------------------------
@@ -226,9 +181,3 @@ def native_random(random: Random | None) -> Any:
     if random is None:
         return None
     return load().RandomSource(random.seed, random.step, random.stage_and_rank, list(random.segments))
-
-
-def _check_payloads(codec: int, payloads: torch.Tensor, numel: int) -> int:
-    """Return how many payloads of a chunk of `numel` elements there are."""
-    check_numel(numel)
-    return check_payloads(payloads, payload_bytes(codec, numel))

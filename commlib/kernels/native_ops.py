@@ -46,7 +46,5 @@ def encode_momentum(
     checks.check_number("decay", decay)
     checks.check_number("factor", factor)
     address, code, numel = gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gradient.numel()
-    native, threads = native_feedback(feedback), torch.get_num_threads()
-    return load().encode_momentum(
-        address, code, numel, decay, factor, velocity.data_ptr(), places, native, out.data_ptr(), threads
-    )
+    state, fed = load().Velocity(velocity.data_ptr(), decay, factor), native_feedback(feedback)
+    return load().encode_momentum(address, code, numel, state, places, fed, out.data_ptr(), torch.get_num_threads())

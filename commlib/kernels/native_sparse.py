@@ -103,11 +103,9 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
 def _decode(
     payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
 ) -> None:
-    checks.check_tensor("out", out, (torch.float32,))
-    count, numel = checks.check_payloads(payloads, payload_bytes(places)), out.numel()
-    checks.check_apart(("out", out), ("payloads", payloads))
-    address, threads = payloads.data_ptr(), torch.get_num_threads()
-    wrong = load().decode_sparse(address, count, places, divisor, adds, weight, out.data_ptr(), numel, threads)
+    count, numel = checks.check_sparse_decoding(payloads, payload_bytes(places), out), out.numel()
+    terms, threads = load().Payloads(payloads.data_ptr(), count, divisor), torch.get_num_threads()
+    wrong = load().decode_sparse(terms, places, adds, weight, out.data_ptr(), numel, threads)
     if wrong >= 0:
         _refuse(wrong, numel)
 

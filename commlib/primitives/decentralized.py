@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from commlib.codecs.base import BlockCodec
-from commlib.primitives.parts import Part, Pieces, cut, paste, with_values
+from commlib.primitives.parts import Part, Pieces, cut, pasted, with_values
 from commlib.primitives.topology import Neighbours
-from commlib.transport.base import Communication, Communicator
+from commlib.transport.base import Communication, Communicator, Exchange
 
 
 class FullWorkspace:
@@ -55,9 +55,7 @@ def decentralized_full_precision(
         comm: The group.
     """
     received = workspace.received(len(neighbours.sources))
-    yield comm.exchange(
-        [(rank, tensor) for rank in neighbours.targets], list(zip(neighbours.sources, received, strict=True))
-    )
+    yield _exchange(tensor, received, neighbours, comm)
     terms = [(comm.rank, neighbours.own, tensor)]
     terms += [(rank, weight, x) for (rank, weight), x in zip(neighbours.sources.items(), received, strict=True)]
     (_, weight, first), *others = sorted(terms, key=lambda term: term[0])
@@ -219,18 +217,12 @@ class DifferenceWorkspace:
             return
         end = self.begin + self.replica.numel()
         for name in ("replica", "pull"):
-            getattr(self, name).copy_(_pasted(saved[name], parts, self.replica)[self.begin : end])
+            getattr(self, name).copy_(pasted(saved[name], parts, self.replica)[self.begin : end])
         ones = {name: with_values(piece, torch.ones_like(piece[1])) for name, piece in saved["replica"].items()}
-        self.is_known = bool(_pasted(ones, parts, self.replica)[self.begin : end].all())
+        self.is_known = bool(pasted(ones, parts, self.replica)[self.begin : end].all())
         if not self.is_known:
             self.replica.zero_()
             self.pull.zero_()
-
-
-def _pasted(pieces: Pieces, parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
-    whole = like.new_zeros(max(part.start + part.numel for part in parts))
-    paste(pieces, whole, parts)
-    return whole
 
 
 def choco(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator, step_size: float) -> Communication:
@@ -274,9 +266,15 @@ def dcd(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator
 
 
 def _exchange_difference(workspace: DifferenceWorkspace, comm: Communicator) -> Communication:
-    neighbours = workspace.neighbours
     own, *others = encoded = workspace.encoded()
-    yield comm.exchange(
-        [(rank, own) for rank in neighbours.targets], list(zip(neighbours.sources, others, strict=True))
-    )
+    yield _exchange(own, others, workspace.neighbours, comm)
     workspace.apply(encoded)
+
+
+def _exchange(
+    own: torch.Tensor, received: Sequence[torch.Tensor], neighbours: Neighbours, comm: Communicator
+) -> Exchange:
+    """Describe how `own` goes to the neighbours and theirs into `received`, in the order of the sources."""
+    return comm.exchange(
+        [(rank, own) for rank in neighbours.targets], list(zip(neighbours.sources, received, strict=True))
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commlib.codecs.base import BlockCodec, Feedback, Random
-from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
+from commlib.primitives.parts import Part, Pieces, cut, paste, pasted, split_at
 from commlib.transport.base import AllGather, AllToAll, Communication, Communicator
 
 #: Chunks begin at multiples of this many elements (64 bytes of fp32), which keeps the codecs' loads aligned.
@@ -136,8 +136,7 @@ class LowPrecisionWorkspace:
         """
         if not self.has_feedback:
             return None
-        whole = self.worker.new_zeros(max(part.start + part.numel for part in parts))
-        paste(saved["owner"], whole, parts)
+        whole = pasted(saved["owner"], parts, self.worker)
         whole = split_at(whole, self.begin + self.first, self.owner).mul_(num_terms)
         paste(saved["worker"], whole, parts)
         rest = split_at(whole, self.begin, self.worker)

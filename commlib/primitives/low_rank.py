@@ -9,7 +9,7 @@ import torch
 
 from commlib.primitives.finite import all_finite
 from commlib.primitives.order import shaped
-from commlib.primitives.parts import Part, Pieces, paste
+from commlib.primitives.parts import Part, Pieces, pasted
 from commlib.transport.base import Communication, Communicator
 
 
@@ -117,9 +117,7 @@ class LowRankWorkspace:
             return None
         own = {part.name for part in self._parts}
         moved: Pieces = {n: (piece[0], piece[1].view(-1)) for n, piece in saved["errors"].items() if n not in own}
-        rest = self.p.new_zeros(max(part.start + part.numel for part in parts))
-        paste(moved, rest, parts)
-        return rest
+        return pasted(moved, parts, self.p)
 
 
 def centralized_low_rank(

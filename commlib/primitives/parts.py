@@ -82,6 +82,13 @@ def paste(pieces: Mapping[str, Piece], values: torch.Tensor, parts: Sequence[Par
             values[at : at + piece.numel()] += piece.to(values.device)
 
 
+def pasted(pieces: Mapping[str, Piece], parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
+    """Return a whole bucket [numel] of the pieces that belong to it, zeros elsewhere; type and device are `like`'s."""
+    whole = like.new_zeros(max(part.start + part.numel for part in parts))
+    paste(pieces, whole, parts)
+    return whole
+
+
 def placed(piece: Piece, part: Part) -> tuple[int, torch.Tensor]:
     """Return a piece in the order of the part: its first element, and the values; all of them, if the order changed.
 

@@ -10,7 +10,7 @@ from commlib.codecs.base import Feedback, Random
 from commlib.codecs.sparse import SparseCodec, TopK
 from commlib.kernels import native_ops
 from commlib.primitives.finite import all_finite, mark_unless
-from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
+from commlib.primitives.parts import Part, Pieces, cut, pasted, split_at
 from commlib.transport.base import Communication, Communicator
 
 
@@ -57,15 +57,24 @@ class SparseWorkspace:
             self._sum = self.residual.new_empty(self.numel)
         return self._sum
 
+    def feedback(self, comm: Communicator, scale: float, decay: float) -> Feedback | None:
+        """Return the feedback of one encoding; None for a rank that contributes nothing."""
+        return Feedback(self.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+
+    def decode_sum(self, codec: SparseCodec, payloads: torch.Tensor, tensor: torch.Tensor, divisor: float) -> None:
+        """Replace `tensor` by the sum of payloads [count, bytes], divided."""
+        total = self.sum_like(tensor)
+        codec.decode_sum(payloads, total, divisor=divisor)
+        if total is not tensor:
+            tensor.copy_(total)
+
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return a copy of the residual by parameter."""
         return {"worker": cut(self.residual, self.begin, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
         """Take a residual over, also from another plan; returns what `LowPrecisionWorkspace.load` does."""
-        whole = self.residual.new_zeros(max(part.start + part.numel for part in parts))
-        paste(saved["worker"], whole, parts)
-        rest = split_at(whole, self.begin, self.residual)
+        rest = split_at(pasted(saved["worker"], parts, self.residual), self.begin, self.residual)
         return None if self.numel == rest.numel() else rest
 
 
@@ -95,13 +104,9 @@ def centralized_sparse(
         decay: By which the residual is multiplied before it is added.
     """
     own, everyone = workspace.payloads(codec)
-    feedback = Feedback(workspace.residual, scale * decay, 1.0 / scale) if comm.contributes else None
-    codec.encode(tensor, own, feedback=feedback)
+    codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay))
     yield comm.all_gather(everyone.view(-1), own)
-    total = workspace.sum_like(tensor)
-    codec.decode_sum(everyone, total, divisor=divisor)
-    if total is not tensor:
-        tensor.copy_(total)
+    workspace.decode_sum(codec, everyone, tensor, divisor)
 
 
 def centralized_aligned_sparse(
@@ -131,15 +136,11 @@ def centralized_aligned_sparse(
         decay: As there.
     """
     own, _ = workspace.payloads(codec)
-    feedback = Feedback(workspace.residual, scale * decay, 1.0 / scale) if comm.contributes else None
-    codec.encode(tensor, own, feedback=feedback, random=random)
+    codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay), random=random)
     values = codec.values(own, workspace.numel)
     mark_unless(all_finite(tensor), values)
     yield comm.all_reduce(values)
-    total = workspace.sum_like(tensor)
-    codec.decode_sum(own.view(1, -1), total, divisor=divisor)
-    if total is not tensor:
-        tensor.copy_(total)
+    workspace.decode_sum(codec, own.view(1, -1), tensor, divisor)
 
 
 def encode_momentum(

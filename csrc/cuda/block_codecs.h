@@ -43,6 +43,23 @@ COMMLIB_DEVICE Bits32 largest_magnitude(const float* v) {
   return largest_of_lanes<Codec::kLanes>(largest);
 }
 
+// The smallest and the largest value as ordered integers; of nothing at first.
+struct Range {
+  int low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
+};
+
+COMMLIB_DEVICE void widen(Range& range, int low, int high) {
+  range.low = low < range.low ? low : range.low;
+  range.high = high > range.high ? high : range.high;
+}
+
+COMMLIB_DEVICE Range range_of_warp(const Range& range) {
+  Range all;
+  all.low = ~largest_of_warp(~range.low);
+  all.high = largest_of_warp(range.high);
+  return all;
+}
+
 // Of a block whose largest magnitude is `largest` and whose codes reach to `levels`.
 COMMLIB_DEVICE Parameters scaled(Bits32 largest, float levels) {
   Parameters p = {};
@@ -84,21 +101,18 @@ struct Integer : Shape<kBlockSize, kNumRuns, kCodeBits, 2, 0> {
 
 struct MinMax : Shape<256, 2, 8, 2, 4> {
   COMMLIB_DEVICE Parameters analyse(const float* v, int m, int t) {
-    int low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
+    Range own;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const bool is_there = i / 4 * kRunStride + 4 * t + i % 4 < m;
-      const int key = ordered(v[i]);
-      low = is_there && key < low ? key : low;
-      high = is_there && key > high ? key : high;
+      if (i / 4 * kRunStride + 4 * t + i % 4 < m) widen(own, ordered(v[i]), ordered(v[i]));
     }
-    low = ~largest_of_warp(~low);
-    high = largest_of_warp(high);
-    const Bits32 a = to_bits(from_ordered(low)) & kMagnitude, b = to_bits(from_ordered(high)) & kMagnitude;
+    const Range range = range_of_warp(own);
+    const float low = from_ordered(range.low), high = from_ordered(range.high);
+    const Bits32 a = to_bits(low) & kMagnitude, b = to_bits(high) & kMagnitude;
     const Bits32 largest = a > b ? a : b;
-    const float spread = from_ordered(high) - from_ordered(low);
+    const float spread = high - low;
     Parameters p = {};
-    p.minimum = from_ordered(low) + 0.0f;
+    p.minimum = low + 0.0f;
     if (largest >= kWidestRangeBits || spread > from_bits(kWidestRangeBits)) {
       p.minimum = from_bits(kQuietNanBits);
       p.scale_bits = kNanScale;
@@ -191,12 +205,9 @@ struct OneBit : Shape<512, 4, 1, 2, 0> {
   COMMLIB_DEVICE Parameters load(Bits16 scale, float) { return with_scale(scale); }
 };
 
-template <class Format>
-struct Float8 : Shape<128, 2, 8, 2, 0> {
-  COMMLIB_DEVICE Parameters analyse(const float* v, int, int) {
-    return scaled(largest_magnitude<Float8>(v), small_float_value<Format>(Format::kLargestCode));
-  }
-
+// Codes are floats of few bits, times the scale.
+template <class Format, int kBlockSize, int kCodeBits, int kScale>
+struct FloatCodes : Shape<kBlockSize, 2, kCodeBits, kScale, 0> {
   template <bool kIsRandom>
   COMMLIB_DEVICE int code(float v, float, const Parameters& p) {
     return p.has_codes ? small_float_code<Format>(v * p.inverse) : 0;
@@ -205,12 +216,19 @@ struct Float8 : Shape<128, 2, 8, 2, 0> {
   COMMLIB_DEVICE float value(int code, const Parameters& p) {
     return canonical(small_float_value<Format>(code) * p.scale);
   }
+};
+
+template <class Format>
+struct Float8 : FloatCodes<Format, 128, 8, 2> {
+  COMMLIB_DEVICE Parameters analyse(const float* v, int, int) {
+    return scaled(largest_magnitude<Float8>(v), small_float_value<Format>(Format::kLargestCode));
+  }
 
   COMMLIB_DEVICE Parameters load(Bits16 scale, float) { return with_scale(scale); }
 };
 
 template <class Format, int kCodeBits>
-struct Microscaling : Shape<32, 2, kCodeBits, 1, 0> {
+struct Microscaling : FloatCodes<Format, 32, kCodeBits, 1> {
   COMMLIB_DEVICE Parameters analyse(const float* v, int, int) {
     const Bits32 largest = largest_magnitude<Microscaling>(v);
     const bool has_codes = largest >= kTinyBits && largest < kWidestRangeBits;
@@ -221,15 +239,6 @@ struct Microscaling : Shape<32, 2, kCodeBits, 1, 0> {
     p.inverse = power_of_two(has_codes ? -exponent : 0);
     p.has_codes = has_codes;
     return p;
-  }
-
-  template <bool kIsRandom>
-  COMMLIB_DEVICE int code(float v, float, const Parameters& p) {
-    return p.has_codes ? small_float_code<Format>(v * p.inverse) : 0;
-  }
-
-  COMMLIB_DEVICE float value(int code, const Parameters& p) {
-    return canonical(small_float_value<Format>(code) * p.scale);
   }
 
   COMMLIB_DEVICE Parameters load(Bits16 byte, float) {

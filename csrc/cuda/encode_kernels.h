@@ -91,7 +91,7 @@ COMMLIB_DEVICE void find_ranges(const EncodeArgs& args) {
   const Size chunk_idx = blockIdx.x / args.parts, part = blockIdx.x % args.parts;
   const Size begin = chunk_idx * args.chunks.tiles_per_chunk, rest = args.chunks.num_tiles - begin;
   const Size end = begin + (rest < args.chunks.tiles_per_chunk ? rest : args.chunks.tiles_per_chunk);
-  int low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
+  Range range;
   for (Size idx = begin + part * kWarpsPerBlock + static_cast<Size>(warp); idx < end;
        idx += Size{args.parts} * kWarpsPerBlock) {
     const Tile tile = find_tile<Codec>(args.chunks, idx, lane);
@@ -100,40 +100,31 @@ COMMLIB_DEVICE void find_ranges(const EncodeArgs& args) {
     load_values<Codec, In, kHasFeedback, kIsSum>(args, tile, v, e);
 #pragma unroll
     for (int i = 0; i < Codec::kPerLane; ++i) {
-      const bool is_there = seat.element(i) < seat.m;
-      const int key = ordered(v[i]);
-      low = is_there && key < low ? key : low;
-      high = is_there && key > high ? key : high;
+      if (seat.element(i) < seat.m) widen(range, ordered(v[i]), ordered(v[i]));
     }
   }
-  low = ~largest_of_warp(~low);
-  high = largest_of_warp(high);
+  range = range_of_warp(range);
   if (lane == 0) {
-    lows[warp] = low;
-    highs[warp] = high;
+    lows[warp] = range.low;
+    highs[warp] = range.high;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int i = 1; i < kWarpsPerBlock; ++i) {
-      low = lows[i] < low ? lows[i] : low;
-      high = highs[i] > high ? highs[i] : high;
-    }
-    args.ranges[2 * blockIdx.x] = low;
-    args.ranges[2 * blockIdx.x + 1] = high;
+    for (int i = 1; i < kWarpsPerBlock; ++i) widen(range, lows[i], highs[i]);
+    args.ranges[2 * blockIdx.x] = range.low;
+    args.ranges[2 * blockIdx.x + 1] = range.high;
   }
 }
 
 COMMLIB_DEVICE Parameters bagua_parameters(const EncodeArgs& args, const Tile& tile, Byte* payload) {
   const Size chunk_idx = tile.chunk_at / args.chunks.chunk;
   const int* const ranges = args.ranges + 2 * chunk_idx * args.parts;
-  int low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
+  Range range;
   for (unsigned part = static_cast<unsigned>(tile.lane); part < args.parts; part += kWarp) {
-    low = ranges[2 * part] < low ? ranges[2 * part] : low;
-    high = ranges[2 * part + 1] > high ? ranges[2 * part + 1] : high;
+    widen(range, ranges[2 * part], ranges[2 * part + 1]);
   }
-  low = ~largest_of_warp(~low);
-  high = largest_of_warp(high);
-  float minimum = from_ordered(low) + 0.0f, maximum = from_ordered(high) + 0.0f;
+  range = range_of_warp(range);
+  float minimum = from_ordered(range.low) + 0.0f, maximum = from_ordered(range.high) + 0.0f;
   const float spread = maximum - minimum, top = maximum * (255.0f / (spread + 1e-7f));
   const float limit = from_bits(kWidestRangeBits);
   if (!(minimum > -limit && maximum < limit && is_finite(spread) && is_finite(top))) {

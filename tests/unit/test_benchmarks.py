@@ -25,7 +25,6 @@ import intervals  # noqa: E402
 import launch  # noqa: E402
 import models  # noqa: E402
 import report  # noqa: E402
-import runs  # noqa: E402
 import shrunk  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
@@ -522,20 +521,3 @@ def test_step_refuses_a_network_for_a_model_that_computes(capsys: pytest.Capture
         step.parse_args(["--hosts", "4", "--network", "10gpbs", "--model", "shrunk-vgg16"])
     args = step.parse_args(["--hosts", "4", "--network", "10gbps", "--model", "shrunk-vgg16"])
     assert args.rate.endswith("mbit")
-
-
-# -- the index of results ---------------------------------------------------------------------------------------------
-
-
-def test_index_of_results_is_up_to_date() -> None:
-    assert (runs.RESULTS / "README.md").read_text() == runs.index(runs.RESULTS)
-
-
-def test_index_names_every_result_file_and_the_runs_of_one_command_together() -> None:
-    text = runs.index(runs.RESULTS)
-    for path in runs.RESULTS.rglob("*.json"):
-        assert f"({path.relative_to(runs.RESULTS).as_posix()})" in text
-    lines = [line for line in text.splitlines() if "step-r2-cnn" in line and line.startswith("| `commlib:allreduce`")]
-    assert len(lines) == len(list(runs.RESULTS.rglob("step-r2-cnn*.json")))
-    dates = [line.split(" | ")[1] for line in lines]
-    assert dates == sorted(dates)

@@ -13,17 +13,7 @@ import pytest
 
 from commlib.transport import lifelines as module
 from commlib.transport.lifelines import KILLED, TOGETHER_S, Lifelines, Peer, Word, judge
-
-LIMIT_S = 10.0
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
+from tests.waiting import LIMIT_S, eventually
 
 
 class Ranks:

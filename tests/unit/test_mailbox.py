@@ -18,8 +18,7 @@ from commlib.errors import PeerFailure, PeerTimeout, TransportError
 from commlib.transport import connections
 from commlib.transport import mailbox as mailboxes
 from commlib.transport.mailbox import Mailbox, Message, Presence
-
-LIMIT_S = 10.0
+from tests.waiting import LIMIT_S, eventually
 
 
 class Meeting:
@@ -112,15 +111,6 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks(3)
     yield made
     made.close()
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def test_every_rank_asks_every_other(ranks: Ranks) -> None:

@@ -1,0 +1,68 @@
+"""The documents: links lead somewhere, and every kept result belongs to a page."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted(
+    path
+    for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks", RESULTS, ROOT / "examples", ROOT / "tests")
+    for path in folder.glob("*.md")
+)
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code, whose brackets are no links."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page end with: as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def dangling(page: Path) -> list[str]:
+    """The links of a page to files or headings that are not there."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_link_dangles(page: Path) -> None:
+    assert dangling(page) == []
+
+
+def test_links_to_what_is_not_there_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b`, c\n[1](gone.md) [2](page.md#a-b-c) [3](#a-b-d) [4](https://example.org)\n```\n[5](code)\n```\n"
+    )
+    assert dangling(page) == ["gone.md", "#a-b-d"]
+
+
+def test_every_result_is_in_the_index_of_results_and_every_line_of_it_has_some() -> None:
+    patterns = re.findall(r"`([\w*-]+\.(?:json|png))`", (RESULTS / "README.md").read_text(encoding="utf-8"))
+    names = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file())
+    names.remove("README.md")
+    assert [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not fnmatch.filter(names, pattern)] == []
+
+
+def test_results_that_pages_name_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\bresults/([\w*./-]+\.(?:json|png))", page.read_text(encoding="utf-8")):
+            assert list(RESULTS.glob(name)), f"{page.name}: no result is called {name}"
