@@ -20,7 +20,7 @@ from commlib.errors import TransportError
 from tests.contract.contracts_state import resume, saved_of
 from tests.contract.subjects import Subject, Training, build, gathered, loss_of, set_device, spread
 from tests.gpu import results
-from tests.gpu.several_ranks import REFUSED, WORKS
+from tests.gpu.several_ranks import FAILED, REFUSED, WORKS
 
 STEPS, SAVED_AFTER = 20, 10
 TIMEOUT_S = 6.0
@@ -64,6 +64,8 @@ class Rank:
             outcome = results.FAILED if failed else results.PASSED
             seconds = round(time.monotonic() - begin, 2)
             facts |= {"text": "\n".join(failed)[:3000]} if failed else {}
+            if failed:
+                print(f"{FAILED} {name}", flush=True)
             results.add(f"{self._where}: {name}", outcome, seconds=seconds, shown=shown, **facts)
         return not failed
 

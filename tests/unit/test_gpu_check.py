@@ -264,5 +264,6 @@ def test_ranks_that_end_badly_are_a_failure(tmp_path: Path, monkeypatch: pytest.
     args, well = several_ranks.parse_args(["--ranks", "2"]), several_ranks.WORKS
     assert several_ranks._judge(args, "gloo", [0, -9], [well, well]) == 0
     assert several_ranks._judge(args, "gloo", [0, 0], [well, well]) == 1, "nobody was killed"
+    assert several_ranks._judge(args, "gloo", [0, -9], [f"{well}\n{several_ranks.FAILED} topk", well]) == 1
     assert several_ranks._judge(args, "gloo", [None, -9], [well, well]) == 1, "it hangs"
     assert several_ranks._judge(args, "gloo", [0, -9], [well, "terminate called without an exception"]) == 1
