@@ -25,7 +25,8 @@ from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, extend, restore_class
 from commlib.replica import Copy, Replica, find, replica_of, replicas
-from commlib.transport.torch_dist import TorchTransport, as_timedelta, resolve_group
+from commlib.transport.groups import as_timedelta, resolve_group
+from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 

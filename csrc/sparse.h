@@ -19,10 +19,11 @@ struct SparseSource {
 };
 
 // A candidate: its magnitude's bits, then the complement of its index, then its sign. So the largest key is the largest
-// magnitude, and among equals the lowest index.
+// magnitude, and among equals the lowest index. All NaN are one, as arithmetic keeps the bits of some processors only.
 using Key = std::uint64_t;
 
 inline Key make_key(std::uint32_t bits, std::size_t index) {
+  bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC00000u : bits;
   return static_cast<Key>(bits & 0x7FFFFFFFu) << 33 | static_cast<Key>(~static_cast<std::uint32_t>(index)) << 1 |
          bits >> 31;
 }

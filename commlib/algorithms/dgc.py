@@ -18,7 +18,7 @@ from commlib.codecs.base import Feedback
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
 from commlib.primitives.finite import all_finite, mark_unless
-from commlib.primitives.parts import Part, Pieces, cut, paste, split_at
+from commlib.primitives.parts import Part, Pieces, cut, paste, pasted, split_at
 from commlib.primitives.sparse import SparseWorkspace, encode_momentum
 from commlib.transport.base import Communication, Communicator
 
@@ -41,8 +41,7 @@ class MomentumWorkspace(SparseWorkspace):
 
     @override
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        whole = self.velocity.new_zeros(max(part.start + part.numel for part in parts))
-        paste(saved["velocity"], whole, parts)
+        whole = pasted(saved["velocity"], parts, self.velocity)
         moved = split_at(whole, self.begin, self.velocity)
         rest = super().load(saved, parts, num_terms)
         # What another local rank carries now enters with the gradient, which the momentum m makes 1 / (1 - m) of in

@@ -106,7 +106,13 @@ class _Fetch:
         """Ask `partner`. Returns at once."""
         self.partner, self.number = partner, question.number
         self.has_arrived, self.asked_s = False, time.monotonic()
-        ask(partner, question, self._on_reply, self._received.payload)
+        made = functools.partial(self._after_copies, question) if self._published.layout.is_remote else question
+        ask(partner, made, self._on_reply, self._received.payload)
+
+    def _after_copies(self, question: Message) -> Message:
+        """Return the question once a device does not read the answer before it any more. On the line's thread."""
+        self._received.wait()
+        return question
 
     @torch.no_grad()
     def _on_reply(self, answer: Message) -> None:
@@ -126,11 +132,10 @@ class _Fetch:
 
     def take(self, parameters: Sequence[torch.nn.Parameter], share: float) -> None:
         """Change parameters that are not frozen by the difference times `share`."""
-        pairs = zip(parameters, self._received.tensors, strict=True)
-        moving = [(parameter.data, each.to(parameter.device)) for parameter, each in pairs if parameter.requires_grad]
-        if moving:
-            weights, differences = zip(*moving, strict=True)
-            torch._foreach_add_(weights, differences, alpha=share)
+        places = [place for place, parameter in enumerate(parameters) if parameter.requires_grad]
+        if places:
+            weights = [parameters[place].data for place in places]
+            torch._foreach_add_(weights, self._received.on_device_of(weights, places), alpha=share)
 
     def drop(self) -> None:
         """Let go of an answer that has arrived."""

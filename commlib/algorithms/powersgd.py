@@ -37,8 +37,8 @@ class PowerSGD(Compressed[LowRankWorkspace]):
         compress: Which parameters are considered; all by default.
 
     Paper: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
-    Deviations: orthogonalisation by Householder QR, same-shape matrices together. Replicas stay bit-identical where all
-    ranks compute alike (the same kind of processor).
+    Deviations: orthogonalisation by Householder QR on a CPU and by Gram-Schmidt, repeated, on CUDA, same-shape matrices
+    together. Replicas stay bit-identical where all ranks compute alike (the same kind of processor).
     """
 
     channel = Gradients(idle_alone=True)

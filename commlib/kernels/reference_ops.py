@@ -53,7 +53,7 @@ def cast_from_fp16(payload: Bytes, numel: int) -> Floats:
 
 def top_k(x: Floats, places: int) -> npt.NDArray[np.int64]:
     """Return the ascending indices that `topk` names."""
-    order = np.argsort(~magnitude_bits(x), kind="stable")
+    order = np.argsort(~magnitude_bits(canonical(x)), kind="stable")
     return np.sort(order[:places])
 
 
@@ -73,7 +73,7 @@ def sparse_payload(x: Floats, indices: npt.NDArray[np.int64], places: int) -> By
     """Return the payload that names these elements of `x`."""
     index, value = np.full(places, UNUSED_INDEX, np.uint32), np.zeros(places, F32)
     index[: len(indices)] = indices
-    value[: len(indices)] = x[indices]
+    value[: len(indices)] = canonical(x[indices])
     return np.concatenate([_padded(index.view(np.uint8)), _padded(value.view(np.uint8))])
 
 

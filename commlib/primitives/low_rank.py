@@ -9,6 +9,7 @@ import torch
 
 from commlib.primitives.finite import all_finite
 from commlib.primitives.order import shaped
+from commlib.primitives.orthogonal import orthonormalise_
 from commlib.primitives.parts import Part, Pieces, pasted
 from commlib.transport.base import Communication, Communicator
 
@@ -34,9 +35,17 @@ class _Batch:
         self._triangle = p.new_empty(len(parts), p.shape[2], p.shape[2])
 
     def orthogonalise(self) -> None:
-        """Replace the columns of each P by an orthonormal basis of theirs (Householder QR)."""
+        """Replace the columns of each P by an orthonormal basis of theirs; see [Note: Gram-Schmidt]."""
+        if not _qr_is_batched(self.p):
+            orthonormalise_(self.p)
+            return
         torch.linalg.qr(self.p, out=(self._orthogonal, self._triangle))
         self.p.copy_(self._orthogonal)
+
+
+def _qr_is_batched(p: torch.Tensor) -> bool:
+    """Return whether QR of many matrices is fast where they are: on a CPU, where they are hardly work."""
+    return p.device.type == "cpu"
 
 
 class LowRankWorkspace:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11 a class of its own
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed.nn.functional  # noqa: F401 (see [Note: exit])
 from torch.distributed import distributed_c10d as c10d
 
 from commlib.transport.base import AllToAll, EndedError, Exchange, Request
-from commlib.transport.lifelines import Lifelines, Word
+from commlib.transport.lifelines import Lifelines, Peer, Word
 from commlib.transport.point_to_point import GlooExchanges, close_connections, is_better_exchanged
 
 T = TypeVar("T")
@@ -53,7 +53,6 @@ class TorchWork:
         self.is_abandoned = False
         self._work = work
         self._connection = connection
-        self._in_slices = not connection.is_nccl
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._began_s = time.monotonic()
@@ -62,10 +61,7 @@ class TorchWork:
     def wait(self) -> None:
         """Wait for the data; raise what went wrong."""
         try:
-            if self._in_slices:
-                self._wait_in_slices()
-            else:
-                self._work.wait()
+            self._wait_in_slices()
         except Exception as error:
             error.after_s = time.monotonic() - self._began_s  # pyright: ignore[reportAttributeAccessIssue]
             raise
@@ -80,6 +76,10 @@ class TorchWork:
             if self.is_abandoned:
                 raise EndedError("it did not end with its connections")
         self._work.wait()  # does not wait any more, but raises what went wrong
+
+    def due_s(self, peer: Peer) -> float:
+        """Return when it is to be ended as a partner has ended; one that left has done its part (`Lifelines.lost`)."""
+        return math.inf if peer.ending == "left" else peer.ended_s + _MERCY_S
 
     def is_under_way(self) -> bool:
         """Return whether it has not ended, nor been abandoned."""
@@ -113,7 +113,7 @@ class TorchWork:
 
 
 class Connection:
-    """One backend object.
+    """One backend object: Gloo's. Of NCCL's see `transport/nccl.py`.
 
     [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
     aborts the process ("terminate called without an active exception"), so every connection is ended before: works
@@ -127,17 +127,14 @@ class Connection:
         members: The transport's ranks that take part, in the order of the backend's ranks.
     """
 
+    is_nccl = False
+
     def __init__(self, members: Sequence[int]) -> None:
         self.members = members
         self.backend: Any = None
         self.exchanges: GlooExchanges | None = None  # made at the first one
         self.abandoned: list[TorchWork] = []
         self.pending: dict[int, TorchWork] = {}  # works that nobody has waited for, by identity
-
-    @functools.cached_property
-    def is_nccl(self) -> bool:
-        """Whether it is NCCL's; else it is Gloo's."""
-        return self.backend.name().lower() == "nccl"
 
     def partners(self, request: Request) -> Sequence[int]:
         """Return the transport's ranks with which this one moves data in `request`."""
@@ -153,32 +150,30 @@ class Connection:
         """End all works, here and, where the peers see it, there."""
         if self.backend is None:
             return
-        if not self.is_nccl:
-            close_connections(self.backend)
+        close_connections(self.backend)
         with contextlib.suppress(Exception):
             self.backend.abort()
 
     def exchange(self, request: Exchange) -> Any:
         """Start sends and receives."""
-        if self.is_nccl:
-            self.backend._start_coalescing()
-            for rank, tensor in request.receives:
-                self.backend.recv([tensor], rank, 0)
-            for rank, tensor in request.sends:
-                self.backend.send([tensor], rank, 0)
-            return self.backend._end_coalescing()
         return self._gloo().issue(request)
 
     def all_to_all(self, request: AllToAll) -> Any:
         """Start an all-to-all."""
-        if is_better_exchanged(request) and not self.is_nccl:
+        if is_better_exchanged(request):
             return self._gloo().all_to_all(request)
+        return self._all_to_all(request)
+
+    def _all_to_all(self, request: AllToAll) -> Any:
         return self.backend.alltoall_base(request.output, request.input, [], [], options(c10d.AllToAllOptions))
 
     def _gloo(self) -> GlooExchanges:
         if self.exchanges is None:
             self.exchanges = GlooExchanges(self.backend)
         return self.exchanges
+
+    def finish(self, may_go_on: Callable[[], bool]) -> None:
+        """Wait for works that nobody on the host has seen end; on Gloo there are none."""
 
     def end(self) -> None:
         """End all works and the backend."""
@@ -200,11 +195,18 @@ class Connection:
         self.backend = None
 
 
+class _Watch(Protocol):
+    """`transport.nccl.Watch`, which is made of what this module has."""
+
+    def close(self) -> None: ...
+
+
 class Connections:
-    """All of one transport: its backends by group, and its lifelines (None for one rank alone)."""
+    """All of one transport: its backends by group, its lifelines (None for one rank alone), its watch (on NCCL)."""
 
     def __init__(self) -> None:
         self.by_group: dict[str, Connection] = {}
+        self.watch: _Watch | None = None
         self.lifelines: Lifelines | None = None
         self.aborted_s: float | None = None  # when all works were ended, `time.monotonic()`
         self._pid = os.getpid()
@@ -231,8 +233,9 @@ class Connections:
         """Return when these works are to be ended: never, if the peers are well."""
         if lifelines.has_broken:
             return 0.0
-        hurt = [peer for rank, peer in lifelines.lost().items() if any(rank in work.partners for work in under_way)]
-        return min((peer.ended_s + _MERCY_S for peer in hurt), default=math.inf)
+        ended = [(rank, peer) for rank, peer in lifelines.peers.items() if peer.ending is not None]
+        due = (work.due_s(peer) for rank, peer in ended for work in under_way if rank in work.partners)
+        return min(due, default=math.inf)
 
     def abort(self) -> None:
         """End all works."""
@@ -242,6 +245,9 @@ class Connections:
         if self.lifelines is not None:
             self.lifelines.ring()  # to look after works that are stuck
 
+    def _are_peers_well(self) -> bool:
+        return self.lifelines is None or not (self.lifelines.has_broken or self.lifelines.lost())
+
     def end(self, goodbye: Word | None = None) -> None:
         """Say goodbye and end everything.
 
@@ -250,9 +256,15 @@ class Connections:
         """
         if os.getpid() != self._pid:  # a forked child holds copies; the works and connections are its parent's
             return
+        failed = goodbye is None and getattr(sys, "last_value", None) is not None
+        goodbye = goodbye or (Word.FAILED if failed else Word.LEFT)
+        if self.watch is not None:
+            self.watch.close()
+        if goodbye is Word.LEFT and self.aborted_s is None:
+            for connection in self.by_group.values():
+                connection.finish(self._are_peers_well)
         if self.lifelines is not None:
-            failed = goodbye is None and getattr(sys, "last_value", None) is not None
-            self.lifelines.close(goodbye or (Word.FAILED if failed else Word.LEFT))
+            self.lifelines.close(goodbye)
         for connection in self.by_group.values():
             connection.end()
 

@@ -230,6 +230,22 @@ class Transport(ABC):
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
     stands_for_all: bool = False  # whether this process simulates all ranks, which then come to everything together
+    in_order: bool = True  # whether all ranks issue its requests at the same place among those of other transports
+
+    @property
+    def failure(self) -> Exception | None:
+        """What broke a collective that the host does not wait for (on NCCL); None while nothing has.
+
+        What the device's streams did since is void. Where a failure is being diagnosed this waits for it, some seconds.
+        """
+        return None
+
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:  # noqa: B027 (nothing fails unseen by default)
+        """Have `callback` called, once, with the `failure`: from another thread, or now if there is one already.
+
+        Args:
+            callback: A bound method, held weakly.
+        """
 
     def split_by_node(self) -> Nodes | None:
         """Return the ranks of this node, and those with this one's place in every node. Collective.
@@ -263,7 +279,7 @@ class Transport(ABC):
         """Turn an error of the block into what `diagnose` makes of it."""
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             failure = self.diagnose(error, what)
             if failure is error:
                 raise

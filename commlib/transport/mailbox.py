@@ -16,7 +16,8 @@ the connection that it made: *here*; *left* (a goodbye); *failed* (a goodbye whi
 *lost* (the connection ended without one: the process was killed). TCP's own probes find a machine that is gone.
 A rank that ends because another has died says so first, over the transport, and is not blamed (`Transport.blame`).
 
-CUDA tensors are the caller's matter: payloads are host memory.
+CUDA tensors are the caller's matter: payloads are host memory. A question may be made on the line's thread, so that
+copies from a device are waited for there.
 """
 
 from __future__ import annotations
@@ -110,12 +111,15 @@ class Mailbox:
             _close(self._state, _FAILED)
             raise
 
-    def ask(self, peer: int, message: Message, on_reply: Callable[[Message], None], into: Any = None) -> None:
+    def ask(
+        self, peer: int, message: Message | Callable[[], Message], on_reply: Callable[[Message], None], into: Any = None
+    ) -> None:
         """Send a question to `peer`; returns at once. Nothing is sent to a peer that has ended.
 
         Args:
             peer: Another rank, or this one, which answers itself on a thread of its own.
-            message: The question. Its payload must not change until the reply is there.
+            message: The question, or what makes it, on the line's thread, when its turn has come. Its payload must not
+                change until the reply is there.
             on_reply: Called on the line's thread with the reply; never, if the peer ends before.
             into: A writable buffer of bytes for the reply's payload, which must fit; None for replies without one.
         """
@@ -232,7 +236,7 @@ class _Line:
                 with self.sending:
                     if state.is_closing:  # the goodbye is the last message
                         return
-                    state.send(self.connection, message)
+                    state.send(self.connection, _made(message))
                 on_reply(_receive(self.connection, lambda nbytes, into=into: _room(into, nbytes)))
                 del job, message, on_reply, into  # an idle thread must not keep a model alive
         except (OSError, EOFError, _Malformed) as error:
@@ -259,10 +263,15 @@ class _OwnLine:
                 answer = state.answer()
                 if answer is None:
                     return
-                answer(state.rank, message, lambda reply, into=into, on_reply=on_reply: on_reply(_handed(reply, into)))
-                del job, message, on_reply, into, answer
+                made = _made(message)
+                answer(state.rank, made, lambda reply, into=into, on_reply=on_reply: on_reply(_handed(reply, into)))
+                del job, message, made, on_reply, into, answer
         except BaseException as error:
             state.error = error
+
+
+def _made(question: Message | Callable[[], Message]) -> Message:
+    return question if isinstance(question, Message) else question()
 
 
 def _handed(message: Message, into: Any) -> Message:

@@ -102,18 +102,17 @@ class GlooExchanges:
 
     def issue(self, exchange: Exchange) -> ExchangeWork:
         """Post the receives, then the sends: a message that is expected needs no copy and no second trip."""
-        works = [
-            self._backend.recv([tensor], rank, next(self._received[rank]) % _UNUSED_TAG)
-            for rank, tensor in exchange.receives
-            if tensor.numel()
-        ]
-        works += [
-            self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG)
-            for rank, tensor in exchange.sends
-            if tensor.numel()
-        ]
+        works: list[Any] = []
         work = ExchangeWork(works)
-        self._queue.put(work)
+        try:
+            for rank, tensor in exchange.receives:
+                if tensor.numel():
+                    works.append(self._backend.recv([tensor], rank, next(self._received[rank]) % _UNUSED_TAG))
+            for rank, tensor in exchange.sends:
+                if tensor.numel():
+                    works.append(self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG))
+        finally:
+            self._queue.put(work)  # where one raises, what was posted is waited for all the same
         return work
 
     def all_to_all(self, request: AllToAll) -> ExchangeWork:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport import lifelines as lifelines_
+from commlib.transport import nccl
 from commlib.transport.addresses import local_address
 from commlib.transport.backends import Connection, Connections, TorchWork, attend, options
 from commlib.transport.base import (
@@ -34,12 +34,12 @@ from commlib.transport.base import (
     is_own,
 )
 from commlib.transport.connections import connect_all
+from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
 from commlib.transport.rendezvous import Meeting, name_of, named
-
-NODE_VARIABLE = "COMMLIB_NODE"
-"""The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
+from commlib.transport.staging import Staged, StagedWork, Staging
+from commlib.transport.watch import Watch
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -47,50 +47,11 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _DIAGNOSIS_S = 2.0
 #: How long after the timeout the set-up may take in a store that hangs, in seconds.
 _GRACE_S = 5.0
+#: The group of all ranks, over Gloo, in which they agree on things where tensors go over NCCL: it does not say who is
+#: missing, and makes a device wait for what only hosts are to know.
+_CONTROL = "control"
 #: The most bytes that a rank may say of itself at set-up.
 _MOST_BYTES = 1 << 30
-
-
-def resolve_group(process_group: Any) -> dist.ProcessGroup:
-    """Return the `ProcessGroup` meant by `process_group`: None (the default group), a group, or a 1-D `DeviceMesh`.
-
-    Raises:
-        ConfigError: No default group exists, the mesh has several dimensions, or this process is not in the group.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "commlib.wrap needs a process group, and none is initialised. Call "
-            "torch.distributed.init_process_group('gloo' or 'nccl') first, under torchrun for example."
-        )
-    if process_group is None:
-        return c10d._get_default_group()
-    if hasattr(process_group, "get_group") and hasattr(process_group, "ndim"):
-        if process_group.ndim != 1:
-            raise ConfigError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dimensions; commlib.wrap takes one dimension. "
-                f"Slice it, for example mesh[{(process_group.mesh_dim_names or ('dp',))[0]!r}]."
-            )
-        process_group = process_group.get_group()
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ConfigError(
-            f"process_group: expected a ProcessGroup, a 1-D DeviceMesh or None, got {type(process_group).__name__}. "
-            "If new_group() gave it, this process is not a member and must not wrap a model on it."
-        )
-    return process_group
-
-
-def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return `timeout` (seconds, a timedelta, or None for the group's own) as a timedelta.
-
-    Raises:
-        ConfigError: It is not a positive duration.
-    """
-    if timeout is None:
-        return _parent_backend(group, device).options._timeout
-    value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
-    if value <= timedelta(0):
-        raise ConfigError(f"timeout: expected a positive number of seconds or timedelta, got {timeout!r}")
-    return value
 
 
 class _Done:
@@ -125,7 +86,7 @@ class TorchTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self.global_ranks = _global_ranks(group)
+        self.global_ranks = global_ranks(group)
         self.timeout_s = timeout.total_seconds()
         self.bytes_sent = 0.0
         self._device = device
@@ -133,11 +94,18 @@ class TorchTransport(Transport):
         self._finalizer = weakref.finalize(self, self._connections.end)
         self._parent = weakref.ref(group)
         self._timeout = timeout
+        self._unseen: Exception | None = None  # what the watch has met
+        self._watch: Watch | None = None  # on NCCL
+        self._staging = _staging_of(device)
+        self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
+        self._place = ""  # its name in the group's store
         self._spare: list[socket.socket] = []
         try:
             self._meet(c10d._get_process_group_store(group))
             self._connect("all", self._store, range(self.world_size))
+            if self._connections.by_group["all"].is_nccl:
+                self._connect(_CONTROL, self._part(_CONTROL), range(self.world_size))
             self._await_all()
         except BaseException:
             if self._connections.lifelines is not None:
@@ -174,7 +142,7 @@ class TorchTransport(Transport):
                 )
 
         meeting, made, accepted = attend(connect, check)
-        self._store = meeting.store
+        self._store, self._place = meeting.store, meeting.name
         kept = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
         # Closed once all ranks have connected: until then a connection that ends is one of a rank that died.
         self._spare = [each for each in (*made.values(), *accepted.values()) if each not in kept.values()]
@@ -188,16 +156,42 @@ class TorchTransport(Transport):
 
     def _connect(self, name: str, store: dist.Store | None, members: Sequence[int]) -> None:
         """Make the backend of a group of ranks; nothing for one rank alone."""
-        connection = self._connections.by_group.setdefault(name, Connection(members))
         if len(members) == 1:
+            self._connections.by_group[name] = Connection(members)
             return
         group, rank = self._parent(), members.index(self.rank)
         if group is None:
             raise TransportError(f"{self._name}: the process group of the model has been destroyed")
+        is_nccl = name != _CONTROL and kind_of_backend(group, self._device) == "nccl"
+        connection = nccl.NcclConnection(members, self._device) if is_nccl else Connection(members)
+        self._connections.by_group[name] = connection
         assert store is not None
-        make = lambda: _make_backend(group, self._device, store, self._timeout, rank, len(members))  # noqa: E731
+
+        where = _Place(store, self._timeout, rank, [self.global_ranks[member] for member in members])
+        make = lambda: _make_backend(where, self._device if is_nccl else None, f"{self._place}.{name}")  # noqa: E731
         with self.explaining("making the communicator in commlib.wrap"):
-            connection.backend = attend(make, self._check_all)
+            connection.backend = attend(make, self._checks(is_nccl))
+        if isinstance(connection, nccl.NcclConnection):
+            self._follow(connection)
+
+    def _follow(self, connection: nccl.NcclConnection) -> None:
+        """Have the works of NCCL's backend watched."""
+        if self._watch is None:
+            fail = weakref.WeakMethod(self._fail)
+            tell = lambda *failed: (own := fail()) and own(*failed)  # noqa: E731
+            self._watch = self._connections.watch = Watch(self._connections, self.timeout_s, tell)
+        self._watch.add(connection)
+
+    def _checks(self, has_limit: bool) -> Callable[[], None]:
+        """Return what raises if a rank has ended or given up; or, of a backend without a limit, if it did not come."""
+        deadline = time.monotonic() + self.timeout_s
+
+        def check() -> None:
+            self._check_all()
+            if has_limit and time.monotonic() > deadline:
+                raise TimeoutError(f"timed out: not connected within {self.timeout_s:g} s")
+
+        return check
 
     def _check_all(self) -> None:
         """Raise if a rank has ended or given up."""
@@ -207,7 +201,7 @@ class TorchTransport(Transport):
     @override
     def split_by_node(self) -> Nodes | None:
         nodes: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.gather_objects(_name_of_node())):
+        for rank, node in enumerate(self.gather_objects(name_of_node())):
             nodes.setdefault(node, []).append(rank)
         sizes = {len(ranks) for ranks in nodes.values()}
         if len(sizes) > 1:
@@ -246,15 +240,26 @@ class TorchTransport(Transport):
         partners = connection.partners(request)
         self._check(partners)
         self.bytes_sent += request.wire_bytes()
-        work = self._issue(connection, request)
-        made = TorchWork(work, connection, partners)
+        staged: Staged | None = None
+        if isinstance(connection, nccl.NcclConnection):
+            made = self._launch(connection, request, partners)
+        else:
+            staged = self._staging and self._staging.stage(request, connection.members.index(self.rank))
+            made = TorchWork(self._issue(connection, staged.request if staged else request), connection, partners)
         if self._lifelines is not None and self._lifelines.has_news:  # which may have come since it was looked at
             self._lifelines.ring()
-        return made
+        return StagedWork(made, staged) if staged else made
+
+    def _launch(self, connection: nccl.NcclConnection, request: Request, partners: Sequence[int]) -> TorchWork:
+        """Issue a request on NCCL, in its turn among all of the device."""
+        what = f"{request.verb} number {connection.num_issued} of the communicator's group {request.group!r}"
+        make = lambda: nccl.NcclWork(self._issue(connection, request), connection, partners, what)  # noqa: E731
+        return nccl.launches.issue(connection, make, self.in_order)
 
     def _check(self, partners: Sequence[int]) -> None:
         """Raise if a collective with these ranks would be in vain."""
-        if self._connections.aborted_s is not None:
+        is_failing = self._watch is not None and self._watch.is_failing
+        if self._connections.aborted_s is not None or is_failing:
             raise EndedError("it was not begun, as this communicator had ended before")
         lines = self._lifelines
         if lines is None or not lines.has_news:
@@ -289,10 +294,10 @@ class TorchTransport(Transport):
             said, unsendable = encode((True, value)), None
         except ConfigError as error:  # told to the others, who wait for this rank
             said, unsendable = encode((False, str(error))), error
-        own = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(self._device)
-        comm = Communicator(self.rank, self.world_size)
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self._device)
-        self.complete(comm.all_gather(sizes, torch.tensor([own.numel()], device=self._device)), what)
+        own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        comm = Communicator(self.rank, self.world_size, _CONTROL if _CONTROL in self._connections.by_group else "all")
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        self.complete(comm.all_gather(sizes, torch.tensor([own.numel()])), what)
         numels = sizes.tolist()
         for rank, numel in enumerate(numels):
             if not 0 < numel <= _MOST_BYTES:
@@ -303,7 +308,7 @@ class TorchTransport(Transport):
         self.complete(comm.all_gather(everyone, padded), what)
         if unsendable is not None:
             raise unsendable
-        rows = everyone.view(self.world_size, -1).cpu().numpy()
+        rows = everyone.view(self.world_size, -1).numpy()
         return [self._told(rank, row[: numels[rank]].tobytes()) for rank, row in enumerate(rows)]
 
     def _told(self, rank: int, data: bytes) -> Any:
@@ -327,6 +332,8 @@ class TorchTransport(Transport):
         """Tell the others that a collective broke, and name who is to blame by what they say; see [Note: lifelines]."""
         if is_own(error):
             return error
+        if isinstance(error, EndedError) and self._unseen is not None:
+            return self._unseen
         lines, text = self._lifelines, str(error).strip().partition("\n")[0] or type(error).__name__
         timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
         if isinstance(error, EndedError):
@@ -354,6 +361,29 @@ class TorchTransport(Transport):
         kind = PeerTimeout if verdict.timed_out else PeerFailure
         return kind(f"{self._name}: {what} failed: {reason}; {who}. Cause: {text}", ranks)
 
+    @property
+    @override
+    def failure(self) -> Exception | None:
+        if self._watch is not None:
+            self._watch.settle(_DIAGNOSIS_S + _GRACE_S)
+        return self._unseen
+
+    @override
+    def on_failure(self, callback: Callable[[Exception], None]) -> None:
+        self._on_failure.append(weakref.WeakMethod(callback))
+        if self._unseen is not None:
+            self._tell(self._unseen)
+
+    def _fail(self, error: Exception, what: str) -> None:
+        """Make what the watch has met the failure. On the watch's thread."""
+        self._unseen = self.diagnose(error, what)
+        self._tell(self._unseen)
+
+    def _tell(self, failure: Exception) -> None:
+        while self._on_failure:
+            if (callback := self._on_failure.pop()()) is not None:
+                callback(failure)
+
     @override
     def bystanders(self) -> set[int]:
         return set() if self._lifelines is None else self._lifelines.bystanders()
@@ -374,38 +404,22 @@ class TorchTransport(Transport):
             self._connections.end(Word.LEFT)
 
 
-def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """Return the group's ranks in the default group; its own ones where torch does not know them."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):
-        return range(group.size())
+def _staging_of(device: torch.device) -> Staging | None:
+    """Return how Gloo gets at tensors on `device`; None: as they are."""
+    return None if device.type == "cpu" else Staging(device)
 
 
-def _name_of_node() -> str:
-    """Return what this rank's node is called: alike for its ranks, different from other nodes."""
-    launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
-    return os.environ.get(NODE_VARIABLE) or launcher
+class _Place(NamedTuple):
+    """Where a backend is made: its part of the store, the transport's timeout, this rank in it, its global ranks."""
+
+    store: dist.Store
+    timeout: timedelta
+    rank: int
+    ranks: Sequence[int]
 
 
-def _make_backend(
-    group: dist.ProcessGroup, device: torch.device, store: dist.Store, timeout: timedelta, rank: int, size: int
-) -> Any:
-    kind = _parent_backend(group, device).name().lower()
-    if kind == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-    if kind == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    raise ConfigError(f"the process group's backend for {device.type} tensors is {kind!r}; expected Gloo or NCCL")
-
-
-def _parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    try:
-        return group._get_backend(device)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the process group has no backend for {device.type} tensors, and the model is on {device}. Initialise "
-            f"it with one, for example 'cpu:gloo,cuda:nccl', or move the model: {error}"
-        ) from None
+def _make_backend(where: _Place, device: torch.device | None, name: str) -> Any:
+    """Return NCCL's backend on `device`; None: Gloo's."""
+    if device is None:
+        return dist.ProcessGroupGloo(where.store, where.rank, len(where.ranks), where.timeout)
+    return nccl.make(where.store, where.rank, device, where.timeout, f"commlib.{name}", where.ranks)

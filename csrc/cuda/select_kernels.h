@@ -197,10 +197,8 @@ COMMLIB_DEVICE void load_items(const SparseArgs& args, Size first, Size count, f
       if constexpr (kHasFeedback) e[k] = element < count ? args.residual[element] : 0.0f;
     }
   }
-  if constexpr (kHasFeedback) {
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) v[k] = v[k] + args.beta * e[k];
-  }
+  for (int k = 0; k < kItems; ++k) v[k] = canonical(kHasFeedback ? v[k] + args.beta * e[k] : v[k]);
 }
 
 COMMLIB_DEVICE void load_candidates(const SparseArgs& args, Size first, Size count, float* v) {

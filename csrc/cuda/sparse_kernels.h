@@ -61,7 +61,7 @@ COMMLIB_DEVICE void zero_sparse_gaps(const SparseArgs& args, int thread) {
 template <class In, bool kHasFeedback>
 COMMLIB_DEVICE float value_at(const SparseArgs& args, Size i) {
   const float x = In::load(static_cast<const typename In::Storage*>(args.x)[i]);
-  return kHasFeedback ? x + args.beta * args.residual[i] : x;
+  return canonical(kHasFeedback ? x + args.beta * args.residual[i] : x);
 }
 
 // The residual of an element of which nothing was sent.

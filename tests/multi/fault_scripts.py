@@ -285,7 +285,7 @@ def ask_a_destroyed_group() -> None:
     """Train, end the default group, and ask for what needs it."""
     import commlib
     from commlib.replica import replica_of
-    from commlib.transport.torch_dist import NODE_VARIABLE
+    from commlib.transport.groups import NODE_VARIABLE
 
     default_group_from_env(timeout_s=60)
     rank = dist.get_rank()

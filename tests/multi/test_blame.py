@@ -21,7 +21,8 @@ import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
 from commlib.transport import connections, torch_dist
 from commlib.transport.base import Communicator, Request
-from commlib.transport.torch_dist import TorchTransport, resolve_group
+from commlib.transport.groups import resolve_group
+from commlib.transport.torch_dist import TorchTransport
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
 from tests.multi.fault_scripts import report, report_error
 from tests.multi.pool import RankExit, on_ranks, start_ranks

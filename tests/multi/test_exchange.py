@@ -21,7 +21,8 @@ from commlib.errors import ConfigError, TransportError
 from commlib.primitives.butterfly import butterfly_all_reduce, halving_all_reduce, split
 from commlib.transport import torch_dist
 from commlib.transport.base import Communication, Communicator
-from commlib.transport.torch_dist import TorchTransport, resolve_group
+from commlib.transport.groups import resolve_group
+from commlib.transport.torch_dist import TorchTransport
 from tests.multi.fault_scripts import TIMEOUT_S, VICTIM, report, train_weights_into_trap
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env

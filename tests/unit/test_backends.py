@@ -10,11 +10,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from commlib.transport import backends
 from commlib.transport.backends import Connection, Connections, TorchWork
-from commlib.transport.base import EndedError
+from commlib.transport.base import EndedError, Exchange
 from commlib.transport.lifelines import KILLED, Peer, Word
+from commlib.transport.point_to_point import GlooExchanges
 
 
 class Backend:
@@ -142,3 +144,31 @@ def test_works_that_do_not_end_with_their_connections_are_abandoned(connections:
     assert stuck.is_abandoned
     with pytest.raises(EndedError):
         stuck.wait()
+
+
+def test_receives_that_were_posted_before_a_send_raised_are_waited_for() -> None:
+    """A work that nobody waits for would keep Gloo writing into memory that is used for something else."""
+
+    class Posted:
+        def __init__(self) -> None:
+            self.was_waited_for = threading.Event()
+
+        def wait(self) -> None:
+            self.was_waited_for.set()
+
+    class Sendless:
+        def __init__(self) -> None:
+            self.posted = Posted()
+
+        def recv(self, *_: Any) -> Posted:
+            return self.posted
+
+        def send(self, *_: Any) -> Posted:
+            raise RuntimeError("closed")
+
+    backend = Sendless()
+    exchanges = GlooExchanges(backend)
+    with pytest.raises(RuntimeError, match="closed"):
+        exchanges.issue(Exchange([(1, torch.ones(1))], [(1, torch.ones(1))], size=2))
+    assert backend.posted.was_waited_for.wait(5)
+    exchanges.end(5.0)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlib.codecs import RandomK, Threshold, TopK
 from commlib.errors import CodecError
 from commlib.kernels import native_ops, native_sparse, reference_ops
 from commlib.kernels.native_codecs import Feedback, Random
@@ -46,7 +47,15 @@ def distributions(rng: np.random.Generator, numel: int) -> list[tuple[str, Float
         ("bait among zeros", among_zeros),
         ("bait and infinities", spoilt),
         ("bits", wild),
+        ("NaN of all kinds", all_kinds_of_nan(rng, numel)),
     ]
+
+
+def all_kinds_of_nan(rng: np.random.Generator, numel: int) -> Floats:
+    """A third NaN, quiet and signalling, of both signs and any payload; a third infinities; the others numbers."""
+    bits = rng.integers(0x7F800001, 0x80000000, numel).astype(np.uint32)
+    bits = np.where(rng.random(numel) < 1 / 3, np.uint32(0x7F800000), bits) | rng.integers(0, 2, numel) << 31
+    return np.where(rng.random(numel) < 1 / 3, rng.standard_normal(numel), bits.astype(np.uint32).view(F32)).astype(F32)
 
 
 def sizes(numel: int) -> list[int]:
@@ -57,6 +66,31 @@ def top_k(x: Floats, places: int, feedback: Feedback | None = None) -> np.ndarra
     out = torch.full((native_sparse.payload_bytes(places),), 0xA5, dtype=torch.uint8)
     native_sparse.encode_top_k(torch.from_numpy(x), places, out, feedback)
     return out.numpy()
+
+
+NAN_BITS = [0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FA00000, 0x7FC00001]
+
+
+@pytest.mark.parametrize("kind", ["topk", "threshold", "randomk"])
+@pytest.mark.parametrize("has_feedback", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_nan_is_the_same_on_the_wire(isa: str, kind: str, has_feedback: bool, dtype: torch.dtype) -> None:
+    """7FC00000, whatever its payload; among them the first ones count, not those of large payloads."""
+    x = torch.zeros(64, dtype=dtype)
+    places = torch.arange(8) * 7 + 1
+    x[places] = torch.from_numpy(np.array(NAN_BITS, np.uint32).view(F32)).to(dtype)
+    codec = {"topk": TopK(4 / 64), "threshold": Threshold(1.0, 4 / 64), "randomk": RandomK(1.0)}[kind]
+    out = torch.empty(codec.payload_bytes(64), dtype=torch.uint8)
+    residual = torch.zeros(64)
+    codec.encode(x, out, feedback=Feedback(residual) if has_feedback else None, random=Random(1))
+    named, values = codec.indices(out, 64), codec.values(out, 64).view(torch.int32)
+    if kind == "randomk":
+        assert values[places].tolist() == [0x7FC00000] * 8
+        assert values.count_nonzero() == 8
+    else:
+        assert named.tolist() == places[:4].tolist()
+        assert values.tolist() == [0x7FC00000] * 4
+    assert not residual.any(), "what is not finite leaves the residual as it was"
 
 
 @pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])

@@ -6,8 +6,11 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+
+from commlib.algorithms.families import transfers
 
 _ALIGNMENT = 16
 
@@ -21,9 +24,11 @@ class Layout:
 
     Attributes:
         nbytes: The buffer's size.
+        is_remote: Whether the tensors are on a device, so that buffers are pinned.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        self.is_remote = transfers.are_remote(tensors)
         dtypes = [dtype or tensor.dtype for tensor in tensors]
         self._kinds = [
             (each.shape, kind, each.numel() * kind.itemsize) for each, kind in zip(tensors, dtypes, strict=True)
@@ -51,10 +56,35 @@ class Copy:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
+        self.buffer = transfers.host_buffer(layout.nbytes, layout.is_remote)
         self.tensors = layout.views(self.buffer)
         self.number = 0
         self.num_readers = 0
+        self._is_remote = layout.is_remote
+        self._copied: Any = None  # the event of the last copies into or out of it, until they are known to be done
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors into it; from a device without waiting, so `wait` before it is read."""
+        self._copied = transfers.copy(self.tensors, tensors)
+
+    def copy_to(self, tensors: Sequence[torch.Tensor], places: Sequence[int] | None = None) -> None:
+        """Copy what lies in it, or at some places, to tensors; `wait` before it changes."""
+        source = self.tensors if places is None else [self.tensors[place] for place in places]
+        self._copied = transfers.copy(tensors, source)
+
+    def on_device_of(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
+        """Return what lies at some places, where tensors like it are: copies, but on the host."""
+        if not self._is_remote:
+            return [self.tensors[place] for place in places]
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+        self.copy_to(copies, places)
+        return copies
+
+    def wait(self) -> None:
+        """Wait until copies from and to a device are done: not on a thread that trains."""
+        copied = self._copied
+        if copied is not None:
+            copied.synchronize()
 
     @property
     def payload(self) -> memoryview:
@@ -104,7 +134,7 @@ class Published:
                 del self._kept[0]
             free = [copy for copy in self._copies if copy not in self._available()]
         copy = free[0] if free else Snapshot(self.layout)
-        torch._foreach_copy_(copy.tensors, list(tensors))
+        copy.fill(tensors)
         copy.number, copy.step = number, step
         with self._lock:
             self._kept.append(copy)
@@ -137,9 +167,11 @@ class Published:
 
     @contextlib.contextmanager
     def holding(self, choose: Callable[[Sequence[Snapshot]], Snapshot | None]) -> Iterator[Snapshot | None]:
-        """Hold the copy that is chosen for the length of the block."""
+        """Hold the copy that is chosen, whole, for the length of the block."""
         copy = self.take(choose)
         try:
+            if copy is not None:
+                copy.wait()
             yield copy
         finally:
             if copy is not None:

@@ -20,22 +20,39 @@ from commlib.transport.mailbox import Message
 PUSH, PULL, PUSH_FOR_CHANGE = 1, 2, 3
 
 
+#: A question: made, or to be made on the thread that sends it, as copies from a device are waited for there.
+Question = Message | Callable[[], Message]
+
+
 class WholeWire:
     """How a shard's pushes and answers are sent: as they are.
 
     Attributes:
+        is_remote: Whether the parameters are on a device.
         pending: What is pushed next.
         received: The weights that came last.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         layout = Layout(tensors)
+        self.is_remote = layout.is_remote
         self.pending, self._sending, self.received = Copy(layout), Copy(layout), Copy(layout)
 
-    def pack(self, num_steps: int) -> tuple[Message, memoryview]:
+    def pack(self, num_steps: int) -> tuple[Question, memoryview]:
         """Return what is pending as a push, and where its answer goes; `pending` may be written again."""
         self.pending, self._sending = self._sending, self.pending
-        return Message(PUSH, self._sending.number, self._sending.payload, num_steps), self.received.payload
+        message = Message(PUSH, self._sending.number, self._sending.payload, num_steps)
+        return self.after_copies(message) if self.is_remote else message, self.received.payload
+
+    def after_copies(self, message: Message) -> Callable[[], Message]:
+        """Return what waits for the copies of what is sent and of the last answer, and returns the message."""
+
+        def wait() -> Message:
+            self._sending.wait()
+            self.received.wait()
+            return message
+
+        return wait
 
     def unpack(self) -> None:
         """Make `received` the weights that have arrived."""
@@ -46,7 +63,9 @@ class CodedWire:
 
     def __init__(self, tensors: Sequence[torch.Tensor], codec: BlockCodec) -> None:
         layout = Layout(tensors, torch.float32)
+        self.is_remote = layout.is_remote
         self.pending, self.received = Copy(layout), Copy(layout)
+        self._sending = Copy(layout) if self.is_remote else self.pending
         self._codec = codec
         numel = self.pending.flat.numel()
         self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
@@ -55,12 +74,31 @@ class CodedWire:
         self._has_base = False  # whether the owner knows what is in `received`
         self._asked_for_change = False
 
-    def pack(self, num_steps: int) -> tuple[Message, memoryview]:
+    def pack(self, num_steps: int) -> tuple[Question, memoryview]:
         """Return the message that pushes what is pending, and where its answer is received."""
-        self._codec.encode(self.pending.flat, self._push, feedback=Feedback(self.residual))
+        self.pending, self._sending = self._sending, self.pending
         self._asked_for_change = self._has_base
         kind, into = (PUSH_FOR_CHANGE, self._change) if self._has_base else (PUSH, self.received.buffer)
-        return Message(kind, self.pending.number, self._push.numpy().data, num_steps), into.numpy().data
+        message = Message(kind, self._sending.number, self._push.numpy().data, num_steps)
+        if self.is_remote:
+            return self.after_copies(message), into.numpy().data
+        self._encode()
+        return message, into.numpy().data
+
+    def after_copies(self, message: Message) -> Callable[[], Message]:
+        """Return what waits for the copies of what is sent and of the last answer, encodes, and returns the message."""
+
+        def encode() -> Message:
+            self._sending.wait()
+            self.received.wait()
+            if message.kind != PULL:
+                self._encode()
+            return message
+
+        return encode
+
+    def _encode(self) -> None:
+        self._codec.encode(self._sending.flat, self._push, feedback=Feedback(self.residual))
 
     def unpack(self) -> None:
         """Make the answer the weights that were received."""
@@ -110,13 +148,15 @@ class Shard(ABC):
 
     def pull(self, ask: Callable[..., None]) -> None:
         """Ask for the newest weights. Returns at once."""
-        self._ask(Message(PULL, self.version, b""), self.wire.received.payload, ask)
+        message = Message(PULL, self.version, b"")
+        question = self.wire.after_copies(message) if self.wire.is_remote else message
+        self._ask(question, self.wire.received.payload, ask)
 
     def has_rested(self) -> bool:
         """Return whether the next push may begin."""
         return time.monotonic() >= self._rests_until_s
 
-    def _ask(self, message: Message, into: memoryview, ask: Callable[..., None]) -> None:
+    def _ask(self, message: Question, into: memoryview, ask: Callable[..., None]) -> None:
         self.is_under_way = True
         self._asked_s = time.monotonic()
         self.has_arrived.clear()
@@ -147,7 +187,7 @@ class Shard(ABC):
             own = [own[place] for place in moving]
             origin = [self._origin[place] for place in moving]
             torch._foreach_sub_(own, origin)
-            torch._foreach_copy_(origin, [self.wire.received.tensors[place] for place in moving])
+            self.wire.received.copy_to(origin, moving)
             torch._foreach_add_(own, origin)
         self._end()
 
@@ -159,7 +199,7 @@ class Shard(ABC):
 
     def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
         """Make the parameters the weights that have arrived, after `pull`."""
-        torch._foreach_copy_(cut(weights, self.pieces), self.wire.received.tensors)
+        self.wire.received.copy_to(cut(weights, self.pieces))
         self._end()
 
     def _end(self) -> None:
@@ -180,27 +220,49 @@ class UpdateShard(Shard):
 
     @override
     def _fill(self, weights: list[torch.Tensor]) -> None:
-        pending = self.wire.pending.tensors
-        torch._foreach_copy_(pending, weights)
-        torch._foreach_sub_(pending, [each.to("cpu") for each in self._origin])
+        pending = self.wire.pending
+        if self.wire.is_remote:  # what is to be sent is computed there
+            pending.fill([w.to(p.dtype) - o for w, p, o in zip(weights, pending.tensors, self._origin, strict=True)])
+        else:
+            pending.fill(weights)
+            torch._foreach_sub_(pending.tensors, self._origin)
         torch._foreach_copy_(self._origin, weights)
 
 
 class GradientShard(Shard):
-    """Pushes the mean of the gradients."""
+    """Pushes the mean of the gradients, which are added up where the parameters are."""
+
+    def __init__(
+        self,
+        owner: int,
+        pieces: Sequence[Piece],
+        tensors: Sequence[torch.Tensor],
+        rest: float,
+        wire: WholeWire | CodedWire,
+    ) -> None:
+        super().__init__(owner, pieces, tensors, rest, wire)
+        dtypes = [each.dtype for each in wire.pending.tensors]
+        pairs = zip(self._origin, dtypes, strict=True) if wire.is_remote else ()
+        self._remote_sum = [torch.empty_like(piece, dtype=dtype) for piece, dtype in pairs]
+
+    @property
+    def _sum(self) -> list[torch.Tensor]:
+        return self._remote_sum if self.wire.is_remote else self.wire.pending.tensors
 
     @override
     def before_step(self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         own = cut(gradients, self.pieces)
         if self.num_pending:
-            torch._foreach_add_(self.wire.pending.tensors, [each.to("cpu") for each in own])
+            torch._foreach_add_(self._sum, own)
         else:
-            torch._foreach_copy_(self.wire.pending.tensors, own)
+            torch._foreach_copy_(self._sum, own)
             self.wire.pending.number = self.version
         self.num_pending += 1
 
     @override
     def _fill(self, weights: list[torch.Tensor]) -> None:
         if self.num_pending > 1:
-            torch._foreach_mul_(self.wire.pending.tensors, 1 / self.num_pending)
+            torch._foreach_mul_(self._sum, 1 / self.num_pending)
+        if self.wire.is_remote:
+            self.wire.pending.fill(self._sum)
         torch._foreach_copy_(self._origin, weights)

@@ -55,6 +55,7 @@ class WeightChannel(OpenChannel):
         self._schedule = Schedule(declared, progress)
         self._settings = settings
         self._round: Round | None = None
+        line.transport.in_order = not declared.asynchronous
         needs_votes = declared.asynchronous and not line.transport.stands_for_all
         self._votes = Votes(line.transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
