@@ -143,6 +143,14 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
+def note(name: str, has_failed: bool = False, **facts: Any) -> None:
+    """Add a figure to the results of a check on a GPU (scripts/gpu_check), where this runs as a part of one."""
+    if os.environ.get("COMMLIB_GPU_RESULTS"):
+        from tests.gpu import results
+
+        results.add(name, results.FAILED if has_failed else results.PASSED, **facts)
+
+
 def print_table(table: Table) -> None:
     """Print a table, at its full width where the output is a file or a pipe."""
     out = Console()

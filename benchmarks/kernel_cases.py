@@ -13,7 +13,7 @@ import torch
 
 from commlib import codecs
 from commlib.codecs import Feedback, Random
-from commlib.kernels import native, native_codecs
+from commlib.kernels import cuda_codecs, native, native_codecs
 
 INPUTS = 8  # of decode-sum and decode-sum-encode
 RATIO, THRESHOLD = 0.01, 2.6  # of normally distributed elements, 0.93 % reach the threshold
@@ -51,7 +51,7 @@ class Tensors:
 
 
 def new_tensors(numel: int, device: str) -> Tensors:
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(numel, generator=torch.Generator(device).manual_seed(0), device=device)
     return Tensors(x, torch.zeros_like(x), torch.zeros_like(x))
 
 
@@ -150,11 +150,10 @@ def _sparse(codec: Any, tensors: Tensors) -> list[Kernel]:
 def _rotation(tensors: Tensors) -> list[Kernel]:
     x, out, random = tensors.x, tensors.out, Random(seed=1)
     moved = 2 * x.nbytes
-    if x.device.type != "cpu":
-        return []
+    executor = native_codecs if x.device.type == "cpu" else cuda_codecs
     return [
-        Kernel("rotate", ROTATION, moved, lambda: native_codecs.rotate(x, out, random)),
-        Kernel("rotate back", ROTATION, moved, lambda: native_codecs.rotate(x, out, random, is_inverse=True)),
+        Kernel("rotate", ROTATION, moved, lambda: executor.rotate(x, out, random)),
+        Kernel("rotate back", ROTATION, moved, lambda: executor.rotate(x, out, random, is_inverse=True)),
     ]
 
 
@@ -171,6 +170,8 @@ def peers_of(name: str, tensors: Tensors) -> list[Kernel]:
         made += _selections(x)
     if name == "uint8_minmax":
         made.append(_peer("torch min, max, round", "torch", x.nbytes * 5 // 4, lambda: _torch_uint8(x), "encode", name))
+    if name == "int8" and _has("triton") and x.is_cuda:
+        made += _triton(tensors)
     if name in ("int8", "uint8_minmax") and _has("fbgemm_gpu") and x.numel() % 256 == 0:
         made += _fbgemm(name, tensors)
     if name == "int8" and _has("bitsandbytes") and x.numel() % 256 == 0:
@@ -214,6 +215,17 @@ def _torch_uint8(x: torch.Tensor) -> torch.Tensor:
     rows = x.view(-1, 256) if x.numel() % 256 == 0 else x.view(1, -1)
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     return ((rows - low) * (255 / (high - low).clamp_min(1e-30))).round_().to(torch.uint8)
+
+
+def _triton(tensors: Tensors) -> list[Kernel]:
+    from triton_peer import Int8
+
+    peer, x, out = Int8(tensors.x), tensors.x, tensors.out
+    moved = x.nbytes + peer.nbytes
+    return [
+        _peer("Triton int8", "triton", moved, lambda: peer.encode(x), "encode", "int8"),
+        _peer("Triton int8", "triton", moved, lambda: peer.decode(out), "decode", "int8"),
+    ]
 
 
 def _fbgemm(name: str, tensors: Tensors) -> list[Kernel]:

@@ -1,14 +1,16 @@
 """Time the codec kernels against memcpy and against what else there is, all in the same run.
 
 python benchmarks/kernels.py --sizes 4KiB,1MiB,64MiB,1GiB --threads 1,2 --json out.json --plot out.png
+python benchmarks/kernels.py --device cuda --elements 100e6,16e6,1e6 --peer-size 1GiB --json out.json
 
 Each kernel's time is compared with the time that memcpy needs for as many bytes as the kernel must move (`limit`):
 reads and writes counted once each, as if every tensor passed through the core exactly once. The kernels of a codec,
 memcpy and a non-temporal copy take turns, in rotating order, on preallocated buffers, and each turn begins with a call
 that is not timed, so that what fits into the cache is there; a figure is the median. A sum and an
 addition by torch show what plain work gains from more threads. The crossover of a codec is the
-bandwidth below which encoding, sending and decoding take less time than sending fp32. On a GPU (--device cuda) a call
-lasts until the device is done.
+bandwidth below which encoding, sending and decoding take less time than sending fp32. On a GPU (--device cuda) a time
+is the device's own, between two events; calls are queued while the device sleeps, so that it never waits for the host,
+and what the host needs to queue one is measured apart (gpu_timing.py).
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
+import gpu_timing
 import harness
 import numpy as np
 import torch
@@ -41,11 +43,13 @@ _NAMES = [*codecs.by_name, ROTATION]
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4KiB,64KiB,1MiB,16MiB,64MiB", help="bytes of the fp32 tensor")
+    parser.add_argument("--elements", help="elements of the fp32 tensor, as 1e6,16e6; in the place of --sizes")
     parser.add_argument("--threads", default="1", help="numbers of threads, comma-separated")
     parser.add_argument("--codecs", help=f"names, comma-separated, {ROTATION} among them; all by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--reps", type=int, default=15, help="timed calls of each kernel")
     parser.add_argument("--seconds", type=float, default=20, help="a codec's turns end after that, but not before 3")
+    parser.add_argument("--total-seconds", type=float, default=float("inf"), help="no codec is begun after that")
     parser.add_argument(
         "--peer-size", default="64MiB", help="other libraries are measured up to this size; 0B for none"
     )
@@ -57,6 +61,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.sizes = [parse_bytes(size) for size in args.sizes.split(",")]
+        if args.elements:
+            args.sizes = [4 * int(float(count)) for count in args.elements.split(",")]
         args.peer_size = parse_bytes(args.peer_size)
         args.threads = [int(threads) for threads in args.threads.split(",")]
         args.codecs = args.codecs.split(",") if args.codecs else _NAMES
@@ -76,15 +82,13 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit if "I" in unit or unit == "B" else unit[0] + "IB"])
 
 
-def measure(made: list[Kernel], reps: int, seconds: float, finish: Callable[[], object]) -> list[float]:
-    """Return the median seconds of each kernel; they take turns. `finish` waits until the device is done."""
+def measure(made: list[Kernel], reps: int, seconds: float) -> list[float]:
+    """Return the median seconds of each kernel on the CPU; they take turns."""
     calls = []
     for kernel in made:
         kernel.run()
-        finish()
         start = time.perf_counter()
         kernel.run()
-        finish()
         calls.append(max(1, int(_LEAST_S / max(time.perf_counter() - start, 1e-9))))
     spent: list[list[float]] = [[] for _ in made]
     begin = time.perf_counter()
@@ -93,11 +97,9 @@ def measure(made: list[Kernel], reps: int, seconds: float, finish: Callable[[], 
             break
         for place in rotation(len(made), repetition):
             made[place].run()  # not timed: what fits into the cache is there, whatever the others have evicted
-            finish()
             start = time.perf_counter()
             for _ in range(calls[place]):
                 made[place].run()
-            finish()
             spent[place].append((time.perf_counter() - start) / calls[place])
     return [float(np.median(values)) for values in spent]
 
@@ -122,6 +124,23 @@ def rows_of(made: list[Kernel], medians: list[float], numel: int, device: str, t
         row |= {"gb_per_s": kernel.bytes_moved / median_s / 1e9, "limit_s": limit_s}
         result.append({**row, "fraction_of_limit": limit_s / median_s, "peers_s": peers})
     return result
+
+
+def noted(rows: list[dict[str, Any]], made: list[Kernel], host_s: list[float]) -> list[dict[str, Any]]:
+    """Add what the host needs for a call, where it was measured, and tell a check on a GPU of each row."""
+    host = {(kernel.name, kernel.codec): seconds for kernel, seconds in zip(made, host_s, strict=False)}
+    for row in rows:
+        if host:
+            row["host_s"] = host[row["kernel"], row["codec"]]
+        facts = {"ms": row["median_s"] * 1e3, "gb_per_s": row["gb_per_s"], "of_copy": row["fraction_of_limit"]}
+        facts |= {f"{name} ms": seconds * 1e3 for name, seconds in row["peers_s"].items()}
+        facts |= {"host_us": row["host_s"] * 1e6} if host else {}
+        goal = gpu_timing.goal_of(row["kernel"], row["codec"]) if row["numel"] >= gpu_timing.LARGE else None
+        if goal is not None:
+            facts |= {"goal": goal, "is": "met" if row["fraction_of_limit"] >= goal else "MISSED"}
+        name = f"{row['codec']} {row['kernel']}, {row['numel'] / 1e6:g} M"
+        harness.note(name, shown=goal is not None or row["codec"] == "-", **facts)
+    return rows
 
 
 def crossovers(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -192,7 +211,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all that is asked for; return its rows."""
     columns = (TextColumn("{task.description:40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    finish = torch.cuda.synchronize if args.device.startswith("cuda") else lambda: None
+    is_cuda, begin = args.device.startswith("cuda"), time.perf_counter()
     rows: list[dict[str, Any]] = []
     hidden = not harness.console.is_terminal
     with Progress(*columns, console=harness.console, transient=True, disable=hidden) as progress:
@@ -200,13 +219,20 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for nbytes in args.sizes:
             tensors = new_tensors(nbytes // 4, args.device)
             for name in args.codecs:
+                if time.perf_counter() - begin > args.total_seconds:
+                    harness.console.print(f"no time for {name} of {nbytes / 2**20:g} MiB (--total-seconds)")
+                    continue
                 peers = peers_of(name, tensors) if nbytes <= args.peer_size else []
                 made = [*copies(tensors), *kernels_of(name, tensors), *shared_by_threads(tensors), *peers]
                 for threads in args.threads:
                     torch.set_num_threads(threads)
                     progress.update(task, description=f"{nbytes / 2**20:g} MiB, {threads} threads, {name}")
-                    medians = measure(made, args.reps, args.seconds, finish)
-                    rows += rows_of(made, medians, nbytes // 4, args.device, threads)
+                    host_s: list[float] = []
+                    if is_cuda:
+                        medians, host_s = gpu_timing.measure(made, args.reps, args.seconds)
+                    else:
+                        medians = measure(made, args.reps, args.seconds)
+                    rows += noted(rows_of(made, medians, nbytes // 4, args.device, threads), made, host_s)
                     progress.advance(task)
                 tensors.residual.zero_()
                 tensors.out.zero_()

@@ -131,8 +131,10 @@ def draw(spans: list[tuple[str, str, str, float, float]], title: str, path: path
             row, duration_ms, left=start_ms, height=height, color=_COLOURS[kind], edgecolor="#808080", linewidth=0.3,
             zorder=2 if kind in _COMPUTATION else 3,
         )  # fmt: skip
-        if kind == "wire" and (bucket := label.partition("bucket ")[2].split()[:1]):
-            ax.text(start_ms + duration_ms / 2, row, bucket[0], ha="center", va="center", fontsize=6, zorder=4)
+        if kind == "wire":
+            number = label.partition("bucket ")[2].split()[:1]
+            name = number[0] if number else "flags" if "flags" in label else ""
+            ax.text(start_ms + duration_ms / 2, row, name, ha="center", va="center", fontsize=6, zorder=4)
     for kind, colour in _COLOURS.items():
         ax.barh(0, 0, color=colour, edgecolor="#808080", linewidth=0.3, label=kind)
     ax.set_yticks([0, 1, 2 + 0.55 * (len(row_ends) - 1) / 2], _LANES)

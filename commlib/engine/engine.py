@@ -135,6 +135,7 @@ class Engine:
 
     def _step_begins(self, has_closure: bool) -> None:
         for channel in self.channels:
+            channel.line.check_streams()
             channel.begin_step(has_closure)
 
     def _step_ends(self) -> None:

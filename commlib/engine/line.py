@@ -40,6 +40,7 @@ class Line:
         self.comm = Communicator(transport.rank, transport.world_size)
         self.error: BaseException | None = None
         self.when_ended: list[Callable[[BaseException], object]] = []
+        transport.on_failure(self.abandon)
         if ends_with is not None:
             own = weakref.ref(self)
             ends_with.when_ended.append(lambda error: (line := own()) and line.abandon(error))
@@ -68,6 +69,16 @@ class Line:
                 f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot go on: "
                 f"{self.error or type(self.error).__name__}"
             ) from self.error
+
+    def check_streams(self) -> None:
+        """Raise what ended collectives that only streams wait for: what these have done since is void.
+
+        Raises:
+            CommlibError: As `check`.
+        """
+        if (failure := self.transport.failure) is not None:
+            self.abandon(failure)
+            self.check()
 
     def abandon(self, error: BaseException) -> None:
         """End the line for good. Peers that wait for this rank are told by its abort."""

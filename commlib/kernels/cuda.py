@@ -85,17 +85,17 @@ def _function(kernel: Kernel, device_idx: int) -> int:
     architecture = architecture_for(torch.cuda.get_device_capability(device_idx), supported_architectures())
     with _compiling:
         try:
-            return _loaded(cubin(kernel, architecture))
+            return _loaded(kernel, cubin(kernel, architecture))
         except Exception as error:
             if isinstance(error, CodecError):
                 raise
             # Whole, by its digest, and yet refused: made for another device or by another compiler.
             _log.warning("compiling %s again, as the driver refused the cached kernel: %s", kernel.call, error)
-            return _loaded(cubin(kernel, architecture, ignores_cache=True))
+            return _loaded(kernel, cubin(kernel, architecture, ignores_cache=True))
 
 
-def _loaded(image: bytes) -> int:
-    return _driver().moduleGetFunction(_driver().moduleLoadData(image), "kernel")
+def _loaded(kernel: Kernel, image: bytes) -> int:
+    return _driver().moduleGetFunction(_driver().moduleLoadData(image), kernel.symbol)
 
 
 # --- CuPy's bindings --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,14 @@ class Kernel:
     call: str
     args: str
 
-    def source(self, name: str = "kernel") -> str:
-        """Return the program that defines the kernel `name`."""
+    @property
+    def symbol(self) -> str:
+        """The kernel's name in its machine code, and so in a profiler's trace."""
+        return "commlib_" + re.sub(r"\W+", "_", self.call).strip("_")
+
+    def source(self, name: str | None = None) -> str:
+        """Return the program that defines the kernel, as `name` or by its symbol."""
+        name = name or self.symbol
         return (
             f'#include "{self.header}"\n'
             f'extern "C" __global__ void __launch_bounds__(kThreads) '

@@ -103,7 +103,7 @@ class Frozen(Mlp):
 def data(step: int, rank: int, *shape: int) -> Tensor:
     """Return values `[*shape] float32` that depend on the step and the rank alone."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(*shape, generator=generator, dtype=torch.float32)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(_device)
 
 
 def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
@@ -123,7 +123,7 @@ def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:
     """Build a model that is the same on all ranks; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return kind()
+        return kind().to(_device)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -132,12 +132,19 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def joined(tensors: Any) -> Tensor:
-    """Return a copy of all tensors, one after the other, `[numel] float64` (complex ones as pairs)."""
+    """Return a copy of all tensors, one after the other, `[numel] float64` (complex ones as pairs), on the CPU."""
     whole = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    return torch.cat([t.detach().reshape(-1).double() for t in whole]) if whole else torch.zeros(0)
+    return torch.cat([t.detach().reshape(-1).double() for t in whole]).cpu() if whole else torch.zeros(0)
 
 
 _group: Any = None
+_device = torch.device("cpu")
+
+
+def set_device(device: torch.device) -> None:
+    """Let models and data be made on this device."""
+    global _device
+    _device = device
 
 
 def set_group(group: Any) -> None:

@@ -30,10 +30,14 @@ class Guarded:
         self.tensor = room[SLACK : SLACK + flat.nbytes].view(flat.dtype).view(flat.shape)
         self.tensor.copy_(flat)
 
-    def numpy(self) -> np.ndarray:
-        """The values, after the surroundings were looked at."""
+    def check(self) -> None:
+        """Look at the surroundings."""
         edges = torch.cat([self._room[:SLACK], self._room[self._room.numel() - SLACK :]])
         assert bool((edges == 0xA5).all()), "written outside of a buffer"
+
+    def numpy(self) -> np.ndarray:
+        """The values, after the surroundings were looked at."""
+        self.check()
         return self.tensor.cpu().numpy()
 
 

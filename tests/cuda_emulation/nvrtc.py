@@ -26,6 +26,8 @@ def libraries() -> dict[int, str]:
         paths = [path for folder in folders for path in folder.glob(f"*/lib/libnvrtc.so.{major}")]
         name = str(paths[0]) if paths else f"libnvrtc.so.{major}"
         try:
+            for part in paths[0].parent.glob(f"libnvrtc-builtins.so.{major}*") if paths else ():
+                ctypes.CDLL(str(part))  # which the library looks for by its name alone
             ctypes.CDLL(name)
         except OSError:
             continue

@@ -1,26 +1,23 @@
 """The CUDA executor on a GPU, against the NumPy reference, byte for byte. Skipped where there is no GPU.
 
-On a machine with a GPU: scripts/setup with torch's CUDA build, then
+`scripts/gpu_check` runs these tests and all others that need a GPU. By themselves they run where torch has CUDA:
 
-    .venv/bin/pip install 'cupy-cuda13x>=14'          # or cupy-cuda12x; `commlib doctor` says what is missing
+    pip install 'cupy-cuda13x>=14'          # or cupy-cuda12x; `commlib doctor` says what is missing
     scripts/test tests/gpu -v
 
-The cases are those of tests/unit/test_cuda_emulated.py. With NVIDIA's compute-sanitizer, which finds accesses outside
-of tensors, races in shared memory, and reads of what was never written (torch's allocator is turned off, so that
-tensors do not share blocks of memory):
+The cases are those of tests/unit/test_cuda_emulated.py. NVIDIA's compute-sanitizer finds accesses outside of tensors,
+races in shared memory, and reads of what was never written (torch's allocator is turned off, so that tensors do not
+share blocks of memory):
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     for tool in memcheck racecheck initcheck synccheck; do
-      compute-sanitizer --tool $tool --error-exitcode 9 .venv/bin/python -m pytest tests/gpu -v -p no:cacheprovider \
-        --timeout 3600 -k "not in_memory"
+      compute-sanitizer --tool $tool --error-exitcode 9 .venv/bin/python -m pytest tests/gpu/test_sanitized.py -v
     done
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -32,6 +29,7 @@ from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs
 from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS
 from tests.cuda_emulation import cases
+from tests.gpu.waits import no_waiting, waits_of
 from tests.unit.test_block_codecs import IDS, STOCHASTIC
 
 pytestmark = [
@@ -48,16 +46,6 @@ def device() -> torch.device:
     except CodecError as error:
         pytest.skip(str(error))
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """An error for whatever makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", BLOCK_CODECS)
@@ -190,6 +178,7 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
         use()  # compiles, and copies the segments
         with no_waiting():
             use()
+        assert waits_of(use) == []
     for codec in (TopK(0.01), RandomK(0.01), Threshold(2.0)):
         payload = torch.empty(codec.payload_bytes(100_000), dtype=torch.uint8, device=device)
 
@@ -202,6 +191,7 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
         use_sparse()
         with no_waiting():
             use_sparse()
+        assert waits_of(use_sparse) == []
     with no_waiting():
         cuda_codecs.rotate(x, x, Random(1))
 

@@ -102,7 +102,7 @@ class FakeDriver:
         return 7
 
     def moduleGetFunction(self, module: int, name: str) -> int:
-        assert (module, name) == (7, "kernel")
+        assert (module, name) == (7, "commlib_decode_Int8_Float32_false")
         return 8
 
     def launchKernel(self, *arguments: int) -> None:

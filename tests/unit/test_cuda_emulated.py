@@ -19,7 +19,7 @@ from commlib.kernels import cuda, cuda_args, cuda_codecs, cuda_sparse, native_co
 from commlib.kernels.checks import CPU, Feedback, Random
 from commlib.kernels.cuda_args import SHAPES
 from commlib.kernels.reference import BLOCK_CODECS, F32
-from tests.cuda_emulation import cases, emulator
+from tests.cuda_emulation import cases, emulator, random_cases
 from tests.unit.test_block_codecs import IDS, STOCHASTIC
 
 pytestmark = [
@@ -225,3 +225,25 @@ def test_bad_arguments_are_named(emulated: emulator.Launches) -> None:
             call()
     assert emulated.calls == []
     assert bool((good == 0xA5).all()), "nothing may be written"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_drawn_at_random_have_the_cpu_s_bytes(seed: int, emulated: emulator.Launches) -> None:
+    random_cases.check_block_codec(seed, CPU, 3000)
+    random_cases.check_sparse_codec(seed, CPU, 20_000)
+
+
+def test_what_is_not_written_is_found(emulated: emulator.Launches) -> None:
+    """An executor that leaves out a byte, or writes behind its output, does not pass."""
+
+    def call(executor, tensors) -> None:
+        out = tensors.room("out", 40)
+        out[: 39 if executor == "leaves one out" else 40] = 7
+        if executor == "writes behind":
+            torch.as_strided(out, (41,), (1,))[40] = 7
+
+    random_cases.compare(call, "right", "right", CPU, "the same")
+    with pytest.raises(AssertionError, match="1 bytes of out differ, the first at 39"):
+        random_cases.compare(call, "right", "leaves one out", CPU, "it")
+    with pytest.raises(AssertionError, match="written outside of a buffer"):
+        random_cases.compare(call, "right", "writes behind", CPU, "it")

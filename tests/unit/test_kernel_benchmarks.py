@@ -13,6 +13,7 @@ import torch
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import gpu_timing  # noqa: E402
 import kernel_cases  # noqa: E402
 import kernels  # noqa: E402
 
@@ -123,3 +124,60 @@ def test_a_short_run_writes_rows_and_a_plot(tmp_path):
         check=False,
     )
     assert again.returncode == 0, again.stderr
+
+
+class FakeEvent:
+    """An event of a device whose kernels take as long as the test says."""
+
+    clock_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = FakeEvent.clock_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_times_on_a_gpu_are_the_device_s_behind_a_sleep(monkeypatch):
+    slept = []
+
+    def call(ms: float):
+        def run() -> None:
+            FakeEvent.clock_ms += ms
+
+        return kernel_cases.Kernel("k", "c", 1, run)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    medians, host_s = gpu_timing.measure([call(2.0), call(0.5)], reps=5, seconds=60)
+    assert medians == pytest.approx([2e-3, 5e-4])
+    assert len(host_s) == 2
+    assert len(slept) == 10
+    assert min(slept) >= 1e-4 * 1e9, "shorter than what the host needs to queue"
+
+
+def test_goals_are_those_of_large_tensors():
+    assert gpu_timing.goal_of("encode", "int4") == 0.85
+    assert gpu_timing.goal_of("encode + feedback", "topk") == 0.5
+    assert gpu_timing.goal_of("encode + feedback", "int4") is None
+    assert gpu_timing.goal_of("encode", "topk") is None
+    assert gpu_timing.goal_of("memcpy", "-") is None
+
+
+def test_a_check_is_told_of_each_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("COMMLIB_GPU_RESULTS", str(tmp_path / "results.jsonl"))
+    made = [kernel("memcpy", "-", 8000), kernel("encode", "int8", 5000, 1000)]
+    rows = kernels.rows_of(made, [4.0, 5.0], 10**8, "cuda", 1)
+    assert kernels.noted(rows, made, [0.1, 0.2])[1]["host_s"] == 0.2
+    copy, encode = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert (encode["of_copy"], encode["goal"], encode["is"]) == (0.5, 0.85, "MISSED")
+    assert encode["name"] == "int8 encode, 100 M"
+    assert "goal" not in copy
+
+
+def test_elements_in_the_place_of_sizes():
+    assert kernels.parse_args(["--elements", "1e6,100"]).sizes == [4_000_000, 400]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from commlib.engine.planning.readiness import Clock
 from commlib.engine.planning.trials import Trials
 from commlib.engine.rounds.streams import StreamDriver
 from commlib.engine.rounds.task import Round, Task
+from commlib.errors import CommlibError, PeerFailure, PeerTimeout
 from commlib.replica import replica_of
 from commlib.transport.base import AllReduce, Communication, Request
 
@@ -193,3 +195,41 @@ def test_gradients_that_exist_are_not_on_the_device_twice_while_buckets_change()
             slot.param.grad = None
         kept[parks] = buckets._memory is memory
     assert kept == {True: True, False: False}
+
+
+# --- Failures that no wait shows -------------------------------------------------------------------------------------
+
+
+def trained() -> tuple[Any, Any]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    commlib.wrap(model, commlib.algorithms.DGC(), optimizer=optimizer, bucket_cap_mb=1.0)
+    model(torch.ones(4, 3)).sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("group")
+def test_a_failure_that_streams_do_not_show_is_raised_before_the_step_takes_it_for_a_result() -> None:
+    model, optimizer = trained()
+    before = model.weight.detach().clone()
+    transport = replica_of(model).engine.transport
+    with mock.patch.object(type(transport), "failure", PeerTimeout("rank 1 is late")):
+        with pytest.raises(CommlibError, match="rank 1 is late"):
+            optimizer.step()
+        with pytest.raises(CommlibError, match="rank 1 is late"):
+            model(torch.ones(4, 3)).sum().backward()
+    assert torch.equal(model.weight, before)
+    commlib.unwrap(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_what_a_watch_reports_from_its_thread_ends_the_communication() -> None:
+    model, _ = trained()
+    transport: Any = replica_of(model).engine.transport
+    thread = threading.Thread(target=transport._tell, args=(PeerFailure("rank 1 ended"),))
+    thread.start()
+    thread.join()
+    with pytest.raises(CommlibError, match="rank 1 ended") as caught:
+        model(torch.ones(4, 3))
+    assert isinstance(caught.value.__cause__, PeerFailure)
+    commlib.unwrap(model)

@@ -247,6 +247,7 @@ class GradientChannel(OpenChannel):
         """Wait for a round and make its results the gradients, or leave those as they are."""
         start = time.perf_counter()
         round_.wait()
+        self.line.check_streams()
         exposed_s = time.perf_counter() - start
         if publishes:
             names = frozenset(self._parameters[idx].name for idx in round_.publish())
