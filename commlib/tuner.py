@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -31,6 +31,7 @@ from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.engine.engine import Engine
 from commlib.engine.planning.plan import Parameter
+from commlib.engine.planning.readiness import Clock
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.simulation.compare import hierarchical_form
@@ -103,7 +104,7 @@ class Tuner:
         self._connect = connect
         self._synchronize = synchronize
         self._find_nodes()
-        self._watch = _Watch()
+        self._watch = _Watch(Clock(engine.device))
         self.times: Times | None = None
         self._expected_s: float | None = None
         self._bias: dict[str, float] = {}
@@ -129,7 +130,7 @@ class Tuner:
             return
         if self.choice is not None and not self._engine.algorithm.channel.keeps_step:
             return  # ranks do not keep step, so they cannot meet
-        self._watch.step_begins(self._engine.gradients.last.exposed_s)
+        self._watch.step_begins(self._engine.gradients.last.waited)
         if self.choice is None:
             if self._engine.gradients.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
                 self.times = self._agree_on_times()
@@ -345,47 +346,57 @@ def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:
 
 
 class _Watch:
-    """The times of steps on this rank."""
+    """The times of steps on this rank.
 
-    def __init__(self) -> None:
-        self._begins_s: list[float] = []
-        self._forwards_s: list[float] = []
-        self._exposed_s: list[float] = []
+    Args:
+        clock: The model's: on CUDA moments are events of its stream, which are read when a figure is asked for.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begins: list[Any] = []
+        self._forwards: list[tuple[Any, Any]] = []
+        self._waits: list[tuple[Any, Any] | None] = []
         self._processor_s: list[float] = []
 
     @property
     def num_steps(self) -> int:
         """How many steps were seen whole."""
-        return max(0, len(self._begins_s) - 1)
+        return max(0, len(self._begins) - 1)
 
-    def step_begins(self, exposed_s: float) -> None:
-        """A forward begins; `exposed_s` is how long the step before it waited for communication."""
-        self._begins_s.append(time.perf_counter())
+    def step_begins(self, waited: tuple[Any, Any] | None) -> None:
+        """A forward begins; `waited`: between which moments the step before it waited for communication."""
+        self._begins.append(self._clock.now())
         self._processor_s.append(time.thread_time())
-        self._exposed_s.append(exposed_s)
+        self._waits.append(waited)
 
     def forward_ends(self) -> None:
         """A forward has ended."""
-        self._forwards_s.append(time.perf_counter() - self._begins_s[-1])
+        self._forwards.append((self._begins[-1], self._clock.now()))
+
+    def _seconds(self, spans: Iterable[tuple[Any, Any] | None]) -> list[float]:
+        self._clock.arrive(self._begins[-1])  # the youngest of all
+        return [0.0 if span is None else self._clock.seconds(*span) for span in spans]
 
     @property
     def uses_processor(self) -> bool:
         """Whether this thread was busy for most of a step, waiting for communication apart."""
         spent_s = self._processor_s[-1] - self._processor_s[0]
-        return spent_s > 0.5 * (self._begins_s[-1] - self._begins_s[0] - sum(self._exposed_s[1:]))
+        (all_s,) = self._seconds([(self._begins[0], self._begins[-1])])
+        return spent_s > 0.5 * (all_s - sum(self._seconds(self._waits[1:])))
 
     def forward_and_rest_s(self, backward_s: float) -> tuple[float, float]:
         """Return the medians of forward, and of what is left of a step without backward and waiting."""
-        ends = zip(self._begins_s[1:], self._exposed_s[1:], strict=True)
-        steps = [end_s - begin_s - waited_s for begin_s, (end_s, waited_s) in zip(self._begins_s, ends, strict=False)]
-        forward_s = median(self._forwards_s)
-        return forward_s, max(0.0, median(steps) - forward_s - backward_s)
+        steps_s = self._seconds(itertools.pairwise(self._begins))
+        rests_s = [step_s - waited_s for step_s, waited_s in zip(steps_s, self._seconds(self._waits[1:]), strict=True)]
+        forward_s = median(self._seconds(self._forwards))
+        return forward_s, max(0.0, median(rests_s) - forward_s - backward_s)
 
     def begin_window(self) -> None:
         """Forget what was before now."""
-        self._begins_s, self._processor_s = self._begins_s[-1:], self._processor_s[-1:]
-        self._exposed_s, self._forwards_s = [], []
+        self._begins, self._processor_s = self._begins[-1:], self._processor_s[-1:]
+        self._waits, self._forwards = [], []
 
     def window_s(self, part_steps: int) -> float:
         """Return the mean seconds of a step in the median part of the window."""
-        return median(b - a for a, b in itertools.pairwise(self._begins_s[::part_steps])) / part_steps
+        return median(self._seconds(itertools.pairwise(self._begins[::part_steps]))) / part_steps

@@ -28,6 +28,7 @@ import torch
 from commlib.algorithms.base import Algorithm, Context
 from commlib.engine.planning.cost import Scratch, as_square, scratch_buckets
 from commlib.engine.planning.plan import Parameter, main_group
+from commlib.engine.planning.readiness import Clock
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import GLOO, NCCL, TransportProfile
@@ -43,7 +44,6 @@ _LARGE_S, _SMALL_S = 0.05, 0.04
 _LARGE_COUNT, _MAX_SMALL_COUNT = 2, 16
 _REPETITIONS = 3
 _BUSY_S = 0.08
-_COPY_BYTES = 32 << 20
 _WORK_BYTES = 4 << 20
 _EVICTED_BYTES = 32 << 20
 
@@ -178,13 +178,8 @@ def work_factor(
     (measured,) = scratch_buckets(1, shapes, device, group)
     meter = Meter(found)
     with meter.active():
-        said_s = _local_work(algorithm, world_size, said_of, meter.seconds)()
-
-    def now() -> float:
-        _wait_for(device)
-        return time.perf_counter()
-
-    run = _local_work(algorithm, world_size, measured, now)
+        said_s = _local_work(algorithm, world_size, said_of, _MeterClock(meter))()
+    run = _local_work(algorithm, world_size, measured, Clock(device))
     run()
     seconds = median(run() for _ in range(_REPETITIONS))
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
@@ -224,10 +219,19 @@ def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found or as_square(_WORK_BYTES)
 
 
-def _local_work(
-    algorithm: Algorithm, world_size: int, bucket: Scratch, now: Callable[[], float]
-) -> Callable[[], float]:
-    """Return a function that communicates the scratch bucket with echoes of itself, and returns its seconds by `now`.
+class _MeterClock(Clock):
+    """The seconds that a meter has counted."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(torch.device("meta"))
+        self._meter = meter
+
+    def now(self) -> float:
+        return self._meter.seconds()
+
+
+def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: Clock) -> Callable[[], float]:
+    """Return a function that communicates the scratch bucket with echoes of itself, and returns its seconds.
 
     The echoes, and what else is done between two pieces of work, are not among them.
     """
@@ -241,14 +245,15 @@ def _local_work(
     @torch.no_grad()
     def run() -> float:
         bucket.flat.copy_(values)
-        seconds, generator = 0.0, algorithm.communicate(bucket, comm)
+        spans, generator = [], algorithm.communicate(bucket, comm)
         while True:
             other.add_(1.0)
-            start_s = now()
+            start = clock.now()
             request = next(generator, None)
-            seconds += now() - start_s
+            spans.append((start, clock.now()))
             if request is None:
-                return seconds
+                clock.arrive(spans[-1][1])
+                return sum(clock.seconds(*span) for span in spans)
             _echo(request)
 
     return run
@@ -394,29 +399,33 @@ def _share_of_cores() -> float:
     return (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
 
 
-def _rate(run: Callable[[], object], amount: float, device: torch.device) -> float:
+def _rate(run: Callable[[], object], amount: float, clock: Clock) -> float:
     """Return `amount` over the least seconds of a few runs: what one rank alone would see."""
     run()
     found = []
     for _ in range(_REPETITIONS):
-        _wait_for(device)
-        start_s = time.perf_counter()
+        start = clock.now()
         run()
-        _wait_for(device)
-        found.append(time.perf_counter() - start_s)
+        end = clock.now()
+        clock.arrive(end)
+        found.append(clock.seconds(start, end))
     return amount / min(found)
 
 
 def _describe_device(device: torch.device) -> tuple[float, float, float]:
-    """Return the copy rate in GB/s, TFLOP/s of matrix products in fp32, and the microseconds of a small operation."""
-    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
-    target, square, small = torch.empty_like(source), source.new_ones(512, 512), source.new_ones(16)
+    """Return the copy rate in GB/s, TFLOP/s of matrix products in fp32, and the microseconds of a small operation.
+
+    The last on CUDA is what the host takes to queue it.
+    """
+    nbytes, width = (32 << 20, 512) if device.type == "cpu" else (256 << 20, 4096)  # beyond caches and launches
+    source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    target, square, small = torch.empty_like(source), source.new_ones(width, width), source.new_ones(16)
     product = torch.empty_like(square)
-    copied = _rate(lambda: target.copy_(source), 2 * _COPY_BYTES, device)
-    multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * 512**3, device)
+    copied = _rate(lambda: target.copy_(source), 2 * nbytes, Clock(device))
+    multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * width**3, Clock(device))
 
     def launches() -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    return copied / 1e9, multiplied / 1e12, 1e6 / _rate(launches, 100, device)
+    return copied / 1e9, multiplied / 1e12, 1e6 / _rate(launches, 100, Clock(torch.device("cpu")))

@@ -25,6 +25,7 @@ from commlib.engine.rounds.task import Round, Task
 from commlib.errors import CommlibError, PeerFailure, PeerTimeout
 from commlib.replica import replica_of
 from commlib.transport.base import AllReduce, Communication, Request
+from commlib.tuner import _Watch
 
 CPU = torch.device("cpu")
 
@@ -233,3 +234,45 @@ def test_what_a_watch_reports_from_its_thread_ends_the_communication() -> None:
         model(torch.ones(4, 3))
     assert isinstance(caught.value.__cause__, PeerFailure)
     commlib.unwrap(model)
+
+
+class Stage:
+    """A device whose moments are told; what is read before the host waited for it is an error."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+
+class StageClock(Clock):
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.arrived_s = -1.0
+
+    def now(self) -> float:
+        return self.stage.now_s
+
+    def arrive(self, moment: float) -> None:
+        self.arrived_s = max(self.arrived_s, moment)
+
+    def seconds(self, start: float, end: float) -> float:
+        assert max(start, end) <= self.arrived_s, "the host reads a time that the device has not come to"
+        return end - start
+
+
+def test_auto_measures_steps_by_the_devices_moments() -> None:
+    """Forward 1 s, backward 2 s, waiting 3 s, optimizer 0.5 s, whatever the host takes to queue them."""
+    stage = Stage()
+    watch = _Watch(StageClock(stage))
+    waited = None
+    for _ in range(4):
+        watch.step_begins(waited)
+        stage.now_s += 1.0
+        watch.forward_ends()
+        stage.now_s += 2.0
+        waited = (stage.now_s, stage.now_s + 3.0)
+        stage.now_s += 3.5
+    watch.step_begins(waited)
+    assert watch.num_steps == 4
+    assert watch.forward_and_rest_s(2.0) == (1.0, 0.5)
+    assert not watch.uses_processor, "the thread waits for the device"
+    assert watch.window_s(2) == 6.5

@@ -25,7 +25,7 @@ from commlib.engine.line import Line
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.planning.readiness import Readiness
+from commlib.engine.planning.readiness import Clock, Readiness
 from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.schedule import Progress
@@ -42,12 +42,14 @@ class LastRound:
     Attributes:
         sent_bytes: Per bucket, bytes that this rank sent, and those of the flags if they went by themselves.
         seconds: Of the same.
-        exposed_s: How long the training thread waited.
+        exposed_s: How long the training thread waited (on CUDA: the host).
+        waited: The moments, of the model's `Clock`, between which it did; on CUDA those of its stream.
     """
 
     sent_bytes: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
     exposed_s: float = 0.0
+    waited: tuple[Any, Any] | None = None
 
 
 @dataclass
@@ -97,6 +99,7 @@ class GradientChannel(OpenChannel):
     def __init__(self, line: Line, device: torch.device, settings: Settings) -> None:
         self.line = line
         self._device = device
+        self._clock = Clock(device)
         self._settings = settings
         is_cuda = device.type == "cuda"
         self.backward = StreamedBackward(self, lambda: torch.cuda.current_stream(device)) if is_cuda else Backward(self)
@@ -148,7 +151,7 @@ class GradientChannel(OpenChannel):
                 self.algorithm.setup(context)
         self.search.installed(plan)
         self._set.take(buckets, dense)
-        self.last = LastRound(exposed_s=self.last.exposed_s)
+        self.last = LastRound(exposed_s=self.last.exposed_s, waited=self.last.waited)
 
     def install_pending(self) -> None:
         """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
@@ -245,10 +248,11 @@ class GradientChannel(OpenChannel):
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round and make its results the gradients, or leave those as they are."""
-        start = time.perf_counter()
+        start_s, start = time.perf_counter(), self._clock.now()
         round_.wait()
         self.line.check_streams()
-        exposed_s = time.perf_counter() - start
+        waited = (start, self._clock.now())
+        exposed_s = time.perf_counter() - start_s
         if publishes:
             names = frozenset(self._parameters[idx].name for idx in round_.publish())
             self.idle_parameters.note(names)
@@ -256,7 +260,10 @@ class GradientChannel(OpenChannel):
             round_.drop()
         tasks = round_.tasks
         self.last = LastRound(
-            tuple(task.sent_bytes for task in tasks), tuple(task.ended_s - task.began_s for task in tasks), exposed_s
+            tuple(task.sent_bytes for task in tasks),
+            tuple(task.ended_s - task.began_s for task in tasks),
+            exposed_s,
+            waited,
         )
         self.num_rounds += 1
         self.progress.end_backward()
