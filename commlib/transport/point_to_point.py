@@ -42,7 +42,7 @@ def close_connections(backend: Any) -> None:
     for peer in range(backend.size()):  # one whose connection is gone fails at once, and closes nothing
         if peer != backend.rank():
             with contextlib.suppress(Exception):
-                backend.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class ExchangeWork:

@@ -38,7 +38,7 @@ class Staging:
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host buffer of a tensor's shape and dtype, from and to which copies need no host."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def finish_copies(self) -> None:
         """Wait until the copies into buffers that the current stream has been given are done."""

@@ -296,8 +296,8 @@ class TorchTransport(Transport):
             said, unsendable = encode((False, str(error))), error
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         comm = Communicator(self.rank, self.world_size, _CONTROL if _CONTROL in self._connections.by_group else "all")
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        self.complete(comm.all_gather(sizes, torch.tensor([own.numel()])), what)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
+        self.complete(comm.all_gather(sizes, torch.tensor([own.numel()], device="cpu")), what)
         numels = sizes.tolist()
         for rank, numel in enumerate(numels):
             if not 0 < numel <= _MOST_BYTES:

@@ -118,7 +118,7 @@ class GradientRound:
         if all(had):
             flags.fill_(1)
         else:
-            own = torch.tensor(had, dtype=flags.dtype, pin_memory=flags.device.type == "cuda")
+            own = torch.tensor(had, dtype=flags.dtype, device="cpu", pin_memory=flags.device.type == "cuda")
             flags.copy_(own, non_blocking=True)
 
     def wait(self) -> None:
