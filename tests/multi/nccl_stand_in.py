@@ -32,7 +32,8 @@ class Kernel:
         _waited.append(self)
 
     def is_completed(self) -> bool:
-        return self._backend.is_aborted or self._work.is_completed()
+        # Gloo's work ends with an error when a peer is gone; a kernel goes on waiting for it.
+        return self._backend.is_aborted or (self._work.is_completed() and self._work.is_success())
 
 
 class Backend:

@@ -300,6 +300,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in inner for tensor in tensors_in(item)]
 
 
+@pytest.mark.slow  # the contracts of plans hold the same with plans that are given
 @on_ranks(3)
 def test_residuals_go_with_their_parameters_when_the_plan_changes() -> None:
     """Planning tries several plans: what an owner lost of a chunk that is another's now is owed by it as a worker."""
@@ -472,9 +473,8 @@ def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: 
 @pytest.mark.parametrize(
     "name",
     [
-        "ef_quantized",
         "topk",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("signsgd", "randomk", "dgc", "powersgd")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ef_quantized", "signsgd", "randomk", "dgc", "powersgd")),
     ],
 )
 def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:

@@ -408,6 +408,7 @@ def run(name: str, *args: str, model: str = "bytes-tiny") -> subprocess.Complete
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
@@ -479,6 +480,7 @@ def test_convergence_compares_curves(tmp_path):
     assert not rows["none"]["bit_equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_final_losses_are_kept_and_completed(tmp_path):
     out, plot = tmp_path / "out.json", tmp_path / "out.png"

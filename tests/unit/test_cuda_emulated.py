@@ -104,7 +104,7 @@ def test_top_k(dtype: torch.dtype, threads: emulator.Launches) -> None:
         cases.check_top_k(numel, CPU, dtype)
 
 
-@pytest.mark.parametrize("room", [0, 1 << 16])
+@pytest.mark.parametrize("room", [0, pytest.param(1 << 16, marks=pytest.mark.slow)])
 def test_top_k_with_error_feedback(room: int, threads: emulator.Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with so little room that nearly equal magnitudes do not fit, and later passes read the tensor."""
     monkeypatch.setattr(cuda_sparse, "_FEW_CANDIDATES", room)

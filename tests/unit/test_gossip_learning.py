@@ -138,6 +138,7 @@ def yardsticks(texts: tuple[Tensor, Tensor]) -> tuple[float, float]:
     return mean_loss(texts, alone), mean_loss(texts, averaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("behind", "delay"), [(0, 0), (0, 4), (4, 0), (9, 2), (40, 1)])
 def test_gossip_learns_more_than_each_rank_alone(
     texts: tuple[Tensor, Tensor], yardsticks: tuple[float, float], behind: int, delay: int
