@@ -377,3 +377,28 @@ def test_unfreezing_is_followed_or_refused(name: str) -> None:
     else:
         with raises_on_every_rank(ConfigError, "keeps those it was given"):
             mlp_loss(model, 0)
+
+
+@on_ranks(2, 3)
+def test_a_round_that_some_came_to_before_weights_were_loaded_brings_no_old_ones_back() -> None:
+    import commlib
+    from commlib.replica import replica_of
+
+    rank, early = dist.get_rank(), dist.get_world_size() - 1
+    model = Vector(np.full(NUMEL, 5.0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    commlib.wrap(model, make("async_averaging", period=1), optimizer=optimizer)
+    channel = replica_of(model).engine.channels[-1]
+    model.weight.grad = torch.zeros(NUMEL)
+    if rank == early:
+        optimizer.step()  # comes to the round with the old weights
+    dist.barrier()
+    model.load_state_dict({"weight": torch.full((NUMEL,), float(1))})
+    dist.barrier()
+    for _ in range(3):
+        optimizer.step()
+        assert channel._round is None or channel._round.done.wait(10)
+        dist.barrier()
+        assert float((model.weight.detach() - 1.0).abs().max()) == 0.0
+    assert channel.num_rounds >= 2
+    commlib.unwrap(model)

@@ -3,6 +3,9 @@
 A rank that comes to round k tells every other one so, and goes on. The collectives of the round are issued, in the
 background, when the last rank has come: so the ordinary timeout applies to them, and none to a rank that is slow,
 evaluates or saves. A rank that has left ends the rounds quietly; one that died is an error at the next step's end.
+
+[Note: loaded weights] Where users load other weights, one rank may have come to a round before that, and another comes
+to it afterwards: its result would bring the old weights back. So each vote says how often weights were loaded before.
 """
 
 from __future__ import annotations
@@ -28,12 +31,17 @@ class Votes:
 
     Args:
         transport: The ranks, and how they find each other.
+
+    Attributes:
+        are_mixed: Whether the last round that was launched is of weights some of which were loaded since, on any rank.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._rank = transport.rank
         self._lock = threading.Lock()
         self._came_to = [0] * transport.world_size
+        self._num_loads = [0] * transport.world_size  # before each rank's latest vote
+        self.are_mixed = False
         self._launch: Callable[[], None] | None = None
         self._failed_s: float | None = None
         self._has_ended = False
@@ -44,24 +52,31 @@ class Votes:
         """Bytes sent, which are none: a vote has no payload."""
         return self._mailbox.bytes_sent
 
-    def cast(self, number: int, launch: Callable[[], None]) -> None:
-        """Come to round `number` (1, 2, ...); `launch` is called once all ranks have, from this or another thread."""
+    def cast(self, number: int, num_loads: int, launch: Callable[[], None]) -> None:
+        """Come to a round.
+
+        Args:
+            number: The round's: 1, 2, ...
+            num_loads: How often the user has loaded weights so far.
+            launch: Called once all ranks have come, from this or another thread.
+        """
         with self._lock:
             self._launch = launch
-        self._came(self._rank, number)
+        self._came(self._rank, number, num_loads)
         for peer in self._mailbox.present():
-            self._mailbox.ask(peer, Message(_VOTE, number), lambda _: None)
+            self._mailbox.ask(peer, Message(_VOTE, number, num_terms=num_loads), lambda _: None)
 
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
         reply(Message(_VOTE))
-        self._came(peer, message.number)
+        self._came(peer, message.number, message.num_terms)
 
-    def _came(self, rank: int, number: int) -> None:
+    def _came(self, rank: int, number: int, num_loads: int) -> None:
         with self._lock:
-            self._came_to[rank] = number
+            self._came_to[rank], self._num_loads[rank] = number, num_loads
             if self._launch is None or min(self._came_to) < self._came_to[self._rank]:
                 return
             launch, self._launch = self._launch, None
+            self.are_mixed = len(set(self._num_loads)) > 1
         launch()
 
     def have_ended(self) -> bool:

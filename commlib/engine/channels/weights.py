@@ -61,6 +61,7 @@ class WeightChannel(OpenChannel):
         self.num_started = self.num_rounds = 0
         self._drops_result = False  # of the round under way: it is of weights that were replaced
         self._has_loaded_state = False  # since the last step
+        self._num_loads = 0  # how often the user has loaded weights
         self._follow(parameters)
 
     @override
@@ -115,12 +116,13 @@ class WeightChannel(OpenChannel):
     def begin_step(self, has_closure: bool = False) -> None:
         """Show the algorithm the weights, if it has not seen those of these buckets."""
         self._has_loaded_state = False
-        if self.begins and not self._progress.is_warming_up and self._set.holds_weights:
+        is_in_use = self._declared.asynchronous and self._round is not None  # then it is shown before the next round
+        if self.begins and not (self._progress.is_warming_up or is_in_use):
             self._begin()
 
     def _begin(self) -> None:
         self.begins = False
-        for bucket in self.buckets:
+        for bucket in self.buckets if self._set.holds_weights else ():
             self._set.load(bucket)
             self._algorithm.begin(bucket)
 
@@ -167,12 +169,17 @@ class WeightChannel(OpenChannel):
         """
         if self._has_loaded_state or self.line.error is not None:
             return
+        self._drop_what_was()
+        self._algorithm.forget()
+        self.begins = True
+
+    def _drop_what_was(self) -> None:
+        """Let a round under way come to nothing, on all ranks: see [Note: loaded weights] in `votes.py`."""
+        self._num_loads += 1
         if self._declared.asynchronous:  # peers may come to the round much later
             self._drops_result = self._round is not None
         else:
             self._drop_round()
-        self._algorithm.forget()
-        self.begins = True
 
     @property
     @override
@@ -191,6 +198,7 @@ class WeightChannel(OpenChannel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The algorithm's state is of weights that are, or will be, loaded too."""
         self._has_loaded_state = self.begins = True
+        self._drop_what_was()
         if self._declared.keeps_step:
             self.num_started = self.num_rounds = int(state["num_weight_rounds"])
 
@@ -253,6 +261,8 @@ class WeightChannel(OpenChannel):
 
     def _start(self) -> None:
         self._follow_freezing()
+        if self.begins:
+            self._begin()
         self.line.comm.step = self.num_started
         carried = self._set.begin_round(self.num_started)
         self.num_started += 1
@@ -264,7 +274,7 @@ class WeightChannel(OpenChannel):
         if self._votes is None:
             driver.launch(round_)
         else:
-            self._votes.cast(self.num_started, lambda: driver.launch(round_))
+            self._votes.cast(self.num_started, self._num_loads, lambda: driver.launch(round_))
 
     def _take(self) -> None:
         """Wait for the round under way and bring its result into the tensors."""
@@ -274,7 +284,8 @@ class WeightChannel(OpenChannel):
             self.line.driver.wait(round_)
         self.num_rounds += 1
         is_dropped, self._drops_result = self._drops_result, False
-        if not is_dropped:
+        is_mixed = self._votes is not None and self._votes.are_mixed  # [Note: loaded weights] in `votes.py`
+        if not (is_dropped or is_mixed):
             self._set.take_results(self.num_rounds)
 
     def _follow_freezing(self) -> None:
@@ -284,5 +295,3 @@ class WeightChannel(OpenChannel):
         self._set_up()
         if back:
             self.line.run("the mean of parameters that are not frozen any more", mean_all(back, self.line.comm))
-        if self._set.holds_weights:
-            self._begin()
