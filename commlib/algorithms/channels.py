@@ -53,6 +53,16 @@ class Channel:
         return False
 
     @property
+    def reads_state(self) -> bool:
+        """Whether it reads the optimizer's state, which an optimizer has after its first step."""
+        return False
+
+    @property
+    def rests_alone(self) -> bool:
+        """Whether there is nothing to do in a group of one rank."""
+        return False
+
+    @property
     def cycle(self) -> int:
         """Steps after which everything begins anew: each cycle is like the one before."""
         return 1
@@ -105,6 +115,16 @@ class Gradients(Channel):
     def needs_optimizer(self) -> bool:
         """See `Channel`."""
         return self.reads_optimizer
+
+    @property
+    def reads_state(self) -> bool:
+        """See `Channel`."""
+        return self.reads_optimizer
+
+    @property
+    def rests_alone(self) -> bool:
+        """See `Channel`."""
+        return self.idle_alone
 
     @property
     def wants_nodes(self) -> bool:
@@ -198,6 +218,11 @@ class OptimizerState(Weights):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._expect(bool(self.key), "the key of an entry of the optimizer's state, got none")
+
+    @property
+    def reads_state(self) -> bool:
+        """See `Channel`."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

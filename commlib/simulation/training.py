@@ -12,12 +12,11 @@ import torch
 
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, BucketView, Context
-from commlib.algorithms.channels import Gradients, OptimizerState, Weights
+from commlib.algorithms.channels import Gradients, Weights
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.gradient_round import GradientRound
 from commlib.engine.channels.opening import open_beside
-from commlib.engine.channels.weights import WeightChannel
 from commlib.engine.line import Line
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
@@ -117,8 +116,7 @@ class Training:
         self._gradients = [torch.empty_like(parameter.param) for parameter in self._parameters]
         self._ready_s = workload.ready_s()
         self._buckets: list[Bucket] = []
-        declared = prototype.channel
-        is_alone = network.world_size == 1 and isinstance(declared, Gradients) and declared.idle_alone
+        is_alone = network.world_size == 1 and prototype.channel.rests_alone
         self._optimizer = self._make_optimizer(device)
         if self.progress.ever_syncs_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
@@ -131,8 +129,7 @@ class Training:
         """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
         kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
-        channel = self._algorithm.channel
-        if isinstance(channel, OptimizerState) or (isinstance(channel, Gradients) and channel.reads_optimizer):
+        if self._algorithm.channel.reads_state:
             self._receive_gradients()
             with Meter(device).active():  # of whose count nothing is used; it knows operations faster than torch
                 optimizer.step()
@@ -161,7 +158,7 @@ class Training:
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
         """The buckets of rounds over weights or state."""
-        return self._beside.buckets if isinstance(self._beside, WeightChannel) else ()
+        return self._beside.buckets if self._beside is not None else ()
 
     @property
     def bytes_sent(self) -> float:

@@ -57,6 +57,11 @@ class OpenChannel(ABC):
         """Bytes that this rank has sent."""
 
     @property
+    def buckets(self) -> Sequence[Any]:
+        """Its buckets, in plan order; none where it has no rounds."""
+        return ()
+
+    @property
     def consensus_distance(self) -> float | None:
         """The L2 distance between this rank's weights and what the last round made of them, if there was one."""
         return None

@@ -119,8 +119,7 @@ class GradientChannel(OpenChannel):
         declared = algorithm.channel
         self.keeper = self.algorithm = algorithm
         self.progress = progress
-        is_alone = self.line.comm.world_size == 1 and isinstance(declared, Gradients) and declared.idle_alone
-        self.is_idle = is_alone or not progress.ever_syncs_gradients
+        self.is_idle = (self.line.comm.world_size == 1 and declared.rests_alone) or not progress.ever_syncs_gradients
         self._is_own = isinstance(declared, Gradients)  # else it is there for the warm-up
         # Without buffers, to measure with: what communicates gradients.
         self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
@@ -165,6 +164,7 @@ class GradientChannel(OpenChannel):
         return self.search.plan
 
     @property
+    @override
     def buckets(self) -> list[Bucket | SparseBucket]:
         """The plan's buckets."""
         return self._set.buckets

@@ -97,6 +97,7 @@ class WeightChannel(OpenChannel):
         self.begins = True  # the algorithm has yet to see the weights
 
     @property
+    @override
     def buckets(self) -> list[Bucket]:
         """The buckets, in plan order."""
         return self._set.buckets
