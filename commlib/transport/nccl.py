@@ -15,9 +15,10 @@ with less waiting, if `NCCL_LAUNCH_ORDER_IMPLICIT=1` is set for the process; the
 here: NCCL reads it once, and the user's own communicators may have begun. Those are in our order only with it.
 
 Rounds that begin when all ranks have come to them (`Transport.in_order` is False) have no place in the program, so they
-are left out: in a chain, another order on another rank would be a certain deadlock. Nothing of commlib's needs to run
-beside them: their algorithms communicate weights only, what a model agrees on goes over Gloo, and `commlib.synchronize`
-takes part in all of them before it communicates.
+are left out: in a chain, another order on another rank would be a certain deadlock. Little of commlib's runs beside
+them: their algorithms communicate weights only, what a model agrees on goes over Gloo, and `commlib.synchronize` takes
+part in all of them before it communicates. What is left is what ranks tell each other in a `Join` context, which is a
+collective on NCCL in each forward; without NCCL's own order it may meet such a round in another order on another rank.
 """
 
 from __future__ import annotations
