@@ -30,12 +30,15 @@ BELOW = {
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
+    "integrations": {"errors", "algorithms", "engine", "wrap"},
     "doctor": {"errors", "kernels", "emulation"},
     "cli": {"errors", "primitives", "algorithms", "network", "simulation", "reports", "wrap", "emulation", "doctor"},
     "__main__": {"cli"},
 }
 # Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.
-PLACED = dict.fromkeys(["join", "parallel", "replica", "tuner", "verify"], "wrap") | {"network.bagua": "predictions"}
+PLACED = dict.fromkeys(["checkpoint", "join", "parallel", "replica", "tuner", "verify"], "wrap") | {
+    "network.bagua": "predictions"
+}
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:

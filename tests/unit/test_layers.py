@@ -49,7 +49,17 @@ def test_the_layers_have_no_circle():
 def test_importing_loads_what_training_needs():
     """Neither the simulator, nor hosts, nor the command line."""
     rooms = {part_of(name) for name in loaded_by_import() if "." in name}
-    assert not rooms & {"network", "simulation", "emulation", "reports", "predictions", "cli", "doctor", "__main__"}
+    assert not rooms & {
+        "network",
+        "simulation",
+        "emulation",
+        "reports",
+        "predictions",
+        "integrations",
+        "cli",
+        "doctor",
+        "__main__",
+    }
     assert "commlib.tuner" not in loaded_by_import()
 
 

@@ -19,6 +19,7 @@ from commlib.kernels import cuda, native
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = {"cuda12", "cuda13", "plot", "accelerate", "transformers", "lightning", "test", "dev", "release"}
 BUILD_FILES = ["pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "csrc"]
 
 
@@ -60,8 +61,8 @@ def requirements_of(name: str, extras: set[str]) -> list[Requirement]:
 
 
 def all_packages() -> set[str]:
-    """Every package that `pip install .[plot,test,dev]` and its isolated build bring, direct or not."""
-    waiting = [Requirement("commlib[plot,test,dev]"), *map(Requirement, PYPROJECT["build-system"]["requires"])]
+    """Every package that `pip install .[plot,test,dev,release]` and its isolated build bring, direct or not."""
+    waiting = [Requirement("commlib[plot,test,dev,release]"), *map(Requirement, PYPROJECT["build-system"]["requires"])]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         item = waiting.pop()
@@ -87,14 +88,14 @@ def test_the_pins_satisfy_what_the_package_demands():
         *map(Requirement, PYPROJECT["build-system"]["requires"]),
         *map(Requirement, PYPROJECT["project"]["dependencies"]),
     ]
-    for extra in ("plot", "test", "dev"):
+    for extra in EXTRAS - {"cuda12", "cuda13"}:
         wanted += map(Requirement, PYPROJECT["project"]["optional-dependencies"][extra])
     wrong = [str(item) for item in wanted if pins()[canonicalize_name(item.name)] not in item.specifier]
     assert wrong == []
 
 
 def test_the_extras_are_those_promised():
-    assert set(PYPROJECT["project"]["optional-dependencies"]) == {"cuda12", "cuda13", "plot", "test", "dev"}
+    assert set(PYPROJECT["project"]["optional-dependencies"]) == EXTRAS
 
 
 def test_the_extension_loads_without_torch_and_links_none_of_it():
