@@ -16,12 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module
 from torch import nn
 
-from commlib import algorithms
+from commlib import algorithms, checkpoint
 from commlib.algorithms import Algorithm
 from commlib.errors import ConfigError
+from commlib.integrations.accelerate_checkpoint import Folder
 from commlib.integrations.accelerate_models import Models, bare_of, inner_of
 from commlib.integrations.versions import warn_if_untested
-from commlib.wrap import wrap
+from commlib.replica import Replica, find
+from commlib.wrap import expect_backward, wrap
 
 warn_if_untested("accelerate")
 
@@ -54,7 +56,8 @@ def use(accelerator: Accelerator, algorithm: str | Algorithm = "allreduce", **op
 
     Raises:
         ConfigError: An unknown algorithm or option; it was called before, or after models were prepared; FSDP,
-            DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism are on; a communication hook is set for DDP.
+            DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism are on; regional compilation is on;
+            a communication hook is set for DDP.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"use: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
@@ -98,7 +101,7 @@ def _check_parallelism(accelerator: Accelerator) -> None:
             f"use: DistributedDataParallelKwargs has the communication hook {hook.value!r}, which is DDP's. Leave it "
             "out: the algorithm decides what is communicated"
         )
-    if accelerator.state.dynamo_plugin.use_regional_compilation:
+    if _plugin(accelerator).use_regional_compilation:
         raise ConfigError(
             "use: regional compilation copies the model, and commlib wraps the model itself. Set "
             "use_regional_compilation=False (the whole model is compiled then)"
@@ -127,7 +130,7 @@ class Relaxed(_Base):
     _commlib: Models
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """See accelerate; models are wrapped with those optimizers, of this call or before, that hold their parameters."""
+        """See accelerate; a model is wrapped with the optimizers, of this call or before, that hold its parameters."""
         with self._commlib.expecting(args):
             return super().prepare(*args, device_placement=device_placement)
 
@@ -162,27 +165,86 @@ class Relaxed(_Base):
         self._commlib.optimizer_came(self._optimizers, self.scaler)
         return prepared
 
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """See accelerate; the next backward is synchronised, whatever its forwards were."""
+        inner = inner_of(model)
+        if isinstance(find(inner), Replica):
+            expect_backward(inner)
+        yield
+
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """See accelerate; a bare object of the model's own class, which shares everything with the wrapped one."""
         if not is_compiled_module(model):
             return super().unwrap_model(bare_of(model), keep_fp32_wrapper, keep_torch_compile)
         bare = super().unwrap_model(bare_of(inner_of(model)), keep_fp32_wrapper)
-        return torch.compile(bare, **self.state.dynamo_plugin.to_kwargs()) if keep_torch_compile else bare
+        return torch.compile(bare, **_plugin(self).to_kwargs()) if keep_torch_compile else bare
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """See accelerate; where replicas differ between the ranks, their mean, and every rank calls it."""
+        state = super().get_state_dict(model, unwrap)
+        inner = inner_of(model)
+        if not (self._commlib.has(inner) and checkpoint.replicas_differ(inner)):
+            return state
+        consensus = checkpoint.consensus_state_dict(inner)
+        return {name: consensus[name.removeprefix("_orig_mod.")] for name in state}
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """See accelerate; every rank also writes a file with its own state of the communication.
+
+        Raises:
+            CommlibError: A rank could not write its file.
+        """
+        if not self._commlib.in_use:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        states = [self._commlib.rank_state(model) for model in self._models]
+        begin = self.register_save_state_pre_hook(lambda *args: Folder(self, args[2]).begin())
+        try:
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            begin.remove()
+        Folder(self, folder).end(states, self._commlib.algorithm.name)
+        return folder
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """See accelerate; also takes over this rank's own state of the communication.
+
+        Raises:
+            ConfigError: The checkpoint is incomplete, or of another algorithm, world size or set of models.
+        """
+        if not self._commlib.in_use:
+            return super().load_state(input_dir, load_kwargs, **kwargs)
+        found: list[Any] = []
+        name = self._commlib.algorithm.name
+        read = self.register_load_state_pre_hook(
+            lambda models, folder: found.append(Folder(self, folder).read(len(models), name))
+        )
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            read.remove()
+        self._commlib.load_rank_states(self._models, found[0])
 
     def _compiles(self) -> bool:
-        return self.state.dynamo_plugin.backend != DynamoBackend.NO
+        return _plugin(self).backend != DynamoBackend.NO
 
     def _compiled(self, model: nn.Module) -> Any:
         """Compile the model, last of all and once, as accelerate does."""
         if not self._compiles() or is_compiled_module(model):
             return model
-        return torch.compile(model, **self.state.dynamo_plugin.to_kwargs())
+        return torch.compile(model, **_plugin(self).to_kwargs())
+
+
+def _plugin(accelerator: Accelerator) -> Any:
+    """Return how `torch.compile` is to be used."""
+    return accelerator.state.dynamo_plugin
 
 
 @contextlib.contextmanager
 def _not_compiling(accelerator: Accelerator) -> Iterator[None]:
     """Let `prepare_model` leave out `torch.compile`, which comes after wrapping."""
-    plugin = accelerator.state.dynamo_plugin
+    plugin = _plugin(accelerator)
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     try:
         yield

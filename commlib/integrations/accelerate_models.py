@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from accelerate.utils import is_compiled_module
 from torch import nn
 
-from commlib import verify
+from commlib import checkpoint, verify
 from commlib.algorithms import Algorithm
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, find
 from commlib.wrap import unwrap, wrap
+
+_log = logging.getLogger("commlib")
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
@@ -45,9 +48,36 @@ class Models:
         finally:
             self._expected = ()
 
-    def optimizers_of(self, model: nn.Module) -> Optimizers:
-        """Return the optimizers with which a model is wrapped; none for any other model."""
-        return self._wrapped.get(model, ()) if isinstance(find(model), Replica) else ()
+    @property
+    def in_use(self) -> bool:
+        """Whether there is a wrapped model."""
+        return any(self.has(model) for model in self._wrapped)
+
+    def has(self, model: nn.Module) -> bool:
+        """Return whether a model is wrapped by this accelerator."""
+        return model in self._wrapped and isinstance(find(model), Replica)
+
+    def rank_state(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return what this rank saves of a model beside the common checkpoint; None for one that is not wrapped."""
+        return checkpoint.rank_state(model, self._wrapped[model]) if self.has(model) else None
+
+    def load_rank_states(self, models: Sequence[nn.Module], states: Sequence[Any] | None) -> None:
+        """Take over what `rank_state` returned for each model; None where there is nothing but the weights.
+
+        Raises:
+            ConfigError: It is of another model, or world size, or there is none of a wrapped model.
+        """
+        if states is None:
+            _log.warning("load_state: the checkpoint has no state of commlib; the communication starts anew")
+            return
+        for model, state in zip(models, states, strict=True):
+            if self.has(model) and state is None:
+                raise ConfigError(
+                    f"load_state: the {type(model).__name__} was not trained where this was saved, so it has no state "
+                    "of commlib. Prepare the same models in the same way"
+                )
+            if self.has(model):
+                checkpoint.load_rank_state(model, state, self._wrapped[model])
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model that somebody else has wrapped.
