@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, is_compiled_module
 from torch import nn
 
 from commlib import algorithms, checkpoint
@@ -95,11 +95,11 @@ def _check_parallelism(accelerator: Accelerator) -> None:
             f"use: the accelerator's parallelism_config has {parallel.active_mesh_dims}, and commlib is in place of "
             "DDP. Give it dp_replicate_size only"
         )
-    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    if hook is not None and hook.value != "no":
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigError(
-            f"use: DistributedDataParallelKwargs has the communication hook {hook.value!r}, which is DDP's. Leave it "
-            "out: the algorithm decides what is communicated"
+            f"use: DistributedDataParallelKwargs has the communication hook {str(handler.comm_hook)!r}, which is DDP's. "
+            "Leave it out: the algorithm decides what is communicated"
         )
     if _plugin(accelerator).use_regional_compilation:
         raise ConfigError(
