@@ -6,7 +6,9 @@ transformers is imported when the first run is made, so that collecting the test
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,8 @@ def launched() -> Iterator[None]:
 
     own = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "OMP_NUM_THREADS": "1"}
     own |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    # transformers gives DDP the option `broadcast_buffers`, whose name torch is about to change.
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
     with mock.patch.dict(os.environ, own):
         try:
             yield
@@ -59,12 +63,28 @@ def examples(count: int = 48, length: int = 12, seed: int = 5) -> list[dict[str,
     return found
 
 
+def uneven_examples(count: int = 48) -> list[dict[str, Any]]:
+    """Make windows of different lengths, with a column that no model knows."""
+    lengths = [5 + 3 * (idx % 4) for idx in range(count)]
+    windows = [examples(1, length, seed=idx)[0] for idx, length in enumerate(lengths)]
+    return [{**window, "source": "made up"} for window in windows]
+
+
+def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Collate windows of different lengths."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([each["input_ids"] for each in batch], batch_first=True)
+    labels = pad([each["labels"] for each in batch], batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
 def arguments(folder: Path, **changes: Any) -> Any:
     """Make training arguments: six steps of two windows per rank, every loss logged, nothing saved."""
     import transformers
 
     own = {"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "logging_steps": 1}
     own |= {"learning_rate": 1e-2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+    changes = copy.deepcopy(changes)  # transformers writes to some of them
     return transformers.TrainingArguments(output_dir=str(folder), **{**own, **changes})
 
 
@@ -95,6 +115,7 @@ def make(folder: Path, algorithm: Any = None, *, base: Any = None, model: Any = 
                   "train_dataset", "eval_dataset", "data_collator")  # fmt: skip
     own = {"train_dataset": examples(), "eval_dataset": examples(8, seed=9)}
     own |= {name: changes.pop(name) for name in of_trainer if name in changes}
+    own |= {name: value() for name, value in own.items() if name == "train_dataset" and callable(value)}
     own |= {} if algorithm is None else {"algorithm": algorithm}
     own |= {} if "model_init" in own else {"model": tiny_model() if model is None else model}
     base = base or (transformers.Trainer if algorithm is None else Trainer)
