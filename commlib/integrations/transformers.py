@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from commlib import algorithms
+from commlib import algorithms, checkpoint
 from commlib.algorithms.base import Algorithm
-from commlib.checkpoint import consensus_state_dict, load_rank_state, rank_state, replicas_differ
+from commlib.checkpoint import read_rank_file
 from commlib.errors import ConfigError
-from commlib.integrations import rank_files
 from commlib.integrations.accelerate import use
+from commlib.integrations.agreement import alike
 from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
 from commlib.wrap import stats
@@ -36,7 +37,6 @@ _HOOKS = {
     "create_accelerator_and_postprocess": ["self"],
     "_save": ["self", "output_dir", "state_dict"],
     "_save_checkpoint": ["self", "model", "trial"],
-    "_save_rng_state": ["self", "output_dir"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
 }
@@ -104,7 +104,7 @@ class TrainerMixin(_Base):
     ) -> None:
         _check_hooks(self)
         algorithms.create(algorithm)  # raises what is wrong with it, before anything is built
-        self._comm = _Communication(algorithm, dict(wrap_options or {}))
+        self._commlib_options = {"algorithm": algorithm, **(wrap_options or {})}
         super().__init__(*args, **kwargs)
         if not any(isinstance(callback, StatsCallback) for callback in self.callback_handler.callbacks):
             self.callback_handler.callbacks.insert(0, StatsCallback())
@@ -114,70 +114,45 @@ class TrainerMixin(_Base):
         _check_arguments(self.args)
         _check_model(self.model)
         super().create_accelerator_and_postprocess()
-        use(self.accelerator, self._comm.algorithm, **self._comm.options)
+        use(self.accelerator, **self._commlib_options)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint; this rank's own part is taken first, as results that are under way change weights."""
-        if not self.args.save_only_model and self._is_wrapped:
-            self._comm.rank_state = rank_state(self.model, self._optimizers)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._comm.rank_state = None
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._comm.rank_state is not None:
-            rank_files.save(Path(output_dir), self._comm.rank_state, self.state.global_step)
+        """Save a checkpoint; each rank's own part comes first, as results that are under way then change weights."""
+        if self._is_wrapped and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_rank_file(folder, self.model, self.optimizer)
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model: the consensus of the replicas, for which every rank comes here."""
-        if state_dict is None and self._is_wrapped and replicas_differ(self.model):
-            state_dict = consensus_state_dict(self.model)
+        if state_dict is None and self._is_wrapped and checkpoint.replicas_differ(self.model):
+            state_dict = checkpoint.consensus_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the common weights, of a checkpoint that is found to be complete."""
-        rank_files.check(Path(resume_from_checkpoint), _COMMON_FILES, "trainer_state.json")
+        """Load the weights that all ranks share, of a checkpoint that has all that resuming needs."""
+        alike(lambda: _check_complete(Path(resume_from_checkpoint)))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the optimizer, then this rank's own part, which comes last."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._is_wrapped:
-            load_rank_state(self.model, rank_files.load(Path(checkpoint)), self._optimizers)
+            folder = checkpoint
+            alike(lambda: read_rank_file(folder, self.model, self.optimizer))
 
     @property
     def _is_wrapped(self) -> bool:
         return isinstance(find(self.model), Replica)
 
-    @property
-    def _optimizers(self) -> Any:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """`transformers.Trainer` that communicates by commlib; `TrainerMixin` says which arguments are added."""
-
-
-class _Communication:
-    """What a trainer's communication is to be.
-
-    Args:
-        algorithm: As in `commlib.wrap`.
-        options: Its further arguments.
-
-    Attributes:
-        rank_state: While a checkpoint is saved, what this rank writes beside the common part.
-    """
-
-    def __init__(self, algorithm: str | Algorithm, options: dict[str, Any]) -> None:
-        self.algorithm = algorithm
-        self.options = options
-        self.rank_state: dict[str, Any] | None = None
 
 
 def _check_hooks(trainer: Any) -> None:
@@ -204,6 +179,16 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
                 f"{name}={getattr(args, name)!r}: commlib replaces DDP, and cannot be used with {name}, which shards "
                 f"the model. Leave {name} out, or train by transformers.Trainer"
             )
+
+
+def _check_complete(folder: Path) -> None:
+    missing = [name for name in _COMMON_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{folder} cannot be resumed: it has no {', '.join(missing)}. It was saved with save_only_model, or its "
+            "saving was interrupted. Resume from another checkpoint, or load its weights into the model and train "
+            "without resuming"
+        )
 
 
 def _check_model(model: Any) -> None:

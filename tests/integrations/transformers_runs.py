@@ -112,7 +112,7 @@ def make(folder: Path, algorithm: Any = None, *, base: Any = None, model: Any = 
     from commlib.integrations.transformers import Trainer
 
     of_trainer = ("wrap_options", "callbacks", "compute_loss_func", "compute_metrics", "model_init", "optimizers",
-                  "train_dataset", "eval_dataset", "data_collator")  # fmt: skip
+                  "train_dataset", "eval_dataset", "data_collator", "optimizer_cls_and_kwargs", "processing_class")  # fmt: skip
     own = {"train_dataset": examples(), "eval_dataset": examples(8, seed=9)}
     own |= {name: changes.pop(name) for name in of_trainer if name in changes}
     own |= {name: value() for name, value in own.items() if name == "train_dataset" and callable(value)}
