@@ -11,7 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.multi.common import SMALL_BUCKET_MB, Mlp, check_like_ddp, data, seeded
+import commlib
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Mlp,
+    assert_same_tensors,
+    check_like_ddp,
+    data,
+    gradients,
+    mean_gradients,
+    mlp_loss,
+    seeded,
+    wrap,
+)
 from tests.multi.pool import on_ranks
 
 
@@ -196,3 +208,21 @@ def test_keyword_arguments_and_other_inputs_pass_through() -> None:
             return super().forward(inputs["x"]) * scale
 
     check_like_ddp(Keyword, lambda model, step: model(2.0, inputs={"x": data(step, 5, 8)}, flag=True).square().mean())
+
+
+@on_ranks(2)
+def test_an_expected_backward_of_a_forward_in_no_sync_is_synchronised() -> None:
+    model, accumulated = wrap(seeded(Mlp)), []
+    for expected in (True, False):
+        model.zero_grad()
+        with model.no_sync():
+            loss = mlp_loss(model, 1)
+        if expected:
+            commlib.expect_backward(model)
+        loss.backward()
+        accumulated.append(gradients(model))
+    local = seeded(Mlp)
+    mlp_loss(local, 1).backward()
+    assert_same_tensors(accumulated[1], gradients(local), "local gradient", exact=True)
+    mean = mean_gradients(lambda: seeded(Mlp), lambda one, rank: one(data(1, 5, 8, rank=rank)).square().mean())
+    assert_same_tensors(accumulated[0], mean, "synchronised gradient", exact=True)

@@ -1,0 +1,142 @@
+"""commlib's part of a checkpoint that accelerate saves: a file of each rank, and one that says whether all is there.
+
+[Note: whole or refused] accelerate writes its files one by one into the final folder. `commlib.json` says that the
+folder is incomplete before the first of them is written, and that it is whole once all ranks have written theirs. A
+folder without it is one of accelerate alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from commlib.errors import CommlibError, ConfigError
+
+_SUMMARY = "commlib.json"
+_FORMAT = 1
+
+
+class Folder:
+    """A folder of a checkpoint. Everything but `summary` is collective.
+
+    Args:
+        accelerator: Whose ranks share it.
+        path: Where it is.
+    """
+
+    def __init__(self, accelerator: Accelerator, path: str | os.PathLike[str]) -> None:
+        self._accelerator = accelerator
+        self._path = Path(path)
+
+    def begin(self) -> None:
+        """Mark the folder as incomplete, and remove what ranks wrote there before."""
+        with self._together("save_state"):
+            if self._is_writer:
+                self._write_summary({"complete": False})
+                for old in self._path.glob("commlib_*.pt"):
+                    old.unlink()
+
+    def end(self, states: Sequence[Any], algorithm: str) -> None:
+        """Write the state of each model on this rank; once all ranks have, mark the folder as whole."""
+        with self._together("save_state"):
+            _write(self._rank_file(self._accelerator.process_index), lambda file: torch.save(list(states), file))
+        with self._together("save_state"):
+            if self._is_writer:
+                size = self._accelerator.num_processes
+                self._write_summary({"complete": True, "world_size": size, "algorithm": algorithm})
+
+    def read(self, num_models: int, algorithm: str) -> list[Any] | None:
+        """Return this rank's state of each model; None where the folder was saved without commlib.
+
+        Raises:
+            ConfigError: The folder is incomplete, lacks a file, or is of another algorithm or of other models.
+        """
+        with self._together("load_state"):
+            summary = self.summary()
+            if summary is None:
+                return None
+            self._check(summary, algorithm)
+            states = self._states(int(summary["world_size"]))
+            if len(states) != num_models:
+                raise ConfigError(
+                    f"load_state: {self._path} is of {len(states)} models, and {num_models} were prepared. Prepare the "
+                    "same models in the same order"
+                )
+            return states
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return what `commlib.json` says; None where there is none."""
+        path = self._path / _SUMMARY
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _check(self, summary: dict[str, Any], algorithm: str) -> None:
+        if not summary.get("complete"):
+            raise ConfigError(
+                f"load_state: {self._path} is incomplete: saving it was interrupted. Load an earlier checkpoint"
+            )
+        if summary.get("format") != _FORMAT:
+            raise ConfigError(f"load_state: {self._path} was saved by another version of commlib (format {summary})")
+        if summary["algorithm"] != algorithm:
+            raise ConfigError(
+                f"load_state: {self._path} was saved with the algorithm {summary['algorithm']!r}, and this run has "
+                f"{algorithm!r}. Use the same, or remove {_SUMMARY} there to go on from its weights alone"
+            )
+
+    def _states(self, world_size: int) -> list[Any]:
+        """Read this rank's file, or rank 0's where there were fewer ranks."""
+        rank = self._accelerator.process_index
+        path = self._rank_file(rank if rank < world_size else 0)
+        if not path.exists():
+            raise ConfigError(
+                f"load_state: {path} is missing, the state of one of {world_size} ranks. Copy it from the machine of "
+                f"that rank, or remove {_SUMMARY} there to go on from the weights alone"
+            )
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    @property
+    def _is_writer(self) -> bool:
+        """Whether this rank writes what is common: as in accelerate, one rank, or one of each machine."""
+        accelerator = self._accelerator
+        on_each = accelerator.project_configuration.save_on_each_node
+        return accelerator.is_local_main_process if on_each else accelerator.is_main_process
+
+    def _rank_file(self, rank: int) -> Path:
+        return self._path / f"commlib_{rank}.pt"
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        text = json.dumps({"format": _FORMAT, **summary}) + "\n"
+        _write(self._path / _SUMMARY, lambda file: file.write(text.encode()))
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Let all ranks go on when all have done the block, or raise on all of them."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        words = None if error is None else f"rank {self._accelerator.process_index}: {error}"
+        failed = [each for each in gather_object([(words, isinstance(error, ConfigError))]) if each[0] is not None]
+        if error is not None:
+            raise error
+        if failed:
+            text, is_config = failed[0]
+            raise (ConfigError if is_config else CommlibError)(f"{what}: {text}")
+
+
+def _write(path: Path, write: Any) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
