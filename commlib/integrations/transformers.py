@@ -11,6 +11,7 @@ and a release that has lost one is refused when a trainer is made.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from commlib.integrations.accelerate import use
 from commlib.integrations.agreement import alike
 from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
-from commlib.wrap import stats
+from commlib.wrap import stats, synchronize, unwrap
 
 warn_if_untested("transformers")
 
@@ -35,6 +36,7 @@ _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 #: The methods of `transformers.Trainer` that are overridden, with their parameters; see [Note: what is overridden].
 _HOOKS = {
     "create_accelerator_and_postprocess": ["self"],
+    "_update_auto_batch_size": ["self", "batch_size"],
     "_save": ["self", "output_dir", "state_dict"],
     "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
@@ -67,6 +69,24 @@ class StatsCallback(transformers.TrainerCallback):
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)
+
+
+class _Replicas(transformers.TrainerCallback):
+    """Makes the model the same on all ranks when training ends, before anyone saves it or goes on with it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Remember the model, which another trainer may train next."""
+        _trained.add(model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Make the consensus everyone's, unless all have loaded the best model."""
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if isinstance(find(model), Replica) and checkpoint.replicas_differ(model) and not has_best:
+            synchronize(model)
+
+
+#: The models that a trainer has wrapped.
+_trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TrainerMixin(_Base):
@@ -106,15 +126,26 @@ class TrainerMixin(_Base):
         algorithms.create(algorithm)  # raises what is wrong with it, before anything is built
         self._commlib_options = {"algorithm": algorithm, **(wrap_options or {})}
         super().__init__(*args, **kwargs)
-        if not any(isinstance(callback, StatsCallback) for callback in self.callback_handler.callbacks):
-            self.callback_handler.callbacks.insert(0, StatsCallback())
+        callbacks = self.callback_handler.callbacks
+        own = [_Replicas(), *(each for each in callbacks if isinstance(each, StatsCallback))]
+        own += [] if len(own) > 1 else [StatsCallback()]
+        callbacks[:] = [*own, *(each for each in callbacks if each not in own)]  # what they change, all others see
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and have it wrap models by commlib."""
         _check_arguments(self.args)
-        _check_model(self.model)
+        _take_over(self.model)
         super().create_accelerator_and_postprocess()
-        use(self.accelerator, **self._commlib_options)
+        options = self._commlib_options
+        if self.args.ddp_bucket_cap_mb is not None:
+            options.setdefault("bucket_cap_mb", self.args.ddp_bucket_cap_mb)
+        use(self.accelerator, **options)._commlib.goes_on = True
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        """Begin anew with a smaller batch: an error in backward may have ended the communication."""
+        if self._is_wrapped:
+            unwrap(self.model)
+        super()._update_auto_batch_size(batch_size)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -191,8 +222,12 @@ def _check_complete(folder: Path) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
+def _take_over(model: Any) -> None:
+    """Unwrap a model that another trainer has wrapped; refuse one that the user has."""
     if isinstance(find(model), Replica):
+        if model in _trained:
+            unwrap(model)
+            return
         raise ConfigError(
             "model: it is wrapped by commlib already. The trainer wraps it itself: pass the bare model, "
             "commlib.unwrap(model), and algorithm= and wrap_options= to the trainer"

@@ -6,17 +6,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
-from tests.integrations.transformers_runs import assert_same_run, launched, padded, train, uneven_examples
+from commlib.replica import find
+from tests.integrations.transformers_runs import (
+    assert_alike,
+    assert_same_run,
+    assert_same_weights,
+    examples,
+    launched,
+    make,
+    padded,
+    result_of,
+    tiny_model,
+    train,
+    uneven_examples,
+)
 from tests.multi.pool import on_ranks
 
 
 def mean_of_known(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     """A loss function of the user's own."""
-    import torch
-
     loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
                                              ignore_index=-100, reduction="sum")  # fmt: skip
     return loss / num_items_in_batch
@@ -68,3 +81,105 @@ def test_training_is_ddps_bit_for_bit(way: str, tmp_path: Path) -> None:
         assert isinstance(expected.trainer.model_wrapped, DistributedDataParallel)
         assert commlib.stats(got.trainer.model).algorithm == "allreduce"
         assert_same_run(got, expected)
+
+
+@on_ranks(2)
+def test_prediction_and_generation_are_ddps(tmp_path: Path) -> None:
+    with launched():
+        runs = [train(tmp_path / "ddp"), train(tmp_path / "commlib", "allreduce")]
+        data = examples(7, seed=11)
+        expected, got = (run.trainer.predict(data) for run in runs)
+        assert (got.predictions == expected.predictions).all()
+        assert got.metrics["test_loss"] == expected.metrics["test_loss"]
+        if dist.get_rank() == 1:  # by itself: no forward communicates
+            prompt = data[0]["input_ids"][None, :4]
+            texts = [run.trainer.model.generate(prompt, max_new_tokens=5, do_sample=False) for run in runs]
+            assert torch.equal(*texts)
+            assert texts[0].shape == (1, 9)
+
+
+@on_ranks(2)
+def test_evaluation_before_training(tmp_path: Path) -> None:
+    with launched():
+        trainers = [make(tmp_path / "ddp"), make(tmp_path / "commlib", "allreduce")]
+        before = [trainer.evaluate()["eval_loss"] for trainer in trainers]
+        assert before[0] == before[1]
+        assert find(trainers[1].model) is None
+        trainers[0] = make(tmp_path / "ddp")  # transformers' own would now train without DDP
+        for trainer in trainers:
+            torch.manual_seed(7)
+            trainer.train()
+        assert_same_weights(result_of(trainers[1]).weights, result_of(trainers[0]).weights)
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "topk", "local_sgd"])
+@on_ranks(2)
+def test_training_goes_on_in_a_second_call(algorithm: str, tmp_path: Path) -> None:
+    with launched():
+        trainer = make(tmp_path, algorithm)
+        trainer.train()
+        replica = find(trainer.model)
+        assert_alike(trainer.model)
+        trainer.train()
+        assert find(trainer.model) is replica
+        assert_alike(trainer.model)
+        if algorithm == "allreduce":
+            expected = train(tmp_path).trainer
+            expected.train()
+            assert_same_weights(result_of(trainer).weights, result_of(expected).weights)
+
+
+@on_ranks(2)
+def test_another_trainer_takes_the_model_over(tmp_path: Path) -> None:
+    with launched():
+        model = tiny_model()
+        train(tmp_path, "local_sgd", model=model)
+        got = train(tmp_path, "allreduce", model=model)
+        assert commlib.stats(model).algorithm == "allreduce"
+        other = tiny_model()
+        train(tmp_path, "local_sgd", model=other)
+        expected = train(tmp_path, model=commlib.unwrap(other))
+        assert_same_weights(got.weights, expected.weights)
+
+
+@on_ranks(2)
+def test_a_model_is_made_anew_for_each_training(tmp_path: Path) -> None:
+    with launched():
+        expected = train(tmp_path / "ddp", model_init=new_model)
+        got = train(tmp_path / "commlib", "allreduce", model_init=new_model)
+        assert_same_run(got, expected)
+        got.trainer.train()
+        assert_same_weights(result_of(got.trainer).weights, expected.weights)
+
+
+def new_model() -> Any:
+    return tiny_model()
+
+
+class OutOfMemoryOnce:
+    """A loss function that fails in the second step of the first try, as a device without memory does."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        self.calls += 1
+        loss = mean_of_known(outputs, labels, num_items_in_batch)
+        if self.calls == 2:
+            loss.register_hook(_out_of_memory)
+        return loss
+
+
+def _out_of_memory(gradient: Any) -> None:
+    raise RuntimeError("CUDA out of memory.")
+
+
+@on_ranks(2)
+def test_a_smaller_batch_after_running_out_of_memory(tmp_path: Path) -> None:
+    with launched():
+        runs = [
+            train(tmp_path, algorithm, auto_find_batch_size=True, compute_loss_func=OutOfMemoryOnce())
+            for algorithm in (None, "allreduce")
+        ]
+        assert runs[1].trainer._train_batch_size < 2
+        assert_same_weights(runs[1].weights, runs[0].weights)

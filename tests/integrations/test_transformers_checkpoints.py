@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import commlib
-from commlib.errors import ConfigError
 from tests.contract.subjects import Subject, slow_for_siblings
 from tests.integrations.transformers_runs import (
     Run,
     assert_same_weights,
     launched,
-    make,
-    result_of,
     tiny_model,
     train,
 )
-from tests.multi.common import raises_on_every_rank
-from tests.multi.pool import on_ranks, run_ranks
+from tests.multi.pool import on_ranks
 
 REPEATABLE = [name for name in commlib.algorithms.list() if not Subject(name).runs_by_clocks]
 SAVES = {"max_steps": 7, "save_strategy": "steps", "save_steps": 3}

@@ -19,6 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+#: What a trainer takes itself; all else belongs to `TrainingArguments`.
+_OF_TRAINER = (
+    *("train_dataset", "eval_dataset", "data_collator", "processing_class", "model_init", "callbacks"),
+    *("compute_loss_func", "compute_metrics", "optimizers", "optimizer_cls_and_kwargs", "wrap_options"),
+)
+
 #: What a log of training has that depends on the clock, or on commlib alone.
 _CLOCKS = ("train_runtime", "_per_second", "_preparation_time", "comm/", "eval_runtime", "test_runtime")
 
@@ -111,10 +117,8 @@ def make(folder: Path, algorithm: Any = None, *, base: Any = None, model: Any = 
 
     from commlib.integrations.transformers import Trainer
 
-    of_trainer = ("wrap_options", "callbacks", "compute_loss_func", "compute_metrics", "model_init", "optimizers",
-                  "train_dataset", "eval_dataset", "data_collator", "optimizer_cls_and_kwargs", "processing_class")  # fmt: skip
     own = {"train_dataset": examples(), "eval_dataset": examples(8, seed=9)}
-    own |= {name: changes.pop(name) for name in of_trainer if name in changes}
+    own |= {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
     own |= {name: value() for name, value in own.items() if name == "train_dataset" and callable(value)}
     own |= {} if algorithm is None else {"algorithm": algorithm}
     own |= {} if "model_init" in own else {"model": tiny_model() if model is None else model}
@@ -149,3 +153,11 @@ def assert_same_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     assert got.keys() == expected.keys()
     different = [name for name in got if not torch.equal(got[name], expected[name])]
     assert not different, f"differ: {different}"
+
+
+def assert_alike(model: Any) -> None:
+    """Check that a model has the same weights on all ranks. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(model.state_dict()))
+    for weights in everyone:
+        assert_same_weights(weights, everyone[0])
