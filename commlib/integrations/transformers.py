@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -175,7 +176,7 @@ class TrainerMixin(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._is_wrapped:
             folder = checkpoint
-            alike(lambda: read_rank_file(folder, self.model, self.optimizer))
+            alike(lambda: _read_own(folder, self.model, self.optimizer))
 
     @property
     def _is_wrapped(self) -> bool:
@@ -213,6 +214,8 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
 
 
 def _check_complete(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"resume_from_checkpoint: there is no folder {folder}")
     missing = [name for name in _COMMON_FILES if not (folder / name).is_file()]
     if missing:
         raise ConfigError(
@@ -220,6 +223,19 @@ def _check_complete(folder: Path) -> None:
             "saving was interrupted. Resume from another checkpoint, or load its weights into the model and train "
             "without resuming"
         )
+
+
+def _read_own(folder: str, model: Any, optimizer: Any) -> None:
+    """Load this rank's own part; whatever hinders it is a `ConfigError`."""
+    try:
+        read_rank_file(folder, model, optimizer)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: its own part of {folder} cannot be read ({type(error).__name__}: {error}). "
+            "Resume from another checkpoint"
+        ) from error
 
 
 def _take_over(model: Any) -> None:
