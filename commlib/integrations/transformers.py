@@ -125,6 +125,8 @@ class TrainerMixin(_Base):
     ) -> None:
         _check_hooks(self)
         algorithms.create(algorithm)  # raises what is wrong with it, before anything is built
+        if "algorithm" in (wrap_options or {}):
+            raise ConfigError("wrap_options: the algorithm is an argument of its own, algorithm=")
         self._commlib_options = {"algorithm": algorithm, **(wrap_options or {})}
         super().__init__(*args, **kwargs)
         callbacks = self.callback_handler.callbacks
