@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, is_compiled_module
 from torch import nn
 
 from commlib import algorithms, checkpoint
 from commlib.algorithms import Algorithm
 from commlib.errors import ConfigError
-from commlib.integrations.accelerate_checkpoint import Folder
+from commlib.integrations.accelerate_checkpoint import Folder, Loading, in_own_memory
 from commlib.integrations.accelerate_models import Models, bare_of, inner_of
 from commlib.integrations.versions import warn_if_untested
 from commlib.replica import Replica, find
@@ -95,11 +95,11 @@ def _check_parallelism(accelerator: Accelerator) -> None:
             f"use: the accelerator's parallelism_config has {parallel.active_mesh_dims}, and commlib is in place of "
             "DDP. Give it dp_replicate_size only"
         )
-    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    if hook is not None and hook.value != "no":
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigError(
-            f"use: DistributedDataParallelKwargs has the communication hook {hook.value!r}, which is DDP's. Leave it "
-            "out: the algorithm decides what is communicated"
+            f"use: DistributedDataParallelKwargs has the communication hook {str(handler.comm_hook)!r}, which is "
+            "DDP's. Leave it out: the algorithm decides what is communicated"
         )
     if _plugin(accelerator).use_regional_compilation:
         raise ConfigError(
@@ -189,8 +189,10 @@ class Relaxed(_Base):
         """See accelerate; where replicas differ between the ranks, their mean, and every rank calls it."""
         state = super().get_state_dict(model, unwrap)
         inner = inner_of(model)
-        if not (self._commlib.has(inner) and checkpoint.replicas_differ(inner)):
+        if not self._commlib.has(inner):
             return state
+        if not checkpoint.replicas_differ(inner):
+            return in_own_memory(state)
         consensus = checkpoint.consensus_state_dict(inner)
         return {name: consensus[name.removeprefix("_orig_mod.")] for name in state}
 
@@ -220,10 +222,12 @@ class Relaxed(_Base):
         if not self._commlib.in_use:
             return super().load_state(input_dir, load_kwargs, **kwargs)
         found: list[Any] = []
-        name = self._commlib.algorithm.name
-        read = self.register_load_state_pre_hook(
-            lambda models, folder: found.append(Folder(self, folder).read(len(models), name))
-        )
+
+        def take(models: list[Any], folder: str) -> None:
+            found.append(Folder(self, folder).read(len(models), self._commlib.algorithm))
+            models[:] = [Loading(model) if self._commlib.has(model) else model for model in models]
+
+        read = self.register_load_state_pre_hook(take)
         try:
             super().load_state(input_dir, load_kwargs, **kwargs)
         finally:

@@ -17,11 +17,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
 
+from commlib.algorithms import Algorithm, Auto
 from commlib.errors import CommlibError, ConfigError
 
 _SUMMARY = "commlib.json"
 _FORMAT = 1
+
+#: What always helps.
+_ALONE = f"or remove {_SUMMARY} there to go on from its weights alone"
 
 
 class Folder:
@@ -53,11 +58,12 @@ class Folder:
                 size = self._accelerator.num_processes
                 self._write_summary({"complete": True, "world_size": size, "algorithm": algorithm})
 
-    def read(self, num_models: int, algorithm: str) -> list[Any] | None:
+    def read(self, num_models: int, algorithm: Algorithm) -> list[Any] | None:
         """Return this rank's state of each model; None where the folder was saved without commlib.
 
         Raises:
-            ConfigError: The folder is incomplete, lacks a file, or is of another algorithm or of other models.
+            ConfigError: The folder is incomplete, lacks a file, or is of another algorithm, of other models, or of
+                another number of ranks where that matters.
         """
         with self._together("load_state"):
             summary = self.summary()
@@ -77,17 +83,23 @@ class Folder:
         path = self._path / _SUMMARY
         return json.loads(path.read_text()) if path.exists() else None
 
-    def _check(self, summary: dict[str, Any], algorithm: str) -> None:
+    def _check(self, summary: dict[str, Any], algorithm: Algorithm) -> None:
         if not summary.get("complete"):
             raise ConfigError(
                 f"load_state: {self._path} is incomplete: saving it was interrupted. Load an earlier checkpoint"
             )
         if summary.get("format") != _FORMAT:
             raise ConfigError(f"load_state: {self._path} was saved by another version of commlib (format {summary})")
-        if summary["algorithm"] != algorithm:
+        if summary["algorithm"] != algorithm.name:
             raise ConfigError(
                 f"load_state: {self._path} was saved with the algorithm {summary['algorithm']!r}, and this run has "
-                f"{algorithm!r}. Use the same, or remove {_SUMMARY} there to go on from its weights alone"
+                f"{algorithm.name!r}. Use the same, {_ALONE}"
+            )
+        size, saved = self._accelerator.num_processes, summary["world_size"]
+        if size != saved and not (algorithm.portable or isinstance(algorithm, Auto)):  # what "auto" chose knows
+            raise ConfigError(
+                f"load_state: {self._path} was saved by {saved} ranks, and this run has {size}. The state of "
+                f"{algorithm.name!r} is each rank's own. Start {saved} ranks, {_ALONE}"
             )
 
     def _states(self, world_size: int) -> list[Any]:
@@ -97,7 +109,7 @@ class Folder:
         if not path.exists():
             raise ConfigError(
                 f"load_state: {path} is missing, the state of one of {world_size} ranks. Copy it from the machine of "
-                f"that rank, or remove {_SUMMARY} there to go on from the weights alone"
+                f"that rank, {_ALONE}"
             )
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -130,6 +142,38 @@ class Folder:
         if failed:
             text, is_config = failed[0]
             raise (ConfigError if is_config else CommlibError)(f"{what}: {text}")
+
+
+class Loading:
+    """Stands for a model while accelerate loads it from a file of safetensors.
+
+    That reads which tensors of the model share memory, and takes those for copies of one another, also where an
+    algorithm keeps all weights in one block of memory.
+
+    Args:
+        model: The model; what is loaded is its.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.load_state_dict = model.load_state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state, in which only what is tied shares memory."""
+        return in_own_memory(self._model.state_dict())
+
+
+def in_own_memory(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict whose tensors that are parts of a larger memory are copied; tied ones stay tied."""
+    copies: dict[Any, torch.Tensor] = {}
+    return {name: _own_memory(value, copies) if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+def _own_memory(tensor: torch.Tensor, copies: dict[Any, torch.Tensor]) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size():
+        return tensor
+    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return copies.setdefault(place, tensor.detach().clone())
 
 
 def _write(path: Path, write: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +35,16 @@ def new_accelerator(
     if algorithm is not None:
         assert integration.use(accelerator, algorithm, **(use or {})) is accelerator
     return accelerator
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see."""
+    with tempfile.TemporaryDirectory() as own:
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, own)
+        yield Path(names[0])
+        dist.barrier()
 
 
 def dataset(num_samples: int = 40, seed: int = 3) -> TensorDataset:
