@@ -9,8 +9,9 @@ must not depend on what a run has done so far, nor on the algorithm, nor on how 
     communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
     communication.rank<r>             bytes: the state of rank r (`rank_state`), written and read by that rank alone
 
-A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of failing
-on a missing name. So there are 1,024 of the last: of N ranks, rank r also writes empty bytes for r + N, r + 2 N, ...
+A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of
+failing on a missing name. So there are 1,024 of the last: of N ranks, rank r also writes empty bytes for r + N, r + 2 N
+and so on.
 """
 
 from __future__ import annotations
