@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,9 @@ def test_logs_have_the_numbers_of_the_communication(tmp_path: Path) -> None:
             assert ("comm/wire_bytes" in log) == ("loss" in log), log
         assert all(isinstance(value, int | float) for log in logs for value in log.values())
         of_step = {log["step"]: log["comm/wire_bytes"] for log in logs if "loss" in log}
-        assert of_step[4] == commlib.stats(trainer.model).wire_bytes > 0
+        assert of_step[6] == commlib.stats(trainer.model).wire_bytes > of_step[4] > 0
         if dist.get_rank() == 0:
-            assert scalars(Path(trainer.args.logging_dir or tmp_path), "train/comm/wire_bytes") == of_step
+            assert scalars(tmp_path, "train/comm/wire_bytes") == of_step
         named = make(tmp_path, "topk", callbacks=[StatsCallback("net/")])
         named.train()
         assert "net/wire_bytes" in named.state.log_history[0]
@@ -231,11 +232,16 @@ def test_a_sequence_trainer_generates_as_with_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @on_ranks(2)
-def test_a_compiled_model_trains_as_with_ddp(backend: str, tmp_path: Path) -> None:
+def test_a_compiled_model_trains_as_with_ddp(tmp_path: Path) -> None:
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's look
     with launched():
-        options = {"torch_compile": True, "torch_compile_backend": backend, "save_strategy": "steps", "save_steps": 3}
+        options = {
+            "torch_compile": True,
+            "torch_compile_backend": "aot_eager",
+            "save_strategy": "steps",
+            "save_steps": 3,
+        }
         expected = train(tmp_path / "ddp", **options)
         got = train(tmp_path / "commlib", "allreduce", **options)
         assert isinstance(find(got.trainer.model), Replica)
