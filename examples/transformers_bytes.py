@@ -78,7 +78,6 @@ def main() -> None:
         prompt = torch.tensor([list(b"import ")], device=trainer.model.device)
         text = trainer.model.generate(prompt, max_new_tokens=24, do_sample=False)[0].tolist()
         print(f"validation {bits:.3f} bits a byte; the model goes on: {bytes(text)!r}", flush=True)
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
