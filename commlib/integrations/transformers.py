@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.training_args import ParallelMode
 
 from commlib import algorithms, checkpoint
 from commlib.algorithms.base import Algorithm
@@ -170,7 +171,8 @@ class TrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights that all ranks share, of a checkpoint that has all that resuming needs."""
-        alike(lambda: _check_complete(Path(resume_from_checkpoint)))
+        if self.args.parallel_mode == ParallelMode.DISTRIBUTED:
+            alike(lambda: _check_complete(Path(resume_from_checkpoint)))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -40,6 +40,13 @@ def share_correct(prediction: Any) -> dict[str, float]:
     return {"correct": float((prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]).mean())}
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Examples without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(examples())
+
+
 #: Ways to train, by the arguments of the trainer and of `TrainingArguments` that make them.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -68,6 +75,13 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "noisy_embeddings": {"neftune_noise_alpha": 5.0},
     "tokens_counted": {"include_num_input_tokens_seen": "all"},
+    "saved_when_best": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "best",
+        "metric_for_best_model": "loss",
+    },
+    "stream_of_data": {"train_dataset": Stream, "dataloader_drop_last": True},
     "fixed_buckets": {"ddp_bucket_cap_mb": 1, "ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False},
 }
 
@@ -183,3 +197,11 @@ def test_a_smaller_batch_after_running_out_of_memory(tmp_path: Path) -> None:
         ]
         assert runs[1].trainer._train_batch_size < 2
         assert_same_weights(runs[1].weights, runs[0].weights)
+
+
+@on_ranks(2)
+def test_the_end_of_the_group_ends_the_training(tmp_path: Path) -> None:
+    with launched():
+        trainer = train(tmp_path, "topk").trainer
+        trainer.accelerator.end_training()
+        assert not dist.is_initialized()

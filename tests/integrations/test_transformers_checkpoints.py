@@ -56,6 +56,19 @@ def test_a_resumed_run_is_bit_identical(name: str, tmp_path: Path) -> None:
         assert_same_weights(again.weights, whole.weights)
 
 
+@pytest.mark.parametrize("name", ["topk", "local_sgd"])
+@on_ranks(2)
+def test_a_resumed_run_of_many_options_is_bit_identical(name: str, tmp_path: Path) -> None:
+    options = {**SAVES, "bf16": True, "gradient_accumulation_steps": 3, "max_grad_norm": 0.1, "max_steps": 12}
+    options |= {"activation_checkpointing": True, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    with launched():
+        whole = train(tmp_path, **made_for(name), **options)
+        for step in (4, 8):  # the end of an epoch, and the middle of one
+            again = train(tmp_path, **made_for(name), **options, resume=str(tmp_path / f"checkpoint-{step}"))
+            assert logs_after(again, step) == logs_after(whole, step)
+            assert_same_weights(again.weights, whole.weights)
+
+
 class Weights(Callback):
     """Keeps this rank's weights of when training began, and of when checkpoints were saved, by their steps."""
 

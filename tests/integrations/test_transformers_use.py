@@ -141,6 +141,20 @@ def test_a_loss_of_the_users_class_is_ddps(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_loss_of_the_trainers_model_is_synchronised_too(tmp_path: Path) -> None:
+    from commlib.integrations.transformers import Trainer
+
+    class Users(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            return super().compute_loss(self.model, inputs, return_outputs, **options)  # under DDP: the bare one
+
+    with launched():
+        got = train(tmp_path, "allreduce", base=Users)
+        expected = train(tmp_path, "allreduce")
+        assert_same_run(got, expected)
+
+
+@on_ranks(2)
 def test_logs_have_the_numbers_of_the_communication(tmp_path: Path) -> None:
     from commlib.integrations.transformers import StatsCallback
 
