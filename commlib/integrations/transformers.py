@@ -46,7 +46,7 @@ _HOOKS = {
 }
 
 
-#: What of a checkpoint all ranks share, beside the weights, which transformers looks for itself.
+#: What of a checkpoint all ranks share, in the order of writing, but for the weights, which transformers looks for.
 _COMMON_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
 
 
@@ -158,6 +158,9 @@ class TrainerMixin(_Base):
         if self._is_wrapped and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
+            if self.args.should_save:
+                _make_incomplete(folder)
+            self.accelerator.wait_for_everyone()
             checkpoint.write_rank_file(folder, self.model, self.optimizer)
         super()._save_checkpoint(model, trial)
 
@@ -215,6 +218,12 @@ def _check_arguments(args: transformers.TrainingArguments) -> None:
                 f"{name}={getattr(args, name)!r}: commlib replaces DDP, and cannot be used with {name}, which shards "
                 f"the model. Leave {name} out, or train by transformers.Trainer"
             )
+
+
+def _make_incomplete(folder: Path) -> None:
+    """Remove, of an older checkpoint that is to be overwritten, what would make half of the new one look whole."""
+    for path in (folder / _COMMON_FILES[-1], *folder.glob("commlib-rank*.pt")):
+        path.unlink(missing_ok=True)
 
 
 def _check_complete(folder: Path) -> None:

@@ -20,6 +20,8 @@ from tests.integrations.transformers_runs import (
     assert_same_run,
     assert_same_weights,
     launched,
+    make,
+    result_of,
     tiny_model,
     train,
 )
@@ -162,6 +164,22 @@ def test_a_checkpoint_that_is_not_whole_is_refused(file: str, spoil: Any, words:
 
 
 @on_ranks(2)
+def test_a_checkpoint_that_was_being_overwritten_is_refused(tmp_path: Path) -> None:
+    with launched():
+        train(tmp_path, "topk", **SAVES)
+        trainer = make(tmp_path, "topk", **SAVES)
+        with pytest.MonkeyPatch.context() as patch, raises_on_every_rank(OSError, "disk full"):
+            patch.setattr(type(trainer), "_save_rng_state", disk_is_full, raising=False)
+            trainer.train()
+        with raises_on_every_rank(ConfigError, "has no trainer_state.json"):
+            train(tmp_path, "topk", **SAVES, resume=str(tmp_path / "checkpoint-3"))
+
+
+def disk_is_full(trainer: Any, folder: str) -> None:
+    raise OSError("disk full")
+
+
+@on_ranks(2)
 def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     with launched():
         train(tmp_path / "ddp", **SAVES)
@@ -228,6 +246,39 @@ def test_the_best_model_is_on_all_ranks(algorithm: str, tmp_path: Path) -> None:
         if algorithm == "allreduce":
             expected = train(tmp_path / "ddp", **best, callbacks=[early_stop()], save_total_limit=2)
             assert_same_run(got, expected)
+
+
+class Falling:
+    """A metric of which the first value is the best."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __call__(self, _: Any) -> dict[str, int]:
+        self.value -= 1
+        return {"falling": self.value}
+
+
+@pytest.mark.parametrize("name", ["diloco", "local_sgd"])
+@on_ranks(2)
+def test_weights_that_an_algorithm_keeps_begin_anew_at_the_best_model(name: str, tmp_path: Path) -> None:
+    sgd = {"algorithm": Subject(name).algorithm(), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.5})}
+    sgd |= {"max_steps": 8, "lr_scheduler_type": "constant"}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_falling", "greater_is_better": True}
+    best |= {"compute_metrics": Falling()}
+    best |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    with launched():
+        trainer = train(tmp_path / "best", **sgd, **best).trainer
+        found = trainer.state.best_model_checkpoint
+        assert found.endswith("-2")
+        again = type(trainer.model).from_pretrained(found)
+        trainer.args.load_best_model_at_end = False
+        torch.manual_seed(7)
+        trainer.train()
+        fresh = make(tmp_path / "fresh", **sgd, **{**best, "load_best_model_at_end": False}, model=again)
+        torch.manual_seed(7)
+        fresh.train()
+        assert_same_weights(result_of(trainer).weights, result_of(fresh).weights)
 
 
 def early_stop() -> Any:
