@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     size = {"vocab_size": 256, "n_positions": CONTEXT, "n_embd": 64, "n_layer": 2, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config(**size, **ends, loss_type="ForCausalLM"))
+    model = GPT2LMHeadModel(GPT2Config(**size, **ends))
     trainer = Trainer(
         model=model,
         algorithm=args.algorithm,

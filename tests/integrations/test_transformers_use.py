@@ -246,20 +246,19 @@ def test_a_sequence_trainer_generates_as_with_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_ranks(2)
-def test_a_compiled_model_trains_as_with_ddp(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)  # inductor compiles a minute and more for each of the two ranks
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2, timeout=500)
+def test_a_compiled_model_trains_as_with_ddp(backend: str, tmp_path: Path) -> None:
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message="`torch.jit")  # inductor's own imports
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")  # dynamo's look
+    options = {"torch_compile": True, "torch_compile_backend": backend, "save_strategy": "steps", "save_steps": 3}
     with launched():
-        options = {
-            "torch_compile": True,
-            "torch_compile_backend": "aot_eager",
-            "save_strategy": "steps",
-            "save_steps": 3,
-        }
-        expected = train(tmp_path / "ddp", **options)
-        got = train(tmp_path / "commlib", "allreduce", **options)
+        expected = train(tmp_path / "ddp", model=tiny_model(n_layer=1), **options)
+        got = train(tmp_path / "commlib", "allreduce", model=tiny_model(n_layer=1), **options)
         assert isinstance(find(got.trainer.model), Replica)
         assert type(got.trainer.model_wrapped).__name__ == "OptimizedModule"
         assert_same_run(got, expected)
-        again = train(tmp_path / "commlib", "allreduce", **options, resume=str(tmp_path / "commlib/checkpoint-3"))
+        resume = str(tmp_path / "commlib/checkpoint-3")
+        again = train(tmp_path / "commlib", "allreduce", model=tiny_model(n_layer=1), **options, resume=resume)
         assert_same_weights(again.weights, got.weights)

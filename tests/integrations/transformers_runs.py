@@ -62,7 +62,7 @@ def tiny_model(**changes: Any) -> Any:
     import transformers
 
     own = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    own |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "loss_type": "ForCausalLM"}
+    own |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(3)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**own, **changes}))
