@@ -35,7 +35,7 @@ warn_if_untested("transformers")
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
-#: The methods of `transformers.Trainer` that are overridden, with their parameters; see [Note: what is overridden].
+#: Methods of `transformers.Trainer` that are overridden or called though they are not public, with their parameters.
 _HOOKS = {
     "create_accelerator_and_postprocess": ["self"],
     "_update_auto_batch_size": ["self", "batch_size"],
@@ -43,8 +43,8 @@ _HOOKS = {
     "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_get_output_dir": ["self", "trial"],
 }
-
 
 #: What of a checkpoint all ranks share, in the order of writing, but for the weights, which transformers looks for.
 _COMMON_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")

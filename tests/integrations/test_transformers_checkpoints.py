@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,6 +109,28 @@ def test_the_saved_model_is_the_mean_of_the_replicas(tmp_path: Path) -> None:
         read = type(trainer.model).from_pretrained(tmp_path / "end")
         assert_same_weights(dict(read.state_dict()), dict(trainer.model.state_dict()))
         assert_alike(trainer.model)
+
+
+@on_ranks(2)
+def test_saving_on_one_rank_alone_names_the_ranks_that_stay_away(tmp_path: Path) -> None:
+    with launched():
+        trainer = train(tmp_path, "local_sgd", wrap_options={"timeout": 2}).trainer
+        if dist.get_rank() == 0:
+            with pytest.raises(commlib.PeerTimeout) as caught:
+                trainer.save_model()
+            assert caught.value.ranks == {1}
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_hosts_that_share_no_disk_resume_each_from_its_own(tmp_path: Path) -> None:
+    of_host = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    with launched(), mock.patch.dict(os.environ, of_host):
+        own = tmp_path / f"host-{dist.get_rank()}"
+        options = {**made_for("local_sgd"), **SAVES, "save_on_each_node": True}
+        whole = train(own, **options)
+        again = train(own, **options, resume=str(own / "checkpoint-3"))
+        assert_same_weights(again.weights, whole.weights)
 
 
 @pytest.mark.parametrize("name", [name for name in commlib.algorithms.list() if name not in REPEATABLE])
