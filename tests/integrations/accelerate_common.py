@@ -18,9 +18,17 @@ BATCH = 4
 
 
 def new_accelerator(
-    algorithm: Any = None, cls: Any = None, *, use: dict[str, Any] | None = None, **options: Any
+    algorithm: Any = None,
+    cls: Any = None,
+    *,
+    use: dict[str, Any] | None = None,
+    own_node: bool = False,
+    **options: Any,
 ) -> Any:
-    """Make an accelerator on this rank's group, with commlib or (algorithm None) with DDP."""
+    """Make an accelerator on this rank's group, with commlib or (algorithm None) with DDP.
+
+    With `own_node` each rank believes to be on a machine of its own.
+    """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -29,8 +37,8 @@ def new_accelerator(
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"RANK": rank, "WORLD_SIZE": size, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"LOCAL_RANK": "0" if own_node else rank, "LOCAL_WORLD_SIZE": "1" if own_node else size}
     accelerator = (cls or Accelerator)(cpu=True, **options)
     if algorithm is not None:
         assert integration.use(accelerator, algorithm, **(use or {})) is accelerator

@@ -220,6 +220,34 @@ def test_a_step_that_one_ranks_scaler_skips_counts_on_all() -> None:
 
 
 @on_ranks(2)
+def test_a_scaler_as_with_ddp() -> None:
+    """Its scale grows until a step overflows and is skipped, the scheduler with it, again and again."""
+    results = []
+    for algorithm in ("allreduce", None):
+        accelerator = new_accelerator(algorithm, gradient_accumulation_steps=2)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, loader(96), scheduler)
+        losses, made = [], []
+        for _ in range(2):
+            for inputs, targets in batches:
+                with accelerator.accumulate(model):
+                    losses.append(4 * mse(model(inputs), targets))
+                    accelerator.backward(losses[-1])
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            made.append(round(math.log(scheduler.get_last_lr()[0] / 0.1, 0.9)) // 2)
+        assert 0 < made[-1] < 12, "of the 12 steps some are made and some are skipped"
+        results.append(
+            [[loss.detach() for loss in losses], values(model), torch.tensor([accelerator.scaler.get_scale(), *made])]
+        )
+    assert_equal(*results)
+
+
+@on_ranks(2)
 def test_stats_go_to_trackers() -> None:
     from accelerate.tracking import GeneralTracker, on_main_process
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,23 @@ def test_automatic_names_and_the_limit_of_checkpoints() -> None:
         resumed = Run("topk", seed=99, project_config=ProjectConfiguration(str(folder), **config))
         resumed.accelerator.load_state()
         assert_equal(resumed.state(), run.state())
+
+
+@on_ranks(2)
+def test_machines_without_a_common_folder() -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    options = {"own_node": True, "project_config": ProjectConfiguration(save_on_each_node=True)}
+    run = Run(commlib.algorithms.LocalSGD(period=4), **options)
+    run.train(0, 3)
+    with tempfile.TemporaryDirectory() as own:
+        run.accelerator.save_state(own)
+        assert sorted(path.name for path in Path(own).glob("commlib*")) == [
+            *("commlib.json", f"commlib_{dist.get_rank()}.pt"),
+        ]
+        resumed = Run(commlib.algorithms.LocalSGD(period=4), seed=99, **options)
+        resumed.accelerator.load_state(own)
+    assert_equal(resumed.state(), run.state())
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -189,6 +190,7 @@ def test_unwrap_model_gives_the_bare_model() -> None:
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert type(plain) is Mlp
     assert torch.equal(plain(inputs), exact)
+    assert find(copy.deepcopy(plain)) is None
     accelerator.backward(mse(model(inputs), torch.zeros(5, 4)))
     assert_replicas_identical(model)
 
