@@ -16,12 +16,14 @@ def alike(act: Callable[[], _T]) -> _T:
     """Return what `act` returns on this rank, once it has ended on all ranks. Collective, where there are several.
 
     Raises:
-        ConfigError: It raised one, here or on another rank, which the message then names.
+        ConfigError: It raised something on another rank, which the message names.
+        Exception: What it raised here.
     """
-    error, result = None, None
+    error: Exception | None = None
+    result = None
     try:
         result = act()
-    except ConfigError as caught:
+    except Exception as caught:
         error = caught
     failed = {rank: text for rank, text in enumerate(_of_all(None if error is None else str(error))) if text}
     if error is not None:

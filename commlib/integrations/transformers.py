@@ -174,9 +174,12 @@ class TrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights that all ranks share, of a checkpoint that has all that resuming needs."""
+        load = super()._load_from_checkpoint
         if self.args.parallel_mode == ParallelMode.DISTRIBUTED:
             alike(lambda: _check_complete(Path(resume_from_checkpoint)))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+            alike(lambda: load(resume_from_checkpoint, model))
+        else:
+            load(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer, then this rank's own part, which comes last."""
