@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,7 @@ from commlib.algorithms import Algorithm
 from commlib.errors import ConfigError
 from commlib.integrations.accelerate_checkpoint import Folder, Loading, in_own_memory
 from commlib.integrations.accelerate_models import Models, bare_of, inner_of
-from commlib.integrations.versions import warn_if_untested
+from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
 from commlib.wrap import expect_backward, wrap
 
@@ -39,7 +39,10 @@ _OTHERS = {
 _FOLLOWS = {"optimizer": "the optimizers given to prepare", "scaler": "the accelerator's own scaler"}
 
 
-def use(accelerator: Accelerator, algorithm: str | Algorithm = "allreduce", **options: Any) -> Any:
+_Own = TypeVar("_Own", bound=Accelerator)
+
+
+def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: Any) -> _Own:
     """Let an accelerator wrap models by `commlib.wrap` instead of DDP, from its next `prepare` on.
 
     Called on every rank before `prepare`. The accelerator stays the same object; its class becomes one that derives
@@ -78,7 +81,7 @@ def _check_unused(accelerator: Accelerator) -> None:
     if isinstance(accelerator, Relaxed):
         name = accelerator._commlib.algorithm.name
         raise ConfigError(f"use: this accelerator uses {name!r} already. Call use once, before prepare")
-    if accelerator._models:
+    if _prepared(accelerator, "models"):
         raise ConfigError("use: models were prepared already, for DDP. Call use right after Accelerator(...)")
 
 
@@ -148,13 +151,13 @@ class Relaxed(_Base):
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = inner_of(model)
         self._commlib.check(inner)
-        is_known = any(each is inner for each in self._models)
+        is_known = any(each is inner for each in _prepared(self, "models"))
         self._commlib.mark(inner)
         with _not_compiling(self):
             super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in inner.parameters()):
             return self._compiled(model)
-        is_wrapped = self._commlib.wrap(inner, self._optimizers, self.scaler, anew=not is_known)
+        is_wrapped = self._commlib.wrap(inner, _prepared(self, "optimizers"), self.scaler, anew=not is_known)
         if not is_wrapped and self._compiles():
             raise ConfigError(
                 f"prepare: {self._commlib.algorithm.name!r} needs the optimizer of the {type(inner).__name__} before "
@@ -166,7 +169,7 @@ class Relaxed(_Base):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """See accelerate; models that were prepared before and whose parameters it holds are wrapped with it."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        self._commlib.optimizer_came(self._optimizers, self.scaler)
+        self._commlib.optimizer_came(_prepared(self, "optimizers"), self.scaler)
         return prepared
 
     @staticmethod
@@ -200,18 +203,28 @@ class Relaxed(_Base):
         """See accelerate; every rank also writes a file with its own state of the communication.
 
         Raises:
-            CommlibError: A rank could not write its file.
+            CommlibError: Another rank could not write its files.
         """
         if not self._commlib.in_use:
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        states = [self._commlib.rank_state(model) for model in self._models]
-        begin = self.register_save_state_pre_hook(lambda *args: Folder(self, args[2]).begin())
+        states = [self._commlib.rank_state(model) for model in _prepared(self, "models")]
+        begun: list[Folder] = []
+
+        def begin(_models: Any, _weights: Any, folder: str) -> None:
+            Folder(self, folder).begin()
+            begun.append(Folder(self, folder))
+
+        hook = self.register_save_state_pre_hook(begin)
         try:
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+            saved = super().save_state(output_dir, safe_serialization, **kwargs)
+        except Exception as error:
+            if begun:
+                begun[0].fail(error)
+            raise
         finally:
-            begin.remove()
-        Folder(self, folder).end(states, self._commlib.algorithm.name)
-        return folder
+            hook.remove()
+        begun[0].end(states, self._commlib.algorithm.name)
+        return saved
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """See accelerate; also takes over this rank's own state of the communication.
@@ -232,7 +245,7 @@ class Relaxed(_Base):
             super().load_state(input_dir, load_kwargs, **kwargs)
         finally:
             read.remove()
-        self._commlib.load_rank_states(self._models, found[0])
+        self._commlib.load_rank_states(_prepared(self, "models"), found[0])
 
     def _compiles(self) -> bool:
         return _plugin(self).backend != DynamoBackend.NO
@@ -242,6 +255,17 @@ class Relaxed(_Base):
         if not self._compiles() or is_compiled_module(model):
             return model
         return torch.compile(model, **_plugin(self).to_kwargs())
+
+
+def _prepared(accelerator: Accelerator, kind: str) -> list[Any]:
+    """Return the models or optimizers that were prepared, of which accelerate has no public list."""
+    found = getattr(accelerator, f"_{kind}", None)
+    if found is None:
+        raise ConfigError(
+            f"this version of accelerate keeps no list _{kind} of what was prepared, which commlib relies on. "
+            f"pip install 'accelerate=={TESTED['accelerate']}'"
+        )
+    return found
 
 
 def _plugin(accelerator: Accelerator) -> Any:

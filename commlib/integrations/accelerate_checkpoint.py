@@ -58,6 +58,11 @@ class Folder:
                 size = self._accelerator.num_processes
                 self._write_summary({"complete": True, "world_size": size, "algorithm": algorithm})
 
+    def fail(self, error: Exception) -> None:
+        """Raise the error on this rank, and tell the others, which come to `end`."""
+        with self._together("save_state"):
+            raise error
+
     def read(self, num_models: int, algorithm: Algorithm) -> list[Any] | None:
         """Return this rank's state of each model; None where the folder was saved without commlib.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import is_compiled_module
+from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 
 from commlib import checkpoint, verify
@@ -172,7 +172,8 @@ class Models:
 
 def inner_of(model: nn.Module) -> nn.Module:
     """Return the model inside of what `torch.compile` made of it."""
-    return model._orig_mod if is_compiled_module(model) and find(model) is None else model  # type: ignore[return-value]
+    is_outer = is_compiled_module(model) and find(model) is None
+    return extract_model_from_parallel(model, keep_torch_compile=False) if is_outer else model
 
 
 def bare_of(model: nn.Module) -> nn.Module:

@@ -199,6 +199,27 @@ def test_compiled_by_the_dynamo_plugin_as_with_ddp() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_compiled_by_the_user_before_as_with_ddp(precision: str) -> None:
+    try:
+        results = []
+        for algorithm in ("allreduce", None):
+            accelerator = new_accelerator(algorithm, mixed_precision=precision, gradient_accumulation_steps=2)
+            own = seeded(Mlp)
+            compiled: Any = torch.compile(own, backend="aot_eager")
+            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+            model, optimizer, batches = accelerator.prepare(compiled, optimizer, loader())
+            results.append([epoch(accelerator, model, optimizer, batches), values(model)])
+            assert_replicas_identical(own)
+            if algorithm is not None:
+                assert is_wrapped(own)
+                assert type(accelerator.unwrap_model(model, keep_torch_compile=False)) is Mlp
+    finally:
+        torch.compiler.reset()
+    assert_equal(*results)
+
+
+@on_ranks(2)
 def test_a_step_that_one_ranks_scaler_skips_counts_on_all() -> None:
     """accelerate has a scaler on GPUs alone; one given to it reaches commlib, so rounds keep in step."""
     accelerator = new_accelerator(commlib.algorithms.LocalSGD(period=2), use={"timeout": 20})

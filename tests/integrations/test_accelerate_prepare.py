@@ -232,6 +232,10 @@ def test_wrong_uses_are_refused() -> None:
     handler = DistributedDataParallelKwargs(comm_hook="fp16")
     with raises_on_every_rank(ConfigError, "communication hook", "fp16"):
         new_accelerator("topk", kwargs_handlers=[handler])
+    odd = new_accelerator()
+    del odd._models
+    with raises_on_every_rank(ConfigError, "keeps no list _models", "pip install 'accelerate=="):
+        integration.use(odd, "topk")
     late = new_accelerator()
     late.prepare(seeded(Mlp))
     with raises_on_every_rank(ConfigError, "prepared already"):
