@@ -213,6 +213,13 @@ def restore_class(model: nn.Module) -> None:
         model.__class__ = wrapped.original_class
 
 
+def as_made_by_the_user(model: Any) -> None:
+    """Give an object that is not wrapped, but was made by a wrapped model's class, the user's class."""
+    original = getattr(type(model), "_commlib_class", None)
+    if original is not None and registry.get(model) is None:
+        model.__class__ = original
+
+
 def copy_of(bare: nn.Module, again: Again) -> nn.Module:
     """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
     if registry.get(bare) is None:

@@ -36,7 +36,8 @@ Again = Callable[[nn.Module], Any]
 REFUSAL = (
     "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
     "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to: "
-    "accelerate by commlib.integrations.accelerate.use(accelerator, ...) before prepare)"
+    "accelerate by commlib.integrations.accelerate.use(accelerator, ...) before prepare; in place of "
+    "transformers.Trainer take commlib.integrations.transformers.Trainer)"
 )
 
 

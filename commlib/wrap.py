@@ -23,7 +23,7 @@ from commlib.engine.buckets.slot import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.parallel import NAMES, extend, restore_class
+from commlib.parallel import NAMES, as_made_by_the_user, extend, restore_class
 from commlib.replica import Copy, Replica, find, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -253,6 +253,7 @@ class _SetUp:
         self.error: Exception | None = None
         self.device = torch.device("cpu")
         try:
+            as_made_by_the_user(model)
             _check_wrappable(model)
             self.ignored = verify.ignored_names(model, tuple(ignored))
             self.parameters = verify.parameters_of(model, self.ignored)

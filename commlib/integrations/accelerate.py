@@ -135,7 +135,9 @@ class Relaxed(_Base):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See accelerate; a model is wrapped with the optimizers, of this call or before, that hold its parameters."""
         with self._commlib.expecting(args):
-            return super().prepare(*args, device_placement=device_placement)
+            prepared = super().prepare(*args, device_placement=device_placement)
+        self._commlib.unmark()
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -150,6 +152,7 @@ class Relaxed(_Base):
         inner = inner_of(model)
         self._commlib.check(inner)
         is_known = any(each is inner for each in _prepared(self, "models"))
+        self._commlib.mark(inner)
         with _not_compiling(self):
             super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in inner.parameters()):
@@ -160,6 +163,7 @@ class Relaxed(_Base):
                 f"prepare: {self._commlib.algorithm.name!r} needs the optimizer of the {type(inner).__name__} before "
                 "the model is compiled. Prepare both in one call"
             )
+        self._commlib.unmark()
         return self._compiled(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

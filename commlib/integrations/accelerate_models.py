@@ -24,16 +24,25 @@ _log = logging.getLogger("commlib")
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
+#: What accelerate sets on what it has prepared.
+_MARK = "_is_accelerate_prepared"
+
+
 class Models:
     """The models that one accelerator has wrapped, or is to wrap once their optimizers are there.
 
     Args:
         algorithm: For all of them.
         options: Of `commlib.wrap`.
+
+    Attributes:
+        goes_on: Whether a model that is prepared again with the same optimizers goes on as it is, though the
+            accelerator was made to forget it (`free_memory`): for a trainer that does so before it trains further.
     """
 
     def __init__(self, algorithm: Algorithm, options: dict[str, Any]) -> None:
         self.algorithm = algorithm
+        self.goes_on = False
         self._options = options
         self._expected: Optimizers = ()
         self._wrapped: weakref.WeakKeyDictionary[nn.Module, Optimizers] = weakref.WeakKeyDictionary()
@@ -91,6 +100,21 @@ class Models:
                 "(commlib.unwrap), as use lets prepare wrap it"
             )
 
+    def mark(self, model: nn.Module) -> None:
+        """Let accelerate know that it has prepared a model before, if that is wrapped here."""
+        if self.has(model):
+            setattr(model, _MARK, True)
+
+    def unmark(self) -> None:
+        """Take accelerate's mark from the wrapped models.
+
+        With DDP it is on the object around the model. On the model itself it would let another accelerator, which knows
+        nothing of this one, take the model for prepared, and train it without any communication.
+        """
+        for model in self._wrapped:
+            if self.has(model):
+                model.__dict__.pop(_MARK, None)
+
     def wrap(self, model: nn.Module, prepared: Sequence[Any], scaler: Any, *, anew: bool) -> bool:
         """Wrap a model with the optimizers that hold its parameters.
 
@@ -108,7 +132,7 @@ class Models:
             self._wait(model)
             return False
         if isinstance(find(model), Replica):
-            if not anew and self._wrapped.get(model) == own:
+            if (self.goes_on or not anew) and self._wrapped.get(model) == own:
                 return True
             unwrap(model)
         self._stop_waiting(model)

@@ -125,6 +125,7 @@ def test_what_a_method_makes_of_its_own_class_is_an_ordinary_model() -> None:
         assert isinstance(copy.deepcopy(twin), Agent)
         assert type(pickle.loads(pickle.dumps(twin))) is Agent
     assert_trains_alike(model)
+    assert_trains_alike(wrap(model.twin()))
 
 
 @on_ranks(2)
