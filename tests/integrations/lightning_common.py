@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what happens at its import is not ours to judge
@@ -55,6 +55,12 @@ class Data(TensorDataset):
 
 def loader(batch: int = 4, size: int = 48) -> DataLoader[Any]:
     return DataLoader(Data(size), batch_size=batch)
+
+
+def own_loader(batch: int = 4) -> DataLoader[Any]:
+    """A loader with a sampler of its own, for `use_distributed_sampler=False`."""
+    data = Data()
+    return DataLoader(data, batch_size=batch, sampler=DistributedSampler(data, shuffle=False))
 
 
 class Module(pl.LightningModule):

@@ -39,7 +39,7 @@ class Saved:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._state = rank_states.rank_state(model, list(optimizers))
         self._differs = rank_states.replicas_differ(model)
-        self._is_common = replica_of(model).engine.algorithm.portable and not self._differs
+        self._is_common = replica_of(model).engine.algorithm.portable and not self._state["model"]
         self._fingerprint = b""
 
     def detach(self) -> Saved:

@@ -244,7 +244,7 @@ class CommlibStrategy(DDPStrategy):
     def _run_closure_first(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Run a step's closure before it where the algorithm needs that; see [Note: steps with closures]."""
         replica = self._replica
-        if replica is None or not _takes_gradients_before(replica) or not _works_without_closure(optimizer):
+        if replica is None or not _takes_gradients_before(replica):
             return None
         closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
         if closure is None:
@@ -284,8 +284,3 @@ def _unannounced(replica: Replica) -> Generator[None, None, None]:
 def _takes_gradients_before(replica: Replica) -> bool:
     runners = (getattr(channel, "runner", None) for channel in replica.engine.channels)
     return any(runner is not None and runner.needs_gradients for runner in runners)
-
-
-def _works_without_closure(optimizer: Any) -> bool:
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is None or closure.default is not inspect.Parameter.empty
