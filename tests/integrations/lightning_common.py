@@ -147,6 +147,8 @@ def run_on_rank() -> Iterator[None]:
 
 #: Advice that Lightning gives as warnings, and what it does itself that torch would have it do in another way.
 HINTS = (
+    ".*The dirpath has changed.*",
+    ".*callbacks used to create the checkpoint need to be provided.*",
     ".*isinstance.treespec, LeafSpec.. is deprecated.*",
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
