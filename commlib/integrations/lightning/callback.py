@@ -51,7 +51,11 @@ class StatsCallback(Callback):
         if step // self.every_n_steps == self._logged_step // self.every_n_steps:
             return
         self._logged_step = step
-        values = commlib.stats(_wrapped_in(pl_module)).as_dict(self.prefix)
+        values = {
+            name: value
+            for name, value in commlib.stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()
+            if not isinstance(value, str)  # of which most loggers can make nothing
+        }
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
 
