@@ -27,7 +27,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=2, help="processes on this machine")
     parser.add_argument("--accelerator", default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--checkpoint", type=Path, help="directory: resume from it if it has one, save after every epoch")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="directory: resume from it if it has one, save after every epoch"
+    )
     parser.add_argument("--losses", type=Path, help="file: one JSON row per step, written by rank 0")
     return parser.parse_args()
 
@@ -84,7 +86,9 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Digits(args.lr, args.seed, args.losses), train, test, ckpt_path=last if last and last.exists() else None)
+    trainer.fit(
+        Digits(args.lr, args.seed, args.losses), train, test, ckpt_path=last if last and last.exists() else None
+    )
 
 
 if __name__ == "__main__":

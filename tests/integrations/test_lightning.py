@@ -13,6 +13,7 @@ import commlib
 from commlib.replica import find
 from tests.contract.subjects import Subject, slow_for_siblings, spread
 from tests.integrations import lightning_common as common
+from tests.integrations.lightning_common import pl
 from tests.multi.common import assert_replicas_identical
 from tests.multi.pool import on_ranks
 
@@ -47,6 +48,16 @@ class HalfPrecise(common.Module):
         return super().loss_of([part.to(self.head.weight.dtype) for part in batch])
 
 
+def scaled() -> Any:
+    """Half precision with a scaler, which Lightning itself offers for GPUs only; it skips the first steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    return pl.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in options.items()}
+
+
 WAYS: dict[str, tuple[type[common.Module], dict[str, Any]]] = {
     "plain": (common.Module, {}),
     "submodules": (common.Submodules, {}),
@@ -57,6 +68,7 @@ WAYS: dict[str, tuple[type[common.Module], dict[str, Any]]] = {
     "clip by value": (common.Module, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16-mixed": (common.Module, {"precision": "bf16-mixed"}),
     "bf16-true": (HalfPrecise, {"precision": "bf16-true"}),
+    "16-mixed": (common.Module, {"plugins": lambda: [scaled()]}),
     "lbfgs": (Lbfgs, {}),
     "scheduler": (Scheduled, {"max_epochs": 2}),
     "fast_dev_run": (common.Module, {"fast_dev_run": 2}),
@@ -68,8 +80,8 @@ WAYS: dict[str, tuple[type[common.Module], dict[str, Any]]] = {
 def test_allreduce_is_ddp_bit_for_bit(way):
     kind, options = WAYS[way]
     with common.run_on_rank():
-        expected, _ = common.fit(kind(), common.ddp(), **options)
-        got, _ = common.fit(kind(), common.strategy(unannounced="error"), **options)
+        expected, _ = common.fit(kind(), common.ddp(), **chosen(options))
+        got, _ = common.fit(kind(), common.strategy(unannounced="error"), **chosen(options))
         common.assert_equal_runs(got, expected)
         assert_replicas_identical(got)
         assert type(got) is kind
@@ -197,7 +209,7 @@ def test_manual_optimization_is_ddps_bit_for_bit(kind):
         expected, _ = common.fit(kind(), common.ddp(find_unused_parameters=True), max_epochs=2)
         got, _ = common.fit(kind(), common.strategy(unannounced="error"), max_epochs=2)
         common.assert_equal_runs(got, expected)
-        assert_replicas_identical(got)
+        assert spread(got) == 0
 
 
 class Unannounced(Manual):

@@ -52,7 +52,7 @@ class StatsCallback(Callback):
             return
         self._logged_step = step
         values = {
-            name: value
+            name: float(value)
             for name, value in commlib.stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()
             if not isinstance(value, str)  # of which most loggers can make nothing
         }

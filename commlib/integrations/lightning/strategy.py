@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,10 +23,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 import commlib
-from commlib import algorithms
+from commlib import algorithms, verify
 from commlib import checkpoint as rank_states
 from commlib.algorithms.base import Algorithm
 from commlib.engine.optimizers import all_of, resolve
@@ -35,8 +35,6 @@ from commlib.errors import ConfigError
 from commlib.integrations.lightning import checkpoints
 from commlib.parallel import restore_class
 from commlib.replica import Replica, find
-
-_log = logging.getLogger("commlib")
 
 #: What Lightning's own strategies take and this one passes on.
 _LIGHTNING_OPTIONS = (
@@ -103,10 +101,8 @@ class CommlibStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         """Make the ranks alike before there are optimizers, as DDP does; wrapping follows when there are."""
-        assert self.lightning_module is not None
         if self._options.get("init_sync", True):
-            for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
-                _broadcast(tensor)
+            _make_alike(self._module, tuple(self._options.get("ignored_parameters", ())))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -121,8 +117,7 @@ class CommlibStrategy(DDPStrategy):
             self._wrap()
 
     def _wrap(self) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         optimizers = self._raw_optimizers
         trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         if trained.isdisjoint(map(id, module.parameters())):
@@ -147,18 +142,24 @@ class CommlibStrategy(DDPStrategy):
         self._hooks = []
         replica = self._replica
         if replica is not None and self._has_failed:
+            self._saved = None
             replica.engine.close()
-            restore_class(self.lightning_module)  # pyright: ignore[reportArgumentType]
+            restore_class(self._module)
         elif replica is not None:
             self._end()
         super().teardown()
 
     def _end(self) -> None:
-        module: Any = self.lightning_module
+        module = self._module
         self._saved = checkpoints.Saved(module, self._raw_optimizers).detach()
         commlib.synchronize(module)
         commlib.unwrap(module)
         self._saved.fit_has_ended(module)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def _raw_optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -178,22 +179,29 @@ class CommlibStrategy(DDPStrategy):
 
         It is what Lightning asks for first where it saves, so what the communication has under way is taken here.
         """
-        module = self.lightning_module
-        if module is None or self._replica is None:
+        if self._replica is None:
             return super().lightning_module_state_dict()
-        self._saved = checkpoints.Saved(module, self._raw_optimizers)
-        return rank_states.consensus_state_dict(module)
+        self._saved = checkpoints.Saved(self._module, self._raw_optimizers)
+        return rank_states.consensus_state_dict(self._module)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the file, from rank 0, with every rank's part in it. Every rank calls it."""
-        saved = self._saved if "optimizer_states" in checkpoint else None
-        if self._replica is None and saved is not None and not saved.is_valid_for(self.lightning_module):
-            saved = None
-        gathered = saved and saved.gather()
+        gathered = self._gathered() if "optimizer_states" in checkpoint else None
         if gathered is not None:
             checkpoint[checkpoints.KEY] = gathered
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered(self) -> dict[str, Any] | None:
+        """Return what commlib adds to the file, on rank 0. Collective."""
+        saved = self._saved
+        if saved is None or not dist.is_initialized():
+            return None
+        if self._replica is not None:
+            self._saved = None  # it is that of this moment
+        elif not self.broadcast(saved.is_valid_for(self._module)):
+            return None
+        return saved.gather()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -203,28 +211,29 @@ class CommlibStrategy(DDPStrategy):
             ConfigError: The communication's state is of another algorithm, or of another world size where that matters.
         """
         super().load_optimizer_state_dict(checkpoint)
-        if self._replica is not None and self.lightning_module is not None:
-            checkpoints.load(self.lightning_module, checkpoint, self._raw_optimizers)
+        if self._replica is not None:
+            checkpoints.load(self._module, checkpoint, self._raw_optimizers)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as the forward of the wrapped module."""
-        module, replica = self.lightning_module, self._replica
-        assert module is not None and replica is not None
+        module, replica = self._module, self._replica
+        assert replica is not None
         with self.precision_plugin.train_step_context():
             if module.automatic_optimization:
                 return replica.run(module.training_step, args, kwargs)
-            with _unannounced(replica):
+            with _running(replica, True):  # `manual_backward` announces: what counts is what is to be synchronised then
                 return module.training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Announce a backward of manual optimization; see [Note: where the backward is]."""
-        module = self.lightning_module
-        if self._replica is not None and module is not None and not module.automatic_optimization:
-            commlib.expect_backward(module)
+        replica = self._replica
+        if replica is not None and not self._module.automatic_optimization:
+            with _running(replica, False):  # a step of its own for what counts steps (`auto`)
+                commlib.expect_backward(self._module)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -234,11 +243,8 @@ class CommlibStrategy(DDPStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Let backwards of forwards made inside stay local."""
-        replica = self._replica
-        if replica is None:
-            yield
-            return
-        with self.lightning_module.no_sync():  # pyright: ignore
+        module: Any = self._module
+        with contextlib.nullcontext() if self._replica is None else module.no_sync():
             yield
 
     def _run_closure_first(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -258,27 +264,43 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"CommlibStrategy: no such option: {', '.join(unknown)}. There are those of commlib.wrap "
-            f"({', '.join(_WRAP_OPTIONS)}), process_group_timeout, and Lightning's {', '.join(_LIGHTNING_OPTIONS)}. What "
-            "DDP needs options for (unused parameters, views as gradients) commlib does without any"
+            f"({', '.join(_WRAP_OPTIONS)}), process_group_timeout, and Lightning's {', '.join(_LIGHTNING_OPTIONS)}. "
+            "What DDP needs options for (unused parameters, views as gradients) commlib does without any"
         )
+
+
+def _make_alike(module: pl.LightningModule, ignored: tuple[Any, ...]) -> None:
+    """Copy rank 0's parameters and buffers to all ranks; where modules differ, leave it to `wrap` to say how."""
+    names = verify.ignored_names(module, ignored)
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name not in names and not is_lazy(tensor)
+    }
+    own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if all(other == own for other in everyone):
+        for tensor in tensors.values():
+            _broadcast(tensor)
 
 
 def _broadcast(tensor: Tensor) -> None:
     """Copy rank 0's values to all ranks, as bytes, so that every dtype and layout will do."""
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    data = tensor.contiguous().flatten().view(torch.uint8)
     if data.numel():
         dist.broadcast(data, 0)
-        tensor.data.copy_(data.view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 @contextlib.contextmanager
-def _unannounced(replica: Replica) -> Generator[None, None, None]:
-    """Let forwards made inside announce no backward: `manual_backward` does, and what counts is whether it is to sync."""
-    replica.is_running = True
+def _running(replica: Replica, value: bool) -> Generator[None, None, None]:
+    """Let forwards of the wrapped module be part of one that runs already (or not), so that they announce nothing."""
+    before, replica.is_running = replica.is_running, value
     try:
         yield
     finally:
-        replica.is_running = False
+        replica.is_running = before
 
 
 def _takes_gradients_before(replica: Replica) -> bool:
