@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from commlib import checkpoint as rank_states
@@ -44,7 +45,7 @@ class Saved:
 
     def detach(self) -> Saved:
         """Let what is done to the model from now on leave this as it is."""
-        self._state = copy.deepcopy(self._state)
+        self._state = copy.deepcopy(_on_cpu(self._state))
         return self
 
     def fit_has_ended(self, model: nn.Module) -> None:
@@ -58,11 +59,12 @@ class Saved:
     def gather(self) -> dict[str, Any] | None:
         """Return what goes into the file, on rank 0; None elsewhere. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        own = _on_cpu(self._state)
         if self._is_common:
-            states: list[Any] | None = [self._state]
+            states: list[Any] | None = [own]
         else:
             states = [None] * world_size if rank == 0 else None
-            dist.gather_object(self._state, states)
+            dist.gather_object(own, states)
         return None if rank else {"format": _FORMAT, "world_size": world_size, "ranks": states}
 
 
@@ -85,6 +87,11 @@ def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.
     states = own["ranks"]
     rank = dist.get_rank() if len(states) == dist.get_world_size() else 0
     rank_states.load_rank_state(model, states[rank], list(optimizers))
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose tensors are not on a device that only this rank has."""
+    return move_data_to_device(state, torch.device("cpu"))
 
 
 def _fingerprint(model: nn.Module) -> bytes:
