@@ -42,9 +42,9 @@ class Digits(pl.LightningModule):
         self.cnn = CNN()
         self.lr, self.seed, self.losses = lr, seed, losses
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         # Every rank drops out its own units, and a run that resumes drops out those of one that never stopped.
-        torch.manual_seed(self.seed + 1 + self.current_epoch * self.trainer.world_size + self.global_rank)
+        torch.manual_seed(self.seed + 1 + self.global_step * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch

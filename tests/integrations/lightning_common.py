@@ -154,6 +154,7 @@ def run_on_rank() -> Iterator[None]:
 
 #: Advice that Lightning gives as warnings, and what it does itself that torch would have it do in another way.
 HINTS = (
+    ".*torch.jit.script_method. is deprecated.*",  # at inductor's import
     ".*grad attribute of a Tensor that is not a leaf.*",  # torch.compile looks at it
     ".*this fit will run with no optimizer.*",
     ".*The dirpath has changed.*",

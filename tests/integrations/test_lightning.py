@@ -14,7 +14,7 @@ from commlib.replica import find
 from tests.contract.subjects import Subject, slow_for_siblings, spread
 from tests.integrations import lightning_common as common
 from tests.integrations.lightning_common import pl
-from tests.multi.common import assert_replicas_identical
+from tests.multi.common import assert_replicas_identical, raises_on_every_rank
 from tests.multi.pool import on_ranks
 
 
@@ -153,6 +153,7 @@ class Gan(common.Module):
     """Two networks with an optimizer each; `every` steps of the first for one of the second."""
 
     every = 1
+    clears = True  # gradients after a step, too
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,12 +176,19 @@ class Gan(common.Module):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
-        optimizer.zero_grad()
+        if self.clears:
+            optimizer.zero_grad()
         self.untoggle_optimizer(optimizer)
 
 
 class GanOfFrequencies(Gan):
     every = 2
+
+
+class GanThatKeeps(Gan):
+    """Has the gradients of one network while the other is trained."""
+
+    clears = False
 
 
 class GanThatAccumulates(Gan):
@@ -199,7 +207,7 @@ class GanThatAccumulates(Gan):
                 optimizer.zero_grad()
 
 
-MANUAL = (Manual, ManualClosure, TwoBackwards, Gan, GanOfFrequencies, GanThatAccumulates)
+MANUAL = (Manual, ManualClosure, TwoBackwards, Gan, GanThatKeeps, GanOfFrequencies, GanThatAccumulates)
 
 
 @on_ranks(2)
@@ -290,6 +298,24 @@ def test_every_algorithm_goes_the_way_of_a_plain_loop_bit_for_bit(name):
         options = {"max_epochs": 2, "use_distributed_sampler": False}
         common.fit(got, common.strategy(subject.algorithm()), data=common.own_loader(), **options)
         common.assert_equal(dict(got.named_parameters()), dict(expected.named_parameters()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["topk", "local_sgd", "hogwild", "decentralized"])
+def test_several_optimizers_train_under_relaxed_algorithms(name):
+    """One of which makes a step in every second batch."""
+    with common.run_on_rank():
+        module = GanOfFrequencies()
+        before = {key: value.clone() for key, value in module.state_dict().items()}
+        common.fit(module, common.strategy(Subject(name).algorithm(), unannounced="error"), max_epochs=2)
+        assert spread(module) == 0
+        assert not any(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+@on_ranks(2)
+def test_gradients_that_are_kept_while_another_network_is_trained_are_refused_where_they_would_count_twice():
+    with common.run_on_rank(), raises_on_every_rank(commlib.ConfigError, "zero_grad"):
+        common.fit(GanThatKeeps(), common.strategy(commlib.algorithms.SignSGD(feedback=False)))
 
 
 class Ordered(common.Module):

@@ -490,7 +490,7 @@ def test_the_example_trains_as_ddp_does(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("algorithm", ["topk", "local_sgd"])
+@pytest.mark.parametrize("algorithm", ["allreduce", "local_sgd"])
 def test_the_example_learns_and_resumes_bit_for_bit_from_either_launcher(tmp_path, algorithm):
     options = ["--algorithm", algorithm]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
