@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-import commlib
 from commlib.errors import ConfigError
 from commlib.replica import Replica, find
+from commlib.wrap import stats
 
 
 class StatsCallback(Callback):
@@ -53,7 +53,7 @@ class StatsCallback(Callback):
         self._logged_step = step
         values = {
             name: float(value)
-            for name, value in commlib.stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()
+            for name, value in stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()
             if not isinstance(value, str)  # of which most loggers can make nothing
         }
         for logger in trainer.loggers:

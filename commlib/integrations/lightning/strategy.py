@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-import commlib
 from commlib import algorithms, verify
 from commlib import checkpoint as rank_states
 from commlib.algorithms.base import Algorithm
@@ -35,6 +34,7 @@ from commlib.errors import ConfigError
 from commlib.integrations.lightning import checkpoints
 from commlib.parallel import restore_class
 from commlib.replica import Replica, find
+from commlib.wrap import expect_backward, synchronize, unwrap, wrap
 
 #: What Lightning's own strategies take and this one passes on.
 _LIGHTNING_OPTIONS = (
@@ -43,7 +43,7 @@ _LIGHTNING_OPTIONS = (
 )
 #: What `commlib.wrap` takes and the strategy knows by itself.
 _OWN = ("model", "algorithm", "optimizer", "scaler", "process_group")
-_WRAP_OPTIONS = tuple(name for name in inspect.signature(commlib.wrap).parameters if name not in _OWN)
+_WRAP_OPTIONS = tuple(name for name in inspect.signature(wrap).parameters if name not in _OWN)
 
 
 class CommlibStrategy(DDPStrategy):
@@ -127,7 +127,7 @@ class CommlibStrategy(DDPStrategy):
             )
         self._hooks = [each.register_step_pre_hook(self._run_closure_first) for each in optimizers]  # before commlib's
         scaler = getattr(self.precision_plugin, "scaler", None)
-        commlib.wrap(module, self.algorithm, optimizer=list(optimizers), scaler=scaler, **self._options)
+        wrap(module, self.algorithm, optimizer=list(optimizers), scaler=scaler, **self._options)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -152,8 +152,8 @@ class CommlibStrategy(DDPStrategy):
     def _end(self) -> None:
         module = self._module
         self._saved = checkpoints.Saved(module, self._raw_optimizers).detach()
-        commlib.synchronize(module)
-        commlib.unwrap(module)
+        synchronize(module)
+        unwrap(module)
         self._saved.fit_has_ended(module)
 
     @property
@@ -233,7 +233,7 @@ class CommlibStrategy(DDPStrategy):
         replica = self._replica
         if replica is not None and not self._module.automatic_optimization:
             with _running(replica, False):  # a step of its own for what counts steps (`auto`)
-                commlib.expect_backward(self._module)
+                expect_backward(self._module)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
