@@ -13,6 +13,10 @@ TOGETHER = {
     "tests/unit/test_emulate.py": "hosts",
     "tests/multi/test_wire_bytes.py": "hosts",
     "tests/multi/test_examples.py": "examples",
+    **dict.fromkeys(
+        (f"tests/integrations/test_lightning{end}.py" for end in ("", "_checkpoints", "_launchers", "_stages")),
+        "lightning",  # which takes seconds to import, in each rank
+    ),
     "tests/unit/test_gossip_learning.py": "gossip learning",
 }
 

@@ -1,0 +1,308 @@
+"""The strategy: Lightning's for DDP, with commlib in DDP's place.
+
+[Note: where the backward is] With automatic optimization, `training_step` counts as the forward of the wrapped module,
+whatever methods or submodules it calls, and its loss announces the backward. With manual optimization, backwards run
+inside `training_step`: Lightning tells the strategy of each just before it, and the strategy announces it then.
+
+[Note: steps with closures] Where optimization is automatic, forward and backward run inside `optimizer.step(closure)`.
+Algorithms that take the gradients before the optimizer's step get a step without a closure: a hook runs it first, with
+all that Lightning does after it (`on_before_optimizer_step`, clipping).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from typing_extensions import override
+
+from commlib import algorithms, verify
+from commlib import checkpoint as rank_states
+from commlib.algorithms.base import Algorithm
+from commlib.engine.optimizers import all_of, resolve
+from commlib.errors import ConfigError
+from commlib.integrations.lightning import checkpoints
+from commlib.parallel import restore_class
+from commlib.replica import Replica, find
+from commlib.wrap import expect_backward, synchronize, unwrap, wrap
+
+#: What Lightning's own strategies take and this one passes on.
+_LIGHTNING_OPTIONS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+)
+#: What `commlib.wrap` takes and the strategy knows by itself.
+_OWN = ("model", "algorithm", "optimizer", "scaler", "process_group")
+_WRAP_OPTIONS = tuple(name for name in inspect.signature(wrap).parameters if name not in _OWN)
+
+
+class CommlibStrategy(DDPStrategy):
+    """Trains a LightningModule in several processes, communicating through commlib.
+
+    The LightningModule stays the object that it is: it is wrapped in place when `fit` has made its optimizers, and
+    unwrapped when `fit` ends.
+
+    Args:
+        algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` with options.
+        process_group_timeout: Of the process group, where Lightning makes it; a timedelta.
+        **options: Those of `commlib.wrap` (`timeout`, `bucket_cap_mb`, `ignored_parameters`, ...; `timeout` is that of
+            commlib's own collectives), and those of Lightning's `DDPStrategy` that are not about DDP itself:
+            `start_method`, `process_group_backend`, `cluster_environment`, `checkpoint_io`, `precision_plugin`,
+            `accelerator`, `parallel_devices`.
+
+    Raises:
+        ConfigError: No such algorithm or option.
+    """
+
+    def __init__(
+        self,
+        algorithm: str | Algorithm = "allreduce",
+        *,
+        process_group_timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        _check_options(options)
+        algorithms.create(algorithm)  # raises
+        lightnings = {name: options.pop(name) for name in _LIGHTNING_OPTIONS if name in options}
+        if process_group_timeout is not None:
+            lightnings["timeout"] = process_group_timeout
+        super().__init__(**lightnings)
+        self.algorithm = algorithm
+        self._options = options
+        self._saved: checkpoints.Saved | None = None
+        self._has_failed = False
+        self._hooks: list[Any] = []
+
+    # --- set-up and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        """Make the process group.
+
+        Raises:
+            ConfigError: The accelerator is neither "cpu" nor "cuda".
+        """
+        if self.root_device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"CommlibStrategy: expected accelerator='cpu' or 'cuda', got a device of type {self.root_device.type!r}"
+            )
+        super().setup_environment()
+
+    @override
+    def configure_ddp(self) -> None:
+        """Make the ranks alike before there are optimizers, as DDP does; wrapping follows when there are."""
+        if self._options.get("init_sync", True):
+            _make_alike(self._module, tuple(self._options.get("ignored_parameters", ())))
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set the module up; where it is to be trained, wrap it.
+
+        Raises:
+            ConfigError: See `commlib.wrap`; also a module without optimizers.
+        """
+        self._has_failed, self._saved = False, None
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        module = self._module
+        optimizers = self._raw_optimizers
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if trained.isdisjoint(map(id, module.parameters())):
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers returned no optimizer with parameters of the module, so "
+                "there is nothing to train together. Return one, or use another strategy than commlib's"
+            )
+        self._hooks = [each.register_step_pre_hook(self._run_closure_first) for each in optimizers]  # before commlib's
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        wrap(module, self.algorithm, optimizer=list(optimizers), scaler=scaler, **self._options)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Take note that the ranks may no longer be at the same point, so that nothing collective may follow."""
+        self._has_failed = True
+
+    @override
+    def teardown(self) -> None:
+        """Unwrap the module; where replicas may differ, all ranks have the consensus then."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        replica = self._replica
+        if replica is not None and self._has_failed:
+            self._saved = None
+            replica.engine.close()
+            restore_class(self._module)
+        elif replica is not None:
+            self._end()
+        super().teardown()
+
+    def _end(self) -> None:
+        module = self._module
+        self._saved = checkpoints.Saved(module, self._raw_optimizers).detach()
+        synchronize(module)
+        unwrap(module)
+        self._saved.fit_has_ended(module)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _raw_optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return all_of(resolve(list(self.optimizers))) if self.optimizers else ()
+
+    @property
+    def _replica(self) -> Replica | None:
+        """What belongs to the wrapped module; None where it is not wrapped."""
+        wrapped = find(self.lightning_module)
+        return wrapped if isinstance(wrapped, Replica) else None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's `state_dict`: the consensus where replicas may differ. Collective there.
+
+        It is what Lightning asks for first where it saves, so what the communication has under way is taken here.
+        """
+        if self._replica is None:
+            return super().lightning_module_state_dict()
+        self._saved = checkpoints.Saved(self._module, self._raw_optimizers)
+        return rank_states.consensus_state_dict(self._module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the file, from rank 0, with every rank's part in it. Every rank calls it."""
+        gathered = self._gathered() if "optimizer_states" in checkpoint else None
+        if gathered is not None:
+            checkpoint[checkpoints.KEY] = gathered
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _gathered(self) -> dict[str, Any] | None:
+        """Return what commlib adds to the file, on rank 0. Collective."""
+        saved = self._saved
+        if saved is None or not dist.is_initialized():
+            return None
+        if self._replica is not None:
+            self._saved = None  # it is that of this moment
+        elif not self.broadcast(saved.is_valid_for(self._module)):
+            return None
+        return saved.gather()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers', which is the last of what all ranks have in common, then this rank's part.
+
+        Raises:
+            ConfigError: The communication's state is of another algorithm, or of another world size where that matters.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        if self._replica is not None:
+            checkpoints.load(self._module, checkpoint, self._raw_optimizers)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's `training_step` as the forward of the wrapped module."""
+        module, replica = self._module, self._replica
+        assert replica is not None
+        with self.precision_plugin.train_step_context():
+            if module.automatic_optimization:
+                return replica.run(module.training_step, args, kwargs)
+            with _running(replica, True):  # `manual_backward` announces: what counts is what is to be synchronised then
+                return module.training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Announce a backward of manual optimization; see [Note: where the backward is]."""
+        replica = self._replica
+        if replica is not None and not self._module.automatic_optimization:
+            with _running(replica, False):  # a step of its own for what counts steps (`auto`)
+                expect_backward(self._module)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: what DDP needs here, commlib does not."""
+
+    @override
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Let backwards of forwards made inside stay local."""
+        module: Any = self._module
+        with contextlib.nullcontext() if self._replica is None else module.no_sync():
+            yield
+
+    def _run_closure_first(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Run a step's closure before it where the algorithm needs that; see [Note: steps with closures]."""
+        replica = self._replica
+        if replica is None or not _takes_gradients_before(replica):
+            return None
+        closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
+        if closure is None:
+            return None
+        closure()
+        return args[:1], {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    unknown = sorted(set(options) - {*_WRAP_OPTIONS, *_LIGHTNING_OPTIONS})
+    if unknown:
+        raise ConfigError(
+            f"CommlibStrategy: no such option: {', '.join(unknown)}. There are those of commlib.wrap "
+            f"({', '.join(_WRAP_OPTIONS)}), process_group_timeout, and Lightning's {', '.join(_LIGHTNING_OPTIONS)}. "
+            "What DDP needs options for (unused parameters, views as gradients) commlib does without any"
+        )
+
+
+def _make_alike(module: pl.LightningModule, ignored: tuple[Any, ...]) -> None:
+    """Copy rank 0's parameters and buffers to all ranks; where modules differ, leave it to `wrap` to say how."""
+    names = verify.ignored_names(module, ignored)
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name not in names and not is_lazy(tensor)
+    }
+    own = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    if all(other == own for other in everyone):
+        for tensor in tensors.values():
+            _broadcast(tensor)
+
+
+def _broadcast(tensor: Tensor) -> None:
+    """Copy rank 0's values to all ranks, as bytes, so that every dtype and layout will do."""
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    if data.numel():
+        dist.broadcast(data, 0)
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+@contextlib.contextmanager
+def _running(replica: Replica, value: bool) -> Generator[None, None, None]:
+    """Let forwards of the wrapped module be part of one that runs already (or not), so that they announce nothing."""
+    before, replica.is_running = replica.is_running, value
+    try:
+        yield
+    finally:
+        replica.is_running = before
+
+
+def _takes_gradients_before(replica: Replica) -> bool:
+    runners = (getattr(channel, "runner", None) for channel in replica.engine.channels)
+    return any(runner is not None and runner.needs_gradients for runner in runners)
