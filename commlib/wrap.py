@@ -24,7 +24,7 @@ from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, extend, restore_class
-from commlib.replica import Copy, Replica, find, replica_of, replicas
+from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
@@ -128,18 +128,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
 
     Every rank calls it. Background rounds are taken first; gradients and parameters stay. A copy of a wrapped model
-    becomes an ordinary model.
+    becomes an ordinary model. Of what `torch.compile` made of a wrapped model, the model inside is unwrapped.
 
     Raises:
         ConfigError: The model is not wrapped.
     """
-    wrapped = find(model)
-    if wrapped is None:
-        replica_of(model)  # raises
+    wrapped = wrapped_of(model)
     if isinstance(wrapped, Replica):
         wrapped.engine.drain()
         wrapped.engine.close()
-    restore_class(model)
+    restore_class(inside_compiled(model))
     return model
 
 
