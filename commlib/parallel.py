@@ -71,12 +71,11 @@ class Parallel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
-        before = wrapped_of(self).require_sync
-        wrapped_of(self).require_sync = False
+        before = _require_sync(self, False)
         try:
             yield
         finally:
-            wrapped_of(self).require_sync = before  # of a copy that has been wrapped meanwhile, too
+            _require_sync(self, before)  # a copy may have been wrapped meanwhile
 
     def join(
         self,
@@ -188,7 +187,7 @@ def _announcing(cls: type, name: str) -> Callable[..., Any]:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(super(Parallel, self), name)
+        own = getattr(super(Parallel, self) if isinstance(self, Parallel) else self, name)  # it may be unwrapped
         replica = begin_forward(self)
         if replica is None:
             return own(*args, **kwargs)
@@ -229,6 +228,14 @@ def copy_of(bare: nn.Module, again: Again) -> nn.Module:
     if registry.get(bare) is None:
         extend(bare, Copy(bare, again))
     return bare
+
+
+@torch._disable_dynamo
+def _require_sync(model: Any, value: bool) -> bool:
+    """Say whether the next backwards are synchronised; returns what was so before."""
+    wrapped = wrapped_of(model)
+    before, wrapped.require_sync = wrapped.require_sync, value
+    return before
 
 
 def _joined(model: Any) -> Replica:
