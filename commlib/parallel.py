@@ -187,7 +187,7 @@ def _announcing(cls: type, name: str) -> Callable[..., Any]:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(super(Parallel, self) if isinstance(self, Parallel) else self, name)  # it may be unwrapped
+        own = getattr(super(Parallel, self) if issubclass(type(self), Parallel) else self, name)  # it may be unwrapped
         replica = begin_forward(self)
         if replica is None:
             return own(*args, **kwargs)
