@@ -294,7 +294,10 @@ def _check_wrappable(model: Any) -> None:
         if isinstance(find(module), Replica):
             raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigError(f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead")
+            raise ConfigError(
+                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead; where a trainer "
+                "made it, have it make none (Ray Train: prepare_model(model, parallel_strategy=None))"
+            )
 
 
 def _check_notowned(parameters: Sequence[Any]) -> None:

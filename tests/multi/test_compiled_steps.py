@@ -72,6 +72,10 @@ def expecting_step(model: Any, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
+#: Graph breaks of a compiled step with DDP and with commlib, with torch 2.13.
+BREAKS = {whole_step: [7, 5], accumulating_step: [1, 1]}
+
+
 def steps_made(make: Callable[..., Step], model: nn.Module, optimizer: Any, compiles: bool) -> dict[str, Tensor]:
     step = make(model, optimizer)
     step = torch.compile(step, backend="aot_eager") if compiles else step
@@ -99,6 +103,8 @@ def test_a_compiled_step_goes_as_in_ddp_and_leaves_commlib_out(make: Callable[..
             breaks.append(num_breaks())
             assert commlibs_frames() == []
     assert breaks[1] <= breaks[0]
+    if torch.__version__.startswith("2.13."):
+        assert breaks == BREAKS[make]
 
 
 @on_ranks(2)
