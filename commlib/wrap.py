@@ -284,7 +284,8 @@ def _check_wrappable(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
     taken = [name for name in NAMES if hasattr(type(model), name)]
-    if taken and find(model) is None:
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # which has its own words below
+    if taken and find(model) is None and not is_ddp:
         raise ConfigError(
             f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
             "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
