@@ -68,7 +68,8 @@ def losses(path: pathlib.Path) -> list[float]:
 
 
 def last_checkpoint(folder: pathlib.Path, rank: int) -> dict[str, Any]:
-    return torch.load(max(folder.glob("digits/checkpoint_*")) / f"rank{rank}.pt")
+    last = max(path for path in folder.glob("digits/checkpoint_*") if path.is_dir())
+    return torch.load(last / f"rank{rank}.pt")
 
 
 @pytest.mark.slow
@@ -79,7 +80,9 @@ def test_allreduce_trains_as_ddp_does_in_ray(runs: pathlib.Path) -> None:
     assert plain == commlib
     for rank in range(2):
         one, other = (last_checkpoint(runs / name, rank)["model"] for name in ("ddp", "allreduce"))
-        assert all(torch.equal(one[key], other[key]) for key in one)
+        different = [key for key in one if not torch.equal(one[key], other[key])]
+        assert all("running" in key for key in different), different  # DDP's are rank 0's in the next forward only
+        assert rank == 1 or not different
 
 
 @pytest.mark.slow
