@@ -19,7 +19,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from commlib.errors import ConfigError
-from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, registry, wrapped_of
+from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, begin_forward, registry, wrapped_of
+
+#: What torch.compile says where it was to trace more than the user's forward.
+UNTRACED = (
+    "a wrapped model announces its backward around its forward, which cannot be part of a graph. Where fullgraph=True "
+    "is wanted, compile the model, not the function that calls it"
+)
 
 #: What a wrapped model's class has for itself, so that the user's must not have it.
 NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
@@ -40,13 +46,6 @@ class Parallel:
 
     def __init_subclass__(cls, **_: Any) -> None:
         """Leave the user's `__init_subclass__` out: he has made no class."""
-
-    @torch._disable_dynamo(recursive=False)
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, ready for a synchronised backward."""
-        forward = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = registry.get(self)
-        return forward(*args, **kwargs) if wrapped is None else wrapped.run(forward, args, kwargs)
 
     @property
     def module(self) -> Any:
@@ -72,12 +71,11 @@ class Parallel:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
-        before = wrapped_of(self).require_sync
-        wrapped_of(self).require_sync = False
+        before = _require_sync(self, False)
         try:
             yield
         finally:
-            wrapped_of(self).require_sync = before  # of a copy that has been wrapped meanwhile, too
+            _require_sync(self, before)  # a copy may have been wrapped meanwhile
 
     def join(
         self,
@@ -170,7 +168,8 @@ def extend(model: nn.Module, wrapped: Wrapped) -> None:
     members: dict[str, Any] = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
         "_commlib_class": cls,
-        "forward": _forward_of(cls),
+        "__call__": _announcing(cls, "__call__"),
+        "forward": _announcing(cls, "forward"),
     }
     if issubclass(cls, torch.fx.GraphModule):
         members["recompile"] = _recompile
@@ -180,19 +179,30 @@ def extend(model: nn.Module, wrapped: Wrapped) -> None:
     registry.put(model, wrapped)
 
 
-def _forward_of(cls: type) -> Callable[..., Any]:
-    """Return `forward` for a wrapped model's class, with the signature of the user's."""
+def _announcing(cls: type, name: str) -> Callable[..., Any]:
+    """Return `__call__` or `forward` of a wrapped model's class: the user's, ready for a synchronised backward.
 
-    @functools.wraps(cls.forward)
-    @torch._disable_dynamo(recursive=False)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = super(Parallel, self).forward  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = registry.get(self)
-        if wrapped is None or wrapped.is_running:
+    torch.compile traces what it calls, and neither itself nor commlib's work before and after: traced once, that would
+    never be done again.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(super(Parallel, self) if issubclass(type(self), Parallel) else self, name)  # it may be unwrapped
+        replica = begin_forward(self)
+        if replica is None:
             return own(*args, **kwargs)
-        return wrapped.run(own, args, kwargs)
+        replica.is_running = True
+        try:
+            output = own(*args, **kwargs)
+        finally:
+            replica.is_running = False
+        replica.after_forward(output)
+        return output
 
-    return forward
+    users = getattr(cls, name)
+    functools.update_wrapper(call, users, updated=())
+    call.__dict__.update({key: value for key, value in vars(users).items() if not key.startswith("_torchdynamo")})
+    return torch.compiler.disable(call, recursive=False, reason=UNTRACED)
 
 
 def _recompile(self: Any) -> Any:
@@ -225,6 +235,14 @@ def copy_of(bare: nn.Module, again: Again) -> nn.Module:
     if registry.get(bare) is None:
         extend(bare, Copy(bare, again))
     return bare
+
+
+@torch._disable_dynamo
+def _require_sync(model: Any, value: bool) -> bool:
+    """Say whether the next backwards are synchronised; returns what was so before."""
+    wrapped = wrapped_of(model)
+    before, wrapped.require_sync = wrapped.require_sync, value
+    return before
 
 
 def _joined(model: Any) -> Replica:

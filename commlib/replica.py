@@ -96,21 +96,11 @@ class Replica:
         if not self.engine.gradients.is_idle:
             self.engine.gradients.backward.expect()
 
-    @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model; a call from within (recursion, or `forward` from `__call__`) is the user's alone."""
-        if self.is_running or is_local():
-            return forward(*args, **kwargs)
+    def begin_forward(self) -> Replica:
+        """Before a forward of training: see `before_forward`. Returns itself."""
         self.before_forward()
-        self.is_running = True
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            self.is_running = False
-        self.after_forward(output)
-        return output
+        return self
 
-    @torch._disable_dynamo
     def before_forward(self) -> None:
         """Before a forward with gradients: begin a step, with the model as it is."""
         engine = self.engine
@@ -214,11 +204,9 @@ class Copy:
         self.require_sync = True
         self.is_running = False
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model; where it may train beside other ranks, wrap it first."""
-        if self.is_running or is_local() or not self._may_train():
-            return forward(*args, **kwargs)
-        return self.join_ranks().run(forward, args, kwargs)
+    def begin_forward(self) -> Replica | None:
+        """Before a forward: where it may train beside other ranks, wrap it first."""
+        return self.join_ranks().begin_forward() if self._may_train() else None
 
     def _may_train(self) -> bool:
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -313,10 +301,27 @@ def wrapped_of(model: Any) -> Wrapped:
     Raises:
         ConfigError: The model is neither.
     """
-    wrapped = find(model)
+    wrapped = find(inside_compiled(model))
     if wrapped is None:
         raise ConfigError(f"the {type(model).__name__} is not wrapped; call commlib.wrap(model, ...) first")
     return wrapped
+
+
+def inside_compiled(model: Any) -> Any:
+    """Return the model itself, or, of what `torch.compile` made of a wrapped model, that one."""
+    inner = getattr(model, "_orig_mod", None)  # as its parameters' names begin
+    return model if find(model) is not None or find(inner) is None else inner
+
+
+@torch._disable_dynamo
+def begin_forward(model: nn.Module) -> Replica | None:
+    """Make a wrapped model ready for a forward, and return to whom its outputs are to be shown.
+
+    None where there is nothing to do: no step of training, or a call from within another (recursion, or `forward` from
+    `__call__`).
+    """
+    wrapped = registry.get(model)
+    return None if wrapped is None or wrapped.is_running or is_local() else wrapped.begin_forward()
 
 
 def is_local() -> bool:

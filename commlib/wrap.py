@@ -24,7 +24,7 @@ from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, as_made_by_the_user, extend, restore_class
-from commlib.replica import Copy, Replica, find, replica_of, replicas, wrapped_of
+from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
@@ -135,18 +135,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
 
     Every rank calls it. Background rounds are taken first; gradients and parameters stay. A copy of a wrapped model
-    becomes an ordinary model.
+    becomes an ordinary model. Of what `torch.compile` made of a wrapped model, the model inside is unwrapped.
 
     Raises:
         ConfigError: The model is not wrapped.
     """
-    wrapped = find(model)
-    if wrapped is None:
-        replica_of(model)  # raises
+    wrapped = wrapped_of(model)
     if isinstance(wrapped, Replica):
         wrapped.engine.drain()
         wrapped.engine.close()
-    restore_class(model)
+    restore_class(inside_compiled(model))
     return model
 
 
@@ -208,6 +206,7 @@ def synchronize(model: nn.Module) -> None:
     replica_of(model).synchronize()
 
 
+@torch._disable_dynamo  # a graph would leave it out
 def expect_backward(model: nn.Module) -> None:
     """Let the next backward be a synchronised one, whatever begins it.
 
@@ -286,7 +285,8 @@ def _check_wrappable(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
     taken = [name for name in NAMES if hasattr(type(model), name)]
-    if taken and find(model) is None:
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # which has its own words below
+    if taken and find(model) is None and not is_ddp:
         raise ConfigError(
             f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
             "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
@@ -296,7 +296,10 @@ def _check_wrappable(model: Any) -> None:
         if isinstance(find(module), Replica):
             raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigError(f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead")
+            raise ConfigError(
+                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead; where a trainer "
+                "made it, have it make none (Ray Train: prepare_model(model, parallel_strategy=None))"
+            )
 
 
 def _check_notowned(parameters: Sequence[Any]) -> None:

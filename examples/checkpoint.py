@@ -27,7 +27,7 @@ def save(directory: str, model: nn.Module, optimizer: Optimizer, step: int) -> N
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    _write(partial / f"rank{dist.get_rank()}.pt", _state(model, optimizer, step))
+    save_rank(partial, model, optimizer, step)
     dist.barrier()
     if dist.get_rank() == 0:
         older = list(root.glob("step-*"))
@@ -46,10 +46,20 @@ def load(directory: str, model: nn.Module, optimizer: Optimizer) -> int:
     found = sorted(pathlib.Path(directory).glob("step-*"))
     if not found:
         return 0
-    num_files = len(list(found[-1].glob("rank*.pt")))
+    return load_rank(found[-1], model, optimizer)
+
+
+def save_rank(folder: pathlib.Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Write the file of this rank into `folder`, which is there."""
+    _write(folder / f"rank{dist.get_rank()}.pt", _state(model, optimizer, step))
+
+
+def load_rank(folder: pathlib.Path, model: nn.Module, optimizer: Optimizer) -> int:
+    """Restore this rank in place from the files of all ranks in `folder`; returns the number of steps done."""
+    num_files = len(list(folder.glob("rank*.pt")))
     if num_files != dist.get_world_size():
-        raise SystemExit(f"{found[-1]} was saved by {num_files} ranks, this run has {dist.get_world_size()}")
-    state = torch.load(found[-1] / f"rank{dist.get_rank()}.pt", map_location="cpu")
+        raise SystemExit(f"{folder} was saved by {num_files} ranks, this run has {dist.get_world_size()}")
+    state = torch.load(folder / f"rank{dist.get_rank()}.pt", map_location="cpu")
     model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if not isinstance(model, DistributedDataParallel):

@@ -30,7 +30,7 @@ BELOW = {
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
-    "integrations": {"errors", "algorithms", "engine", "wrap"},
+    "integrations": {"errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "emulation"},
     "cli": {"errors", "primitives", "algorithms", "network", "simulation", "reports", "wrap", "emulation", "doctor"},
     "__main__": {"cli"},

@@ -104,8 +104,8 @@ class Steps:
         own = weakref.ref(self)
         for idx, each in enumerate(self._optimizers):
             self._hooks += [
-                each.register_step_pre_hook(lambda _, args, kwargs: (s := own()) and s._before(args, kwargs)),
-                each.register_step_post_hook(lambda *_, idx=idx: (s := own()) and s._after(idx)),
+                each.register_step_pre_hook(functools.partial(_before, own)),
+                each.register_step_post_hook(functools.partial(_after, own, idx)),
             ]
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         if self._scaler is not None:
@@ -138,6 +138,18 @@ class Steps:
         if self._scaler is not None:
             _unwatch(self._scaler, self)
             self._scaler = None
+
+
+@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
+def _before(steps: Callable[[], Steps | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (alive := steps()) is not None:
+        alive._before(args, kwargs)
+
+
+@torch._disable_dynamo
+def _after(steps: Callable[[], Steps | None], idx: int, *_: Any) -> None:
+    if (alive := steps()) is not None:
+        alive._after(idx)
 
 
 #: Whom the scalers whose `step` is watched tell of steps that they leave out; several models may share a scaler.

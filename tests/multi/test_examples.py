@@ -39,14 +39,14 @@ def torchrun(script: str, *args: str | int | pathlib.Path) -> str:
     return done.stdout
 
 
-def as_a_script(script: str, *args: str) -> None:
+def as_a_script(script: str, *args: str, restarts: int = 0) -> None:
     """Run a script in this forked rank, in the environment that torchrun makes."""
     warnings.resetwarnings()
     sys.argv = [str(EXAMPLES / script), *args]
     sys.path.insert(0, str(EXAMPLES))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["STORE_PORT"], "COLUMNS": "120"}
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -87,6 +87,7 @@ class Slot:
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
 
+    @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
     def __call__(self, _: torch.Tensor) -> None:
         """Run as the hook: the gradient is in `param.grad`."""
         listener = self.listener()

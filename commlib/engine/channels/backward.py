@@ -7,11 +7,17 @@ complete (unused parameters), launches what goes beside them (rank 0's buffers) 
 parameter (`torch.autograd.grad` on inputs) opens no round. Several models in one backward all flush before any of them
 waits. An exception in backward destroys the callback: a backward whose callback is gone is forgotten if it had
 communicated nothing, and else ends the model's communication.
+
+[Note: hooks and dynamo] Where a function that calls `backward` or `step` is compiled, dynamo leaves those calls out but
+looks at every Python frame within them, hooks included, and would trace and guard commlib's own work. So it is told at
+each hook to look away (a third of a microsecond); no hook is a lambda, whose frame it would see before.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -96,6 +102,7 @@ class _End:
     def __init__(self, backward: Backward, host: Host) -> None:
         self._backward, self._host = backward, host
 
+    @torch._disable_dynamo  # see [Note: hooks and dynamo]
     def __call__(self) -> None:
         self._backward.end(self._host)
 
@@ -165,7 +172,7 @@ class Backward:
         self._forward_ran = True
         self._expects_sync |= sync
         for tensor in outputs:
-            tensor.register_hook(lambda _: self.begin(sync, host))
+            tensor.register_hook(functools.partial(self._on_output, sync, host))
 
     def expect(self) -> None:
         """The next backward is one of a forward that is made now, whatever begins it."""
@@ -173,6 +180,10 @@ class Backward:
         self._is_expected |= self.require_sync
 
     # --- the beginning ----------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # see [Note: hooks and dynamo]
+    def _on_output(self, sync: bool, host: Host, _: torch.Tensor) -> None:
+        self.begin(sync, host)
 
     def begin(self, sync: bool, host: Host | None = None) -> None:
         """Take part in the backward that is running now; called by every hook on an output, counts once.
@@ -184,6 +195,7 @@ class Backward:
         host = host or self._host
         self.forget_failed()
         if self.phase is _NONE:
+            _refuse_compiled_autograd()
             predivisor = host.backward_begins()
             if not self.has_counts:
                 predivisor = 1.0  # a gradient that is placed may still grow: divide at the end
@@ -324,6 +336,20 @@ class Backward:
         self.round = self._graph_task = None
         self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
+
+
+def _refuse_compiled_autograd() -> None:
+    """Raise where this backward is a graph that compiled autograd runs.
+
+    It stores gradients again after the hooks on them, so that each rank would go on with its own. Nothing public tells
+    whether it does: `torch._dynamo.config.compiled_autograd` also leaves ordinary backwards of compiled models.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise ConfigError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) does not leave gradients to commlib, nor to "
+            "DDP. Turn it off, or compile the model instead of the function that calls backward"
+        )
 
 
 class StreamedBackward(Backward):
