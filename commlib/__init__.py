@@ -5,6 +5,7 @@ model = commlib.wrap(model, algorithm="allreduce")
 
 from commlib import algorithms, codecs, optim
 from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.parallel import WrappedModel
 from commlib.wrap import load_state_dict, state_dict, stats, synchronize, unwrap, wrap
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __all__ = [
     "PeerFailure",
     "PeerTimeout",
     "TransportError",
+    "WrappedModel",
     "__version__",
     "algorithms",
     "codecs",
