@@ -3,14 +3,16 @@
 model = commlib.wrap(model, algorithm="allreduce")
 """
 
-from commlib import algorithms, codecs, optim
+from commlib import algorithms, checkpoint, codecs, optim
+from commlib.checkpoint import Checkpoint
 from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.parallel import WrappedModel
-from commlib.wrap import load_state_dict, state_dict, stats, synchronize, unwrap, wrap
+from commlib.wrap import expect_backward, load_state_dict, state_dict, stats, synchronize, unwrap, wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "CodecError",
     "CommlibError",
     "ConfigError",
@@ -20,7 +22,9 @@ __all__ = [
     "WrappedModel",
     "__version__",
     "algorithms",
+    "checkpoint",
     "codecs",
+    "expect_backward",
     "load_state_dict",
     "optim",
     "state_dict",

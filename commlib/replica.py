@@ -70,6 +70,7 @@ class Replica:
         self.join = JoinState(engine.comm)
         self.is_running = False
         self.tuner: Tuner | None = None
+        self.copies_buffers = broadcast_buffers
         if broadcast_buffers and engine.comm.world_size > 1:
             own = weakref.ref(self)
             engine.gradients.buffers.tensors = lambda: replica._buffers() if (replica := own()) is not None else []
@@ -82,6 +83,12 @@ class Replica:
     @require_sync.setter
     def require_sync(self, value: bool) -> None:
         self.engine.gradients.backward.require_sync = value
+
+    def expect_backward(self) -> None:
+        """See `commlib.expect_backward`."""
+        self.before_forward()
+        if not self.engine.gradients.is_idle:
+            self.engine.gradients.backward.expect()
 
     @torch._disable_dynamo(recursive=False)  # the user's forward, called inside, is compiled
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

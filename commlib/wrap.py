@@ -24,7 +24,7 @@ from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, M, WrappedModel, extend, restore_class
-from commlib.replica import Copy, Replica, find, replica_of, replicas
+from commlib.replica import Copy, Replica, find, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
@@ -43,6 +43,7 @@ def wrap(
     ignored_parameters: Sequence[str | nn.Parameter] = (),
     scaler: Any = None,
     timeout: float | timedelta | None = None,
+    unannounced: str = "warn",
 ) -> WrappedModel[M]:
     """Make `model` train in parallel over the ranks of a process group, in place.
 
@@ -67,6 +68,8 @@ def wrap(
         scaler: The `GradScaler`, for algorithms that keep residuals and for those that act on weights: a step that it
             skips on one rank counts on all.
         timeout: Seconds (or a timedelta) that a collective waits for its peers; None takes the group's.
+        unannounced: What becomes of a backward that stays local because neither a forward of the wrapped model nor
+            `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
 
     Returns:
         `model` itself, typed as what it was and as a `WrappedModel`.
@@ -78,6 +81,8 @@ def wrap(
     """
     group = resolve_group(process_group)
     setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler)
+    if unannounced not in ("warn", "error"):
+        setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
     duration, error = _timeout(timeout, group, setup)
     with contextlib.ExitStack() as undo:
         transport = TorchTransport(group, setup.device, duration)
@@ -90,6 +95,7 @@ def wrap(
         own = copy.deepcopy(setup.algorithm)  # what it remembers is this model's
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
+        engine.gradients.backward.refuses_unannounced = unannounced == "error"
         connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
         again = functools.partial(
             wrap_copy,
@@ -98,6 +104,7 @@ def wrap(
             broadcast_buffers=broadcast_buffers,
             ignored_parameters=tuple(sorted(setup.ignored)),
             timeout=timeout,
+            unannounced=unannounced,
         )
         for module in model.modules():
             if isinstance(waiting := find(module), Copy):  # for its first training: this model takes care of it now
@@ -203,6 +210,23 @@ def synchronize(model: nn.Module) -> None:
         TransportError: A rank did not take part.
     """
     replica_of(model).synchronize()
+
+
+def expect_backward(model: nn.Module) -> None:
+    """Let the next backward be a synchronised one, whatever begins it.
+
+    For backwards that no output of `model(...)` announces: one made inside of `forward`, of submodules called by
+    themselves, of `model.module`, of losses kept elsewhere. Call it on all ranks before that backward; inside
+    `no_sync()` that stays local. What a forward does, as taking in unfrozen parameters, happens here too.
+
+    Raises:
+        ConfigError: The model is not wrapped, or differs from what was wrapped; or gradients are not enabled.
+        CommlibError: The communication has ended.
+    """
+    if not torch.is_grad_enabled():
+        raise ConfigError("expect_backward: gradients are not enabled here, so there will be no backward")
+    wrapped = wrapped_of(model)
+    (wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped).expect_backward()
 
 
 def _timeout(timeout: Any, group: Any, setup: _SetUp) -> tuple[timedelta, Exception | None]:

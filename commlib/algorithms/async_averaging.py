@@ -36,6 +36,8 @@ class AsyncAveraging(Algorithm):
         ConfigError: `period` or `warmup_steps` is out of range.
     """
 
+    portable = True
+
     def __init__(self, period: int = 8, *, warmup_steps: int = 0) -> None:
         self.channel = Weights(asynchronous=True, period=period, warmup_steps=warmup_steps)
 

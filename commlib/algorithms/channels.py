@@ -48,6 +48,11 @@ class Channel:
         return True
 
     @property
+    def keeps_replicas_alike(self) -> bool:
+        """Whether ranks that begin with the same weights have the same weights after every step."""
+        return False
+
+    @property
     def wants_nodes(self) -> bool:
         """Whether `Communicator.nodes` is to be there."""
         return False
@@ -110,6 +115,11 @@ class Gradients(Channel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._expect(self.window >= 1, f"window of 1 or more, got {self.window}")
+
+    @property
+    def keeps_replicas_alike(self) -> bool:
+        """See `Channel`."""
+        return True
 
     @property
     def needs_optimizer(self) -> bool:

@@ -33,6 +33,8 @@ class Decentralized(NeighbourAveraging[FullWorkspace]):
     Deviations: any optimizer instead of plain SGD; its state stays local.
     """
 
+    portable = True
+
     def __init__(
         self,
         topology: str | Topology = "exponential",

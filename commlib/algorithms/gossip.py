@@ -51,6 +51,7 @@ class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
     ) -> None:
         super().__init__(RandomMatching(seed), period=period, overlap=overlap, hierarchical=hierarchical)
         self.codec = None if codec is None else block_codec(codec)
+        self.portable = codec is None
 
     @override
     def _make_workspace(

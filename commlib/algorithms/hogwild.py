@@ -43,6 +43,7 @@ class Hogwild(Algorithm):
             machine's shared memory is too small.
     """
 
+    portable = True
     channel = SelfRunning()
 
     @override

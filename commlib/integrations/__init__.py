@@ -1,1 +1,1 @@
-"""commlib in the trainers that people use: `accelerate`, `transformers` and `lightning`, each imported when asked for."""
+"""commlib in the trainers that people use: accelerate, Transformers and Lightning, each imported when asked for."""

@@ -55,6 +55,7 @@ class Quantized(Compressed[LowPrecisionWorkspace]):
         self.codec = block_codec(codec)
         self.exactness = "compensated" if feedback else "8bit" if _has_8_bits(self.codec) else "any"
         self.feedback = feedback
+        self.portable = not feedback and not hierarchical
         self.seed = seed
         self.averaging = averaging
         self.reset_every = reset_every

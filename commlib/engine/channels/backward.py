@@ -25,7 +25,7 @@ from commlib.engine.channels.gradient_round import GradientRound
 from commlib.engine.line import Line
 from commlib.engine.planning.readiness import Readiness
 from commlib.engine.rounds import marks
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, ConfigError
 
 _log = logging.getLogger("commlib")
 
@@ -108,6 +108,7 @@ class Backward:
 
     Attributes:
         require_sync: Whether backwards of forwards that are made now are synchronised.
+        refuses_unannounced: Whether a backward that would stay local because nothing announced it is an error.
         phase: Where the backward is.
         round: Its round, once there is one.
         has_counts: Whether it is known how often each hook fires.
@@ -116,6 +117,7 @@ class Backward:
     def __init__(self, host: Host) -> None:
         self._reference: Callable[[], Host | None] = weakref.ref(host)
         self.require_sync = True
+        self.refuses_unannounced = False
         self.phase = _NONE
         self.round: GradientRound | None = None
         self.has_counts = False
@@ -164,6 +166,11 @@ class Backward:
         for tensor in outputs:
             tensor.register_hook(lambda _: self.begin(sync, host))
 
+    def expect(self) -> None:
+        """The next backward is one of a forward that is made now, whatever begins it."""
+        self._forward_ran = True
+        self._expects_sync |= self.require_sync
+
     # --- the beginning ----------------------------------------------------------------------------------------------
 
     def begin(self, sync: bool, host: Host | None = None) -> None:
@@ -192,15 +199,26 @@ class Backward:
 
     def _begin_unannounced(self) -> None:
         """A gradient came, and no output of a forward announced it."""
-        is_local = not self._forward_ran and not self._has_hidden_outputs
-        if is_local and not self._has_warned:
+        if not self._forward_ran and not self._has_hidden_outputs and self.require_sync:
+            self._object()
+        self.begin(self._expects_sync or (self._has_hidden_outputs and self.require_sync))
+
+    def _object(self) -> None:
+        """Say that a backward stays local, or refuse it."""
+        came = (
+            f"gradients of {self._slots[0].name!r} came without a forward of the wrapped model (a call of "
+            "model.module, or of another method of it)"
+        )
+        if self.refuses_unannounced:
+            raise ConfigError(
+                f"rank {self._host.line.comm.rank}: {came}, and would stay local. Call commlib.expect_backward(model) "
+                "before such a backward, or make it inside model.no_sync() if it is to be local"
+            )
+        if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "gradients of %r came without a forward of the wrapped model (a call of model.module, or of another "
-                "method of it); as with DDP they stay local",
-                self._slots[0].name,
+                "%s; as with DDP they stay local, unless commlib.expect_backward(model) is called before", came
             )
-        self.begin(self._expects_sync or (self._has_hidden_outputs and self.require_sync))
 
     def _start_sync(self, host: Host) -> None:
         self.phase = host.sync_begins()

@@ -1,0 +1,78 @@
+"""One model of the ranks' models, without changing any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib.primitives.replicate import broadcast_all, mean_all
+from commlib.replica import Replica, replica_of
+from commlib.transport.base import Communication
+
+
+def replicas_differ(model: nn.Module) -> bool:
+    """Return whether the ranks' weights may differ between steps: alike on all ranks.
+
+    They may under algorithms that communicate weights or run by themselves, once their warm-up is over, in a group of
+    several ranks. Algorithms on gradients keep replicas alike.
+
+    Raises:
+        ConfigError: The model is not wrapped.
+    """
+    return may_differ(replica_of(model))
+
+
+def may_differ(replica: Replica) -> bool:
+    """See `replicas_differ`."""
+    engine = replica.engine
+    return engine.comm.world_size > 1 and not engine.algorithm.channel.keeps_replicas_alike
+
+
+def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return `model.state_dict()` as it is after `commlib.synchronize`, without changing the model.
+
+    Collective where replicas differ (`replicas_differ`): parameters are then their mean over the ranks and buffers are
+    rank 0's, in new memory. Else it is local, and the model's own tensors come back.
+
+    Raises:
+        ConfigError: The model is not wrapped.
+        TransportError: A rank did not take part.
+    """
+    replica = replica_of(model)
+    state = replica.bare.state_dict()
+    if not may_differ(replica):
+        return state
+    weights = {_place(parameter.param) for parameter in replica.engine.parameters}
+    buffers = {_place(buffer) for buffer in replica.structure.buffers(replica.bare, replica.ignored)}
+    copies: dict[Any, torch.Tensor] = {}  # by place, so that tied tensors stay tied
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and _place(value) in weights | buffers:
+            state[name] = copies.setdefault(_place(value), value.detach().clone())
+    average(replica, [value for place, value in copies.items() if place in weights])
+    copy_from_rank_0(replica, [value for place, value in copies.items() if place not in weights])
+    return state
+
+
+def average(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
+    """Replace tensors that have a mean by it, and others by rank 0's, in place. Collective."""
+    means = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    _run(replica, "the mean of what is saved", mean_all(means, replica.engine.comm))
+    copy_from_rank_0(replica, [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())])
+
+
+def copy_from_rank_0(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
+    """Replace tensors by rank 0's, in place. Collective."""
+    _run(replica, "the copy of what is saved", broadcast_all(tensors, replica.engine.comm))
+
+
+def _run(replica: Replica, what: str, communication: Communication) -> None:
+    with torch.no_grad():
+        replica.engine.line.run(what, communication)
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return what a tensor and others that are the same memory have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

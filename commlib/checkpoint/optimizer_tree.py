@@ -1,0 +1,108 @@
+"""The state of optimizers as one tree of tensors, by the names of parameters, of one shape from the first step on.
+
+An optimizer makes the state of a parameter in the first step that has a gradient for it. What is not there yet is put
+into the tree as the optimizer would make it, from a step of a stand-in with zero gradients, and is named as absent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib.checkpoint import blobs
+from commlib.errors import ConfigError
+
+#: What an optimizer has that the stand-in must not share: who is told of its steps.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+@dataclass(frozen=True)
+class Named:
+    """One optimizer and the names of its parameters.
+
+    Attributes:
+        optimizer: The optimizer.
+        names: By the number that `optimizer.state_dict()` gives a parameter.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: list[str]
+
+
+def named(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> list[Named]:
+    """Name the optimizers' parameters as the model does; those that it has not by their place."""
+    of_model = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        names = [of_model.get(id(p), f"optimizer {number}, parameter {i}") for i, p in enumerate(parameters)]
+        found.append(Named(optimizer, names))
+    return found
+
+
+def tree_of(optimizers: Sequence[Named]) -> dict[str, Any]:
+    """Return `{"state": {parameter: {entry: value}}, "rest": bytes}`: the tensors are the optimizers' own.
+
+    Raises:
+        ConfigError: An optimizer has not made its state yet, and its step asks for more than gradients.
+    """
+    state: dict[str, Any] = {}
+    rest = []
+    for each in optimizers:
+        saved = each.optimizer.state_dict()
+        present = {each.names[number]: values for number, values in saved["state"].items()}
+        absent = {} if len(present) == len(each.names) else _initial(each)
+        state |= {**absent, **present}
+        rest.append({"present": sorted(present), "param_groups": saved["param_groups"]})
+    return {"state": state, "rest": blobs.packed(rest)}
+
+
+def restore(optimizers: Sequence[Named], tree: Mapping[str, Any]) -> None:
+    """Load what `tree_of` returned.
+
+    Raises:
+        ConfigError: It is of another number of optimizers.
+    """
+    rest = blobs.unpacked(tree["rest"])
+    if len(rest) != len(optimizers):
+        raise ConfigError(f"the checkpoint has {len(rest)} optimizers, and there are {len(optimizers)}")
+    for each, own in zip(optimizers, rest, strict=True):
+        numbers = {name: number for number, name in enumerate(each.names)}
+        state = {numbers[name]: dict(tree["state"][name]) for name in own["present"]}
+        each.optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
+
+
+def _initial(named: Named) -> dict[str, Any]:
+    """Return the state that the optimizer would begin with, by the names of its parameters."""
+    optimizer = named.optimizer
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__ = {**optimizer.__dict__, **{name: type(getattr(optimizer, name))() for name in _HOOKS}}
+    stand_in.__dict__.pop("step", None)  # a scheduler's, which counts
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [
+        {**group, "params": [_zeros(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    try:
+        stand_in.step()
+        found = stand_in.state_dict()["state"]
+    except Exception as error:
+        raise ConfigError(
+            f"{type(optimizer).__name__}: its state is made in a step that asks for more than gradients ({error}). "
+            "Make one step before it is saved or loaded, or leave it out of commlib.Checkpoint"
+        ) from error
+    return {named.names[number]: _blank(values) for number, values in found.items()}
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros_like(parameter, requires_grad=True)
+    zeros.grad = torch.zeros_like(parameter)
+    return zeros
+
+
+def _blank(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}

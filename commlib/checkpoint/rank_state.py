@@ -1,0 +1,150 @@
+"""What one rank saves beside a checkpoint that is the same for all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib.checkpoint.consensus import may_differ
+from commlib.engine import optimizers as proxies
+from commlib.errors import ConfigError
+from commlib.replica import Replica, replica_of
+from commlib.wrap import load_state_dict, state_dict
+
+_FORMAT = 1
+_FILE = "commlib-rank{}.pt"
+
+#: One optimizer, several, or a proxy of one.
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
+    """Return what this rank must save beside a model and an optimizer state that are saved once for all ranks.
+
+    That is the communication's state (`commlib.state_dict`), and what is this rank's own: where replicas may differ its
+    weights, buffers and optimizer states; parameters that commlib was told to ignore; buffers that are not copied.
+    Local. Results of rounds in the background are taken first, which changes weights: save the model after this.
+
+    Args:
+        model: The wrapped model.
+        optimizer: The optimizers whose state is saved with the model.
+
+    Returns:
+        Copies, in tensors, numbers and strings, which `torch.load(weights_only=True)` reads as far as the optimizers'
+        states are such.
+
+    Raises:
+        ConfigError: The model is not wrapped.
+    """
+    replica = replica_of(model)
+    communication = state_dict(model)
+    names = _own_names(replica)
+    own = {name: _copy(value) for name, value in replica.bare.state_dict().items() if name in names}
+    has_own_steps = any(name in names for name, _ in replica.bare.named_parameters(remove_duplicate=False))
+    states = [_copy(each.state_dict()) for each in _all_of(optimizer)] if has_own_steps else []
+    return {"format": _FORMAT, "communication": communication, "model": own, "optimizers": states}
+
+
+def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizers = None) -> None:
+    """Take over what `rank_state` returned, after the model and the optimizer that all ranks share were loaded.
+
+    Where the algorithm's state is the same on all ranks (`Algorithm.portable`) it may be any rank's, also of a group of
+    another size: each rank then goes on from the shared model and optimizer. Local, but for `auto`, as in
+    `commlib.load_state_dict`.
+
+    Raises:
+        ConfigError: The state is of another format, algorithm, model or other optimizers, or of another rank or world
+            size where that matters.
+    """
+    replica = replica_of(model)
+    if state.get("format") != _FORMAT:
+        raise ConfigError(f"the rank's state has format {state.get('format')!r}, expected {_FORMAT}")
+    communication, comm = state["communication"], replica.engine.comm
+    load_state_dict(model, communication)
+    if (communication["rank"], communication["world_size"]) != (comm.rank, comm.world_size):
+        return
+    found = _all_of(optimizer)
+    if state["optimizers"] and len(state["optimizers"]) != len(found):
+        raise ConfigError(
+            f"rank {comm.rank}: the rank's state has {len(state['optimizers'])} optimizers of its own, and "
+            f"{len(found)} are to be restored. Pass those that were saved"
+        )
+    _load_own(replica, state["model"])
+    for each, of_optimizer in zip(found, state["optimizers"], strict=False):
+        each.load_state_dict(of_optimizer)
+
+
+def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Path:
+    """Write `rank_state` to a file of this rank in `folder`, which is there: whole or not at all. Local.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        ConfigError: The model is not wrapped.
+        OSError: The file cannot be written.
+    """
+    path = Path(folder, _FILE.format(replica_of(model).engine.comm.rank))
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        torch.save(rank_state(model, optimizer), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return path
+
+
+def read_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> None:
+    """Load what `write_rank_file` wrote in `folder` for this rank; see `load_rank_state`.
+
+    A rank that the saved run had not takes the file of another one, if the algorithm allows it.
+
+    Raises:
+        ConfigError: There is no such file, or as `load_rank_state` says.
+    """
+    rank = replica_of(model).engine.comm.rank
+    own = Path(folder, _FILE.format(rank))
+    found = own if own.is_file() else next(iter(sorted(Path(folder).glob(_FILE.format("*")))), None)
+    state = None if found is None else torch.load(found, map_location="cpu", weights_only=True)
+    if state is None or (found != own and rank < state["communication"]["world_size"]):
+        raise ConfigError(
+            f"rank {rank}: {own} is missing. Without it a run cannot go on as it was: residuals, anchors and this "
+            "rank's own weights are there. Was the checkpoint saved by commlib's integration, and do all ranks see it?"
+        )
+    load_rank_state(model, state, optimizer)
+
+
+def _own_names(replica: Replica) -> set[str]:
+    """Return the names in the model's state under which the ranks may have different values."""
+    names = set(replica.bare.state_dict())
+    if may_differ(replica):
+        return names
+    buffers = {name for name, _ in replica.bare.named_buffers(remove_duplicate=False)}
+    return names & (replica.ignored | (set() if replica.copies_buffers else buffers))
+
+
+def _load_own(replica: Replica, own: Mapping[str, Any]) -> None:
+    """Load this rank's own part of the model's state."""
+    unexpected = sorted(own.keys() - replica.bare.state_dict().keys())
+    if unexpected:
+        raise ConfigError(f"the rank's own state is of another model: {unexpected[0]!r} is not in this one")
+    if own:
+        replica.bare.load_state_dict(own, strict=False)
+
+
+def _all_of(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    return proxies.all_of(proxies.resolve(optimizer or None))
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of nested states, tensors of it in memory of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(each) for key, each in value.items()}
+    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,123 @@
+"""`Checkpoint`: a wrapped model for torch.distributed.checkpoint.
+
+[Note: the tree] torch.distributed.checkpoint reads what the tree of the run that loads asks for, by name, so the names
+must not depend on what a run has done so far, nor on the algorithm:
+
+    model.<name>                      the model's state; where replicas differ the consensus
+    optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); where replicas differ its mean
+    optimizer.rest                    bytes: the groups of parameters
+    communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
+    communication.rank<r>             bytes: the state of rank r (`rank_state`), written and read by that rank alone
+
+A run with more ranks than the one that saved asks for ranks that were not there. So that it is told instead of failing
+on a missing name, each rank also writes empty bytes for ranks r + N, r + 2 N, ... of its N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib.checkpoint import blobs, optimizer_tree
+from commlib.checkpoint.consensus import average, consensus_state_dict, may_differ
+from commlib.checkpoint.rank_state import Optimizers, load_rank_state, rank_state
+from commlib.engine import optimizers as proxies
+from commlib.errors import ConfigError
+from commlib.replica import replica_of
+
+#: How many times as many ranks as saved a checkpoint may ask for their state and be told that it is not there.
+_MAX_GROWTH = 16
+
+
+class Checkpoint:
+    """A wrapped model, its optimizer and its communication, as a `Stateful` of torch.distributed.checkpoint.
+
+        torch.distributed.checkpoint.save({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
+        torch.distributed.checkpoint.load({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
+
+    `async_save` works too. A run that loads goes on bit for bit as the one that saved would have: each rank gets back
+    its own weights and optimizer state where replicas differ, its residuals, its random state of codecs; not torch's
+    own random state, nor the data's. What is called `model` in the checkpoint any other program can load: it is the
+    consensus.
+
+    In a group of another size, up to 16 times as many ranks, a run goes on from the consensus of model and optimizer,
+    if the algorithm's state is the same on all ranks (`Algorithm.portable`); else loading raises.
+
+    Saving, and loading, are collective, as torch.distributed.checkpoint's are; all ranks of the wrapped model's group
+    take part.
+
+    Args:
+        model: The wrapped model.
+        optimizer: The optimizer, or all of them, if their state is to be saved.
+
+    Raises:
+        ConfigError: The model is not wrapped, or `optimizer` is no optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers = None) -> None:
+        replica_of(model)
+        self._model = model
+        self._optimizers = proxies.all_of(proxies.resolve(optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tree; see [Note: the tree]. Collective where replicas differ.
+
+        Raises:
+            ConfigError: The model is not wrapped any more, or as `optimizer_tree.tree_of` says.
+            TransportError: A rank did not take part.
+        """
+        own = rank_state(self._model, self._optimizers)  # first: it takes results that are under way
+        replica = replica_of(self._model)
+        tree: dict[str, Any] = {"model": consensus_state_dict(self._model)}
+        if self._optimizers:
+            tree["optimizer"] = optimizer_tree.tree_of(self._named())
+            if may_differ(replica):
+                state = tree["optimizer"]["state"] = _cloned(tree["optimizer"]["state"])
+                average(replica, [value for entries in state.values() for value in _tensors(entries)])
+        tree["communication"] = self._communication(own)
+        return tree
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a tree that was loaded.
+
+        Raises:
+            ConfigError: It is of another algorithm or model, or of a run of another size where that matters.
+        """
+        replica = replica_of(self._model)
+        rank, world_size = replica.engine.comm.rank, replica.engine.comm.world_size
+        shared = blobs.unpacked(state_dict["communication"]["shared"])
+        own = state_dict["communication"][f"rank{rank}"]
+        is_same_size = shared["world_size"] == world_size
+        if not is_same_size and shared["state"] is None:
+            raise ConfigError(
+                f"rank {rank}: the checkpoint was saved by {shared['world_size']} ranks, this run has {world_size}, "
+                f"and the state of {shared['algorithm']!r} is each rank's own. Resume with {shared['world_size']} "
+                "ranks, or load 'model' and 'optimizer' of the checkpoint only, before commlib.wrap"
+            )
+        self._model.load_state_dict(state_dict["model"])
+        if self._optimizers:
+            optimizer_tree.restore(self._named(), state_dict["optimizer"])
+        load_rank_state(self._model, blobs.unpacked(own) if is_same_size else shared["state"], self._optimizers)
+
+    def _named(self) -> list[optimizer_tree.Named]:
+        return optimizer_tree.named(self._optimizers, self._model)
+
+    def _communication(self, own: dict[str, Any]) -> dict[str, bytes]:
+        engine = replica_of(self._model).engine
+        rank, world_size = engine.comm.rank, engine.comm.world_size
+        state = {**own, "model": {}, "optimizers": []} if engine.algorithm.portable else None
+        shared = {"algorithm": engine.algorithm.name, "world_size": world_size, "state": state}
+        nobody = {f"rank{rank + times * world_size}": b"" for times in range(1, _MAX_GROWTH)}
+        return {"shared": blobs.packed(shared), f"rank{rank}": blobs.packed(own), **nobody}
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    clone = lambda value: value.clone() if isinstance(value, torch.Tensor) else value  # noqa: E731
+    return {name: {key: clone(value) for key, value in entries.items()} for name, entries in state.items()}
+
+
+def _tensors(entries: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [value for _, value in sorted(entries.items()) if isinstance(value, torch.Tensor)]
