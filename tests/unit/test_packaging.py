@@ -186,7 +186,7 @@ def test_the_wheel_has_the_cuda_sources_where_they_are_looked_for(source_tree):
     assert cuda.headers(installed.parent / "cuda.py") == cuda.headers()
 
 
-SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", ".ci/run"]
+SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", "scripts/release", ".ci/run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 import tomllib
 from packaging.utils import parse_wheel_filename
@@ -21,6 +25,11 @@ from tests import release
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
+WHERE = """
+from pathlib import Path
+import commlib.kernels.native
+print(Path(commlib.__file__).parent, Path(commlib.kernels.native.load().__file__).parent)
+"""
 is_checkout = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="a release is made of a checkout; this is none (an unpacked source archive?)"
 )
@@ -155,6 +164,13 @@ def test_wheels_are_made_for_every_python_that_is_promised() -> None:
     assert sorted(done.stdout.split()) == sorted(expected)
 
 
+def test_cibuildwheel_takes_its_settings() -> None:
+    schema = json.loads((files("cibuildwheel") / "resources" / "cibuildwheel.schema.json").read_text())
+    jsonschema.validate(PYPROJECT["tool"]["cibuildwheel"], schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(PYPROJECT["tool"]["cibuildwheel"] | {"test-commands": []}, schema)
+
+
 def test_the_classifiers_are_the_pythons_that_wheels_are_made_for() -> None:
     prefix = "Programming Language :: Python :: 3."
     classifiers = PYPROJECT["project"]["classifiers"]
@@ -197,9 +213,12 @@ def test_a_release_is_built_and_both_files_train_in_a_clean_environment(tmp_path
 @pytest.mark.timeout(900)
 def test_the_tests_run_from_the_source_archive(sdist: Path, tmp_path: Path) -> None:
     tree = release.unpack(sdist, tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(tree)}
     release.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree)
+    where = subprocess.run([sys.executable, "-c", WHERE], cwd="/", env=env, capture_output=True, text=True, check=True)
+    assert where.stdout.split() == [str(tree / "commlib")] * 2
     chosen = ["layers", "documents", "packaging", "release", "wire_files", "native", "types"]
-    files = [*(f"tests/unit/test_{name}.py" for name in chosen), "tests/multi/test_parameters.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *files]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    tests = [*(f"tests/unit/test_{name}.py" for name in chosen), "tests/multi/test_parameters.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *tests]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

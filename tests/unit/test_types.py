@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +21,12 @@ from tests.multi.common import Mlp, seeded
 from tests.multi.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(300)  # the checkers read all of torch
 SCRIPT = Path(__file__).with_name("users_script.py")
 LINES = SCRIPT.read_text().splitlines()
+PUBLIC = [f"commlib.{name}" for name in commlib.__all__] + [
+    f"commlib.checkpoint.{name}" for name in commlib.checkpoint.__all__
+]
 WRONG = [number for number, line in enumerate(LINES, start=1) if line.endswith("# wrong")]
 
 
@@ -57,7 +64,29 @@ def test_a_checker_finds_what_is_wrong_and_nothing_else(
 
 def test_the_script_uses_every_public_name() -> None:
     right = "\n".join(line for line in LINES if not line.endswith("# wrong"))
-    assert [name for name in commlib.__all__ if not re.search(rf"\bcommlib\.{name}\b", right)] == []
+    assert [name for name in PUBLIC if not re.search(rf"\b{re.escape(name)}\b", right)] == []
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """An environment that has commlib installed, which is what pyright asks for; returns its folder of commands."""
+    venv.create(tmp_path / "env")
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "commlib").symlink_to(ROOT / "commlib")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return tmp_path / "env" / "bin"
+
+
+def test_the_types_of_all_public_functions_are_complete(installed: Path, tmp_path: Path) -> None:
+    """A part that is not known is an error; that a `WrappedModel` derives from `Any` is meant."""
+    env = {**os.environ, "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "pyright", "--verifytypes", "commlib", "--ignoreexternal", "--outputjson"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    symbols = {each["name"]: each for each in json.loads(done.stdout)["typeCompleteness"]["symbols"]}
+    functions = [name for name in PUBLIC if symbols.get(name, {}).get("category") == "function"]
+    assert {"commlib.wrap", "commlib.stats", "commlib.checkpoint.rank_state"} <= set(functions)
+    unknown = {name: [each["message"] for each in symbols[name]["diagnostics"]] for name in functions}
+    assert {name: found for name, found in unknown.items() if any("WrappedModel[" not in each for each in found)} == {}
 
 
 def test_the_package_says_that_it_is_typed() -> None:
