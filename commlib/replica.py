@@ -86,7 +86,11 @@ class Replica:
 
     def expect_backward(self) -> None:
         """See `commlib.expect_backward`."""
-        self.before_forward()
+        if self.is_running:
+            self._follow_model()
+        else:
+            self.before_forward()
+            self._end_forward()
         if not self.engine.gradients.is_idle:
             self.engine.gradients.backward.expect()
 
@@ -106,10 +110,20 @@ class Replica:
 
     @torch._disable_dynamo
     def before_forward(self) -> None:
-        """Before a forward with gradients: check that the model is as the engine knows it."""
+        """Before a forward with gradients: begin a step, with the model as it is."""
         engine = self.engine
         if not torch.is_grad_enabled():
             return
+        self._follow_model()
+        if self.tuner is not None and self.require_sync:
+            with engine.line.wholly():
+                self.tuner.forward_begins()
+        if self.join.enabled:
+            self.join.announce(engine, self.require_sync)
+
+    def _follow_model(self) -> None:
+        """Check that the model is as the engine knows it, or may become so."""
+        engine = self.engine
         self._refuse_other_wrappers()
         gradients = engine.gradients
         gradients.backward.forget_failed()
@@ -118,11 +132,6 @@ class Replica:
         if self.structure.was_unfrozen() or gradients.idle_parameters.is_due() or engine.has_moved():
             self._adopt_parameters()
         gradients.install_pending()
-        if self.tuner is not None and self.require_sync:
-            with engine.line.wholly():
-                self.tuner.forward_begins()
-        if self.join.enabled:
-            self.join.announce(engine, self.require_sync)
 
     def _refuse_other_wrappers(self) -> None:
         outer = DistributedDataParallel._active_ddp_module
@@ -157,9 +166,12 @@ class Replica:
         """Have the outputs' gradients announce the backward."""
         if not torch.is_grad_enabled() or self.engine.gradients.is_idle:
             return
-        if self.tuner is not None and self.require_sync:
-            self.tuner.forward_ends()
+        self._end_forward()
         self.engine.gradients.backward.announce([tensor for tensor in tensors_in(output) if tensor.requires_grad])
+
+    def _end_forward(self) -> None:
+        if self.tuner is not None and self.require_sync and not self.engine.gradients.is_idle:
+            self.tuner.forward_ends()
 
     def _buffers(self) -> list[torch.Tensor]:
         return self.structure.buffers(self.bare, self.ignored)

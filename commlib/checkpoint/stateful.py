@@ -1,7 +1,7 @@
 """`Checkpoint`: a wrapped model for torch.distributed.checkpoint.
 
 [Note: the tree] torch.distributed.checkpoint reads what the tree of the run that loads asks for, by name, so the names
-must not depend on what a run has done so far, nor on the algorithm:
+must not depend on what a run has done so far, nor on the algorithm, nor on how many ranks it has:
 
     model.<name>                      the model's state; where replicas differ the consensus
     optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); where replicas differ its mean
@@ -9,8 +9,9 @@ must not depend on what a run has done so far, nor on the algorithm:
     communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
     communication.rank<r>             bytes: the state of rank r (`rank_state`), written and read by that rank alone
 
-A run with more ranks than the one that saved asks for ranks that were not there. So that it is told instead of failing
-on a missing name, each rank also writes empty bytes for ranks r + N, r + 2 N, ... of its N.
+A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of
+failing on a missing name. So there are 1,024 of the last: of N ranks, rank r also writes empty bytes for r + N, r + 2 N
+and so on.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import replica_of
 
-#: How many times as many ranks as saved a checkpoint may ask for their state and be told that it is not there.
-_MAX_GROWTH = 16
+#: How many ranks a checkpoint has a place for; a run with more resumes with as many only.
+_NUM_PLACES = 1024
 
 
 class Checkpoint:
@@ -43,8 +44,8 @@ class Checkpoint:
     own random state, nor the data's. What is called `model` in the checkpoint any other program can load: it is the
     consensus.
 
-    In a group of another size, up to 16 times as many ranks, a run goes on from the consensus of model and optimizer,
-    if the algorithm's state is the same on all ranks (`Algorithm.portable`); else loading raises.
+    In a group of another size, up to 1,024 ranks, a run goes on from the consensus of model and optimizer, if the
+    algorithm's state is the same on all ranks (`Algorithm.portable`); else loading raises.
 
     Saving, and loading, are collective, as torch.distributed.checkpoint's are; all ranks of the wrapped model's group
     take part.
@@ -110,7 +111,7 @@ class Checkpoint:
         rank, world_size = engine.comm.rank, engine.comm.world_size
         state = {**own, "model": {}, "optimizers": []} if engine.algorithm.portable else None
         shared = {"algorithm": engine.algorithm.name, "world_size": world_size, "state": state}
-        nobody = {f"rank{rank + times * world_size}": b"" for times in range(1, _MAX_GROWTH)}
+        nobody = {f"rank{other}": b"" for other in range(rank + world_size, _NUM_PLACES, world_size)}
         return {"shared": blobs.packed(shared), f"rank{rank}": blobs.packed(own), **nobody}
 
 

@@ -53,6 +53,28 @@ def _assert_gradients_alike(training: Training) -> None:
         assert (rows == rows[0]).all(), "gradients differ between ranks"
 
 
+def contract_expected_backward(subject: Subject) -> None:
+    """After `expect_backward` a backward that no forward announced is as one of `model(...)`: in value and in bytes."""
+    usual, expected = subject.start(), subject.start(unannounced="error")
+    for step in range(7):
+        usual.step()
+        expected.optimizer.zero_grad()
+        commlib.expect_backward(expected.model)
+        loss_of(expected.model.module, step).backward()
+        expected.optimizer.step()
+        expected.num_steps += 1
+        if not subject.runs_by_clocks:
+            assert torch.equal(usual.flat(), expected.flat()), f"other weights after step {step + 1}"
+    expected.optimizer.zero_grad()
+    if subject.on_gradients:
+        with raises_alike(ConfigError, "expect_backward"):
+            loss_of(expected.model.module, 7).backward()
+        with counted(expected) as sent, expected.model.no_sync():
+            loss_of(expected.model.module, 7).backward()
+        assert sent() == 0, "a backward in no_sync() was communicated"
+    expected.assert_trains_on()
+
+
 def contract_two_synchronised_backwards(subject: Subject) -> None:
     """A second synchronised backward of a step adds its mean; where it cannot, the refusal has no lasting effect."""
     training, plain = subject.start().steps(4), subject.start().steps(4)

@@ -155,14 +155,14 @@ def set_group(group: Any) -> None:
 
 def gathered(value: Any) -> list[Any]:
     """Return every rank's picklable value. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size(_group)
     dist.all_gather_object(everyone, value, group=_group)
     return everyone
 
 
 def everyones(values: Tensor) -> Tensor:
     """Return `values` [numel] of all ranks, `[ranks, numel]`."""
-    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(_group))]
     dist.all_gather(rows, values.contiguous(), group=_group)
     return torch.stack(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,7 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.multi.common import SMALL_BUCKET_MB, Mlp, check_like_ddp, data, seeded
+import commlib
+from commlib.errors import ConfigError
+from tests.multi.common import (
+    SMALL_BUCKET_MB,
+    Mlp,
+    assert_same_tensors,
+    check_like_ddp,
+    data,
+    gradients,
+    mean_gradients,
+    mlp_loss,
+    raises_on_every_rank,
+    seeded,
+    wrap,
+)
 from tests.multi.pool import on_ranks
 
 
@@ -196,3 +211,75 @@ def test_keyword_arguments_and_other_inputs_pass_through() -> None:
             return super().forward(inputs["x"]) * scale
 
     check_like_ddp(Keyword, lambda model, step: model(2.0, inputs={"x": data(step, 5, 8)}, flag=True).square().mean())
+
+
+@on_ranks(2)
+def test_an_expected_backward_of_a_forward_in_no_sync_is_synchronised() -> None:
+    model, accumulated = wrap(seeded(Mlp)), []
+    for expected in (True, False):
+        model.zero_grad()
+        with model.no_sync():
+            loss = mlp_loss(model, 1)
+        if expected:
+            commlib.expect_backward(model)
+        loss.backward()
+        accumulated.append(gradients(model))
+    local = seeded(Mlp)
+    mlp_loss(local, 1).backward()
+    assert_same_tensors(accumulated[1], gradients(local), "local gradient", exact=True)
+    mean = mean_gradients(lambda: seeded(Mlp), lambda one, rank: one(data(1, 5, 8, rank=rank)).square().mean())
+    assert_same_tensors(accumulated[0], mean, "synchronised gradient", exact=True)
+
+
+class Manual(Mlp):
+    """Runs its backward in its forward, as a trainer's training step may."""
+
+    def forward(self, step: int) -> None:  # type: ignore[override]
+        commlib.expect_backward(self)
+        super().forward(data(step, 5, 8)).square().mean().backward()
+
+
+@on_ranks(2)
+def test_an_expected_backward_inside_of_forward_is_synchronised() -> None:
+    model = wrap(seeded(Manual), unannounced="error")
+    for step in range(3):
+        model.zero_grad()
+        model(step)
+        mean = mean_gradients(
+            lambda: seeded(Mlp), lambda one, rank, step=step: one(data(step, 5, 8, rank=rank)).square().mean()
+        )
+        assert_same_tensors(gradients(model), mean, f"gradient of step {step}", exact=True)
+
+
+@on_ranks(2)
+def test_an_unannounced_backward_is_an_error_if_asked() -> None:
+    model = wrap(seeded(Mlp), unannounced="error")
+    with raises_on_every_rank(ConfigError, "expect_backward", "no_sync", "stay local"):
+        mlp_loss(model.module, 0).backward()
+    model.zero_grad()
+    with model.no_sync():
+        mlp_loss(model.module, 0).backward()
+    mlp_loss(model, 1).backward()
+    model.eval()
+    with torch.no_grad():
+        model.module(data(0, 5, 8))
+
+
+@on_ranks(2)
+def test_what_expect_backward_refuses() -> None:
+    with raises_on_every_rank(ConfigError, "unannounced", "'warn' or 'error'"):
+        wrap(seeded(Mlp), unannounced="never")
+    model = wrap(seeded(Mlp))
+    with torch.no_grad(), raises_on_every_rank(ConfigError, "gradients are not enabled"):
+        commlib.expect_backward(model)
+    with raises_on_every_rank(ConfigError, "not wrapped"):
+        commlib.expect_backward(seeded(Mlp))
+
+
+@on_ranks(2)
+def test_a_copy_of_a_wrapped_model_joins_at_an_expected_backward() -> None:
+    model = copy.deepcopy(wrap(seeded(Mlp)))
+    commlib.expect_backward(model)
+    mlp_loss(model.module, 1).backward()
+    mean = mean_gradients(lambda: seeded(Mlp), lambda one, rank: one(data(1, 5, 8, rank=rank)).square().mean())
+    assert_same_tensors(gradients(model), mean, "gradient", exact=True)

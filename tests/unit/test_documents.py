@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import commlib
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(
@@ -66,3 +68,12 @@ def test_results_that_pages_name_are_there() -> None:
     for page in PAGES:
         for name in re.findall(r"\bresults/([\w*./-]+\.(?:json|png))", page.read_text(encoding="utf-8")):
             assert list(RESULTS.glob(name)), f"{page.name}: no result is called {name}"
+
+
+def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_names() -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    bullet = page.split("- **Another number of ranks**")[1].split("\n- ")[0].split("The others keep")[0]
+    named = set(re.findall(r"`(\w+)`", bullet))
+    portable = {name for name in commlib.algorithms.list() if commlib.algorithms.create(name).portable}
+    assert named == portable - {"auto"} | {"signsgd"}, "signsgd is, without feedback; auto is what it has chosen"
+    assert commlib.algorithms.SignSGD(feedback=False).portable

@@ -123,6 +123,7 @@ class Backward:
         self.has_counts = False
         self._slots: Sequence[Slot] = ()
         self._forward_ran = self._expects_sync = False  # since the last backward: any forward, a synchronised one
+        self._is_expected = False  # the next backward is a synchronised one, whatever its forwards were
         self._has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
         self._has_warned = False
         self._graph_task: int | None = None
@@ -169,7 +170,7 @@ class Backward:
     def expect(self) -> None:
         """The next backward is one of a forward that is made now, whatever begins it."""
         self._forward_ran = True
-        self._expects_sync |= self.require_sync
+        self._is_expected |= self.require_sync
 
     # --- the beginning ----------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class Backward:
             self.phase = _LOCAL
             for bucket in host.buckets:
                 bucket.start_backward(predivisor)
-        if sync and self.phase is _LOCAL:
+        if (sync or self._is_expected) and self.phase is _LOCAL:
             self._start_sync(host)
 
     def _begin_unannounced(self) -> None:
@@ -321,7 +322,7 @@ class Backward:
     def _leave(self) -> None:
         self.phase = _NONE
         self.round = self._graph_task = None
-        self._forward_ran = self._expects_sync = False
+        self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
 
 
