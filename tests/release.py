@@ -235,7 +235,13 @@ def run_checks(environment: Path, sources: Path, folder: Path) -> None:
         run(["bash", "-c", command], cwd=folder, first_on_path=environment / "bin")
 
 
-def run(command: Sequence[str | Path], cwd: Path, first_on_path: Path | None = None, is_silent: bool = False) -> None:
+def run(
+    command: Sequence[str | Path],
+    cwd: Path,
+    first_on_path: Path | None = None,
+    is_silent: bool = False,
+    **settings: str,
+) -> str:
     """Run a command that sees neither this checkout nor the settings of this process.
 
     Args:
@@ -243,12 +249,16 @@ def run(command: Sequence[str | Path], cwd: Path, first_on_path: Path | None = N
         cwd: Where it runs; pip finds constraints.txt there, if it is there.
         first_on_path: Where its commands are looked for first.
         is_silent: Whether its output is shown only if it fails.
+        settings: Environment variables.
+
+    Returns:
+        Its output, where it is silent.
 
     Raises:
         ReleaseError: It failed.
     """
     own = ("PYTHON", "COMMLIB_", "VIRTUAL_ENV")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | PINNED
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | PINNED | settings
     if first_on_path is not None:
         env["PATH"] = f"{first_on_path}{os.pathsep}{env['PATH']}"
     words = [str(word) for word in command]
@@ -256,6 +266,7 @@ def run(command: Sequence[str | Path], cwd: Path, first_on_path: Path | None = N
     done = subprocess.run(words, cwd=cwd, env=env, stdin=subprocess.DEVNULL, text=True, check=False, **to)
     if done.returncode:
         raise ReleaseError(f"{done.stdout or ''}\nexit status {done.returncode} of {' '.join(words)}")
+    return done.stdout or ""
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import tomllib
-from elftools.elf.elffile import ELFFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -21,7 +20,6 @@ from commlib.kernels import cuda, native
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {"cuda12", "cuda13", "plot", "accelerate", "transformers", "lightning", "test", "dev", "release"}
-AARCH64, AARCH64_PACKAGE = "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"
 BUILD_FILES = ["pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "csrc"]
 
 
@@ -143,25 +141,6 @@ def test_the_extension_builds_without_a_warning_at_a_path_with_a_space(source_tr
     assert "ninja: no work to do" in run_setup(source_tree, "-q", "build_ext", "--inplace").stdout
     os.utime(header)
     assert "pack.o" in run_setup(source_tree, "-q", "build_ext", "--inplace").stdout
-
-
-@pytest.mark.skipif(
-    not shutil.which(AARCH64), reason=f"{AARCH64} is missing (Debian: apt-get install {AARCH64_PACKAGE})"
-)
-@pytest.mark.timeout(240)
-def test_the_extension_builds_for_aarch64(source_tree):
-    """Compiled and linked, not run. Every file of `csrc` is in it, and NEON takes the place of AVX."""
-    done = run_setup(source_tree, "-q", "build_ext", "--inplace", CXX=AARCH64)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "warning:" not in done.stdout + done.stderr
-    (built,) = (source_tree / "commlib").glob("_native*.so")
-    with built.open("rb") as file:
-        assert ELFFile(file)["e_machine"] == "EM_AARCH64"
-    names = {path.stem for path in source_tree.glob("build/**/*.o")}
-    assert names == {path.stem for path in (ROOT / "csrc").glob("*.cpp")}
-    symbols = built.read_bytes()
-    assert b"_ZN7commlib4neon" in symbols
-    assert b"_ZN7commlib4avx2" not in symbols
 
 
 def test_the_source_archive_has_what_the_build_needs(source_tree):
