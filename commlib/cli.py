@@ -22,7 +22,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from commlib import __version__
+        from commlib.version import __version__
 
         typer.echo(f"commlib {__version__}")
         raise typer.Exit

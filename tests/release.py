@@ -124,7 +124,7 @@ def check_files(sdist: Path, wheel: Path) -> None:
 
 def version_of(tree: Path) -> str:
     """Read the version from its one source."""
-    (found,) = re.findall(r'^__version__ = "(.+)"$', (tree / "commlib" / "__init__.py").read_text(), re.MULTILINE)
+    (found,) = re.findall(r'^__version__ = "(.+)"$', (tree / "commlib" / "version.py").read_text(), re.MULTILINE)
     return found
 
 

@@ -35,8 +35,8 @@ def source_tree(tmp_path):
             shutil.copy(ROOT / name, tree / name)
     (tree / "commlib").mkdir()
     (tree / "README.md").touch()
-    shutil.copy(ROOT / "commlib" / "__init__.py", tree / "commlib")  # it has the version
-    for name in ("py.typed", "_native.pyi"):
+    shutil.copy(ROOT / "commlib" / "version.py", tree / "commlib")
+    for name in ("__init__.py", "py.typed", "_native.pyi"):
         (tree / "commlib" / name).touch()
     return tree
 

@@ -56,7 +56,7 @@ def test_the_command_prints_the_version() -> None:
 def test_the_version_has_one_source() -> None:
     assert "version" not in PYPROJECT["project"]
     assert PYPROJECT["project"]["dynamic"] == ["version"]
-    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "commlib.__version__"}
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "commlib.version.__version__"}
     assert release.version_of(ROOT) == commlib.__version__
 
 
@@ -214,7 +214,7 @@ def test_a_release_is_built_and_both_files_train_in_a_clean_environment(tmp_path
 def test_the_tests_run_from_the_source_archive(sdist: Path, tmp_path: Path) -> None:
     tree = release.unpack(sdist, tmp_path)
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    release.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree)
+    release.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, is_silent=True)
     where = subprocess.run([sys.executable, "-c", WHERE], cwd="/", env=env, capture_output=True, text=True, check=True)
     assert where.stdout.split() == [str(tree / "commlib")] * 2
     chosen = ["layers", "documents", "packaging", "release", "wire_files", "native", "types"]
