@@ -35,7 +35,8 @@ Again = Callable[[nn.Module], Any]
 #: Why no other wrapper may be around a wrapped model.
 REFUSAL = (
     "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
-    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to)"
+    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to: "
+    "accelerate by commlib.integrations.accelerate.use(accelerator, ...) before prepare)"
 )
 
 
