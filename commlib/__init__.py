@@ -6,9 +6,9 @@ model = commlib.wrap(model, algorithm="allreduce")
 from commlib import algorithms, checkpoint, codecs, optim
 from commlib.checkpoint import Checkpoint
 from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.parallel import WrappedModel
+from commlib.version import __version__
 from commlib.wrap import expect_backward, load_state_dict, state_dict, stats, synchronize, unwrap, wrap
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -18,6 +18,7 @@ __all__ = [
     "PeerFailure",
     "PeerTimeout",
     "TransportError",
+    "WrappedModel",
     "__version__",
     "algorithms",
     "checkpoint",

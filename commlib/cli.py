@@ -20,8 +20,20 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from commlib.version import __version__
+
+        typer.echo(f"commlib {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _keep_subcommands() -> None:
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Communication relaxation for data-parallel training in PyTorch."""
 
 

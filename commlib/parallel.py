@@ -3,6 +3,11 @@
 [Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
 only adds methods. What belongs to the wrapping is kept for the object, in `registry`: another object of that class,
 which a method of the model made by `type(self)(...)`, is an ordinary model.
+
+[Note: the type] Python cannot say "a Net that also has no_sync": there are no intersections of types. For pyright and
+mypy, `WrappedModel[Net]` comes nearest. It knows what `Parallel` adds, and that `module` is a `Net`. It derives from
+`Any` and so goes wherever a `Net` is asked for. Its other attributes are `Any`, as a `Net`'s own cannot be listed;
+`nn.Module` would make them `Tensor | Module`, which nobody may call: neither `own_method` nor `no_sync`.
 """
 
 from __future__ import annotations
@@ -12,20 +17,23 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from commlib.errors import ConfigError
-from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, begin_forward, registry, wrapped_of
+from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, begin_forward, find, registry, wrapped_of
 
 #: What torch.compile says where it was to trace more than the user's forward.
 UNTRACED = (
     "a wrapped model announces its backward around its forward, which cannot be part of a graph. Where fullgraph=True "
     "is wanted, compile the model, not the function that calls it"
 )
+
+#: The class of a user's model.
+M = TypeVar("M", bound=nn.Module)
 
 #: What a wrapped model's class has for itself, so that the user's must not have it.
 NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
@@ -249,3 +257,42 @@ def _joined(model: Any) -> Replica:
     """Return what belongs to a wrapped model; a copy is wrapped now, as all ranks come here together."""
     wrapped = wrapped_of(model)
     return wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped
+
+
+if TYPE_CHECKING:
+
+    class WrappedModel(nn.Module, Generic[M], Any):
+        """The type of a wrapped model, for annotations and `isinstance`; see [Note: the type]."""
+
+        require_backward_grad_sync: bool
+
+        @property
+        def module(self) -> M:
+            """The model as an object of its original class."""
+            ...
+
+        def no_sync(self) -> contextlib.AbstractContextManager[None]:
+            """Let gradients of forwards made inside accumulate locally."""
+            ...
+
+        def join(
+            self,
+            divide_by_initial_world_size: bool = True,
+            enable: bool = True,
+            throw_on_early_termination: bool = False,
+        ) -> Join:
+            """Train with uneven inputs."""
+            ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+else:
+
+    class _IsWrapped(type):
+        def __instancecheck__(cls, model: Any) -> bool:
+            return find(model) is not None
+
+    class WrappedModel(Generic[M], metaclass=_IsWrapped):
+        """The type of a wrapped model (and of a copy of one), for annotations and `isinstance`."""

@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from commlib.engine.buckets.slot import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError
-from commlib.parallel import NAMES, as_made_by_the_user, extend, restore_class
+from commlib.parallel import NAMES, M, WrappedModel, as_made_by_the_user, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -32,7 +32,7 @@ _log = logging.getLogger("commlib")
 
 
 def wrap(
-    model: nn.Module,
+    model: M,
     algorithm: str | Algorithm = "allreduce",
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
@@ -44,7 +44,7 @@ def wrap(
     scaler: Any = None,
     timeout: float | timedelta | None = None,
     unannounced: str = "warn",
-) -> nn.Module:
+) -> WrappedModel[M]:
     """Make `model` train in parallel over the ranks of a process group, in place.
 
     Collective: every rank of the group calls it with the same model and options. The same object comes back; its
@@ -72,7 +72,7 @@ def wrap(
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
 
     Returns:
-        `model` itself.
+        `model` itself, typed as what it was and as a `WrappedModel`.
 
     Raises:
         ConfigError: No process group; or, alike on every rank: an unknown algorithm, a model that cannot be wrapped, is
@@ -121,7 +121,7 @@ def wrap(
             replica.broadcast_model()
         engine.open(connect)
         undo.pop_all()
-    return model
+    return cast("WrappedModel[M]", model)
 
 
 def _tuner() -> Any:
@@ -131,6 +131,10 @@ def _tuner() -> Any:
     return tuner
 
 
+@overload
+def unwrap(model: WrappedModel[M]) -> M: ...
+@overload
+def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
 

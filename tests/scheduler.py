@@ -12,6 +12,8 @@ TOGETHER = {
     "tests/unit/test_emulated.py": "hosts",
     "tests/unit/test_emulate.py": "hosts",
     "tests/multi/test_wire_bytes.py": "hosts",
+    "tests/unit/test_aarch64.py": "aarch64",
+    "tests/unit/test_release.py": "releases",
     "tests/multi/test_examples.py": "examples",
     **dict.fromkeys(
         (f"tests/integrations/test_lightning{end}.py" for end in ("", "_checkpoints", "_launchers", "_stages")),

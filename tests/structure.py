@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "commlib"
 # What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
 BELOW = {
     "errors": set(),
+    "version": set(),
     "_native": set(),
     "optim": {"errors"},
     "network": {"errors"},
@@ -32,7 +33,18 @@ BELOW = {
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "emulation"},
-    "cli": {"errors", "primitives", "algorithms", "network", "simulation", "reports", "wrap", "emulation", "doctor"},
+    "cli": {
+        "errors",
+        "version",
+        "primitives",
+        "algorithms",
+        "network",
+        "simulation",
+        "reports",
+        "wrap",
+        "emulation",
+        "doctor",
+    },
     "__main__": {"cli"},
 }
 # Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.

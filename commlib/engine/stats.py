@@ -103,17 +103,16 @@ class Stats:
             )
         return "\n".join(lines)
 
-    def as_dict(self, prefix: str = "") -> dict[str, int | float | str]:
-        """Return what a logger of numbers takes, each name with `prefix` before it.
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """Return the plain numbers, for a logger, each name with `prefix` before it.
 
-        Buckets are left out, and so is what is None: `consensus_distance`, and the two figures of `cost`.
+        All are ints or floats, so TensorBoard's `add_scalar` takes each. What is no number is left out: `algorithm`,
+        `plan`, the buckets, and what is None (`consensus_distance`, and the two figures of `cost`).
         """
-        found = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("cost", "buckets")
-        }
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.cost is not None:
             found |= {"cost_latency_s": self.cost.latency_s, "cost_s_per_byte": self.cost.s_per_byte}
-        return {f"{prefix}{name}": value for name, value in found.items() if value is not None}
+        return {f"{prefix}{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def collect(engine: Engine) -> Stats:

@@ -35,6 +35,7 @@ def source_tree(tmp_path):
             shutil.copy(ROOT / name, tree / name)
     (tree / "commlib").mkdir()
     (tree / "README.md").touch()
+    shutil.copy(ROOT / "commlib" / "version.py", tree / "commlib")
     for name in ("__init__.py", "py.typed", "_native.pyi"):
         (tree / "commlib" / name).touch()
     return tree
@@ -164,7 +165,7 @@ def test_the_wheel_has_the_cuda_sources_where_they_are_looked_for(source_tree):
     assert cuda.headers(installed.parent / "cuda.py") == cuda.headers()
 
 
-SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", ".ci/run"]
+SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", "scripts/release", ".ci/run"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
