@@ -223,9 +223,14 @@ class CommlibStrategy(DDPStrategy):
         assert replica is not None
         with self.precision_plugin.train_step_context():
             if module.automatic_optimization:
-                return replica.run(module.training_step, args, kwargs)
-            with _running(replica, True):  # `manual_backward` announces: what counts is what is to be synchronised then
-                return module.training_step(*args, **kwargs)
+                replica.begin_forward()
+            with _running(replica, True):
+                output = module.training_step(*args, **kwargs)
+            if (
+                module.automatic_optimization
+            ):  # else `manual_backward` announces: what is to be synchronised then counts
+                replica.after_forward(output)
+            return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
