@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(
     path
-    for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks", RESULTS, ROOT / "examples", ROOT / "tests")
+    for folder in (
+        ROOT,
+        ROOT / "docs",
+        ROOT / "docs" / "integrations",
+        ROOT / "benchmarks",
+        RESULTS,
+        ROOT / "examples",
+        ROOT / "tests",
+    )
     for path in folder.glob("*.md")
 )
 
@@ -77,3 +85,22 @@ def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_na
     portable = {name for name in commlib.algorithms.list() if commlib.algorithms.create(name).portable}
     assert named == portable - {"auto"} | {"signsgd"}, "signsgd is, without feedback; auto is what it has chosen"
     assert commlib.algorithms.SignSGD(feedback=False).portable
+
+
+def test_tests_that_pages_of_integrations_name_are_there() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    defined = set(re.findall(r"def (test_\w+)\(", sources))
+    for page in (ROOT / "docs" / "integrations").glob("*.md"):
+        named = set(re.findall(r"`(test_\w+)", page.read_text(encoding="utf-8")))
+        named = {name for name in named if f"{name}*" not in page.read_text(encoding="utf-8")}
+        assert named <= defined, f"{page.name}: no such test: {named - defined}"
+
+
+def test_versions_that_pages_name_are_those_that_were_tested() -> None:
+    from commlib.integrations.versions import TESTED
+
+    page = (ROOT / "docs" / "integrations" / "README.md").read_text(encoding="utf-8").lower()
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for name, version in TESTED.items():
+        assert f"{name} {version}" in " ".join(page.split()), name
+        assert f"{name}=={version}" in pins, name
