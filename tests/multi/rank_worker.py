@@ -172,10 +172,15 @@ def run_job(job: Job, background: BackgroundFailures) -> Outcome:
 
 
 def freeze_new_modules() -> None:
-    """Spare all later collections what modules hold that have been imported since the last time."""
+    """Spare all later collections what modules hold that have been imported since the last time.
+
+    What was frozen before may be garbage now, such as a trainer that a library had remembered, and the model in it.
+    """
     global _num_modules
     if len(sys.modules) != _num_modules:
         _num_modules = len(sys.modules)
+        gc.unfreeze()
+        gc.collect()
         gc.freeze()
 
 

@@ -390,13 +390,13 @@ def test_a_resumed_run_is_bit_identical(stop_after: int) -> None:
 
 @on_ranks(2)
 def test_state_of_another_run_is_refused() -> None:
-    model = wrap(seeded(Mlp))
+    model = wrap(seeded(Mlp), algorithm="topk")
     train(model, mlp_loss, 5)
     saved = commlib.state_dict(model)
     for key, value in {"algorithm": "bytegrad", "world_size": 8, "rank": 7, "format": 99}.items():
         with pytest.raises(ConfigError, match=key):
             commlib.load_state_dict(model, {**saved, key: value})
-    other = wrap(nn.Linear(3, 3))
+    other = wrap(nn.Linear(3, 3), algorithm="topk")
     with pytest.raises(ConfigError, match="another model"):
         commlib.load_state_dict(other, saved)
 

@@ -10,6 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
@@ -22,6 +23,9 @@ from tests.multi.pool import RankExit, spawn_ranks
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
+#: How long a script's last collectives may take to let go of their tensors. torch ends Gloo's threads while it holds the
+#: interpreter's lock, and one that waits for it to free a tensor is waited for without end, in plain DDP scripts too.
+_QUIET_S = 0.2
 LAUNCH_S = 100  # a launch imports torch in three processes; a busy machine takes a while
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,6 +51,8 @@ def as_a_script(script: str, *args: str, restarts: int = 0) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["STORE_PORT"], "COLUMNS": "120"}
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda *group: time.sleep(_QUIET_S) or destroy(*group)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -158,6 +158,7 @@ def test_the_signature_is_the_documented_one() -> None:
         "ignored_parameters",
         "scaler",
         "timeout",
+        "unannounced",
     ]
     assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
 
