@@ -124,6 +124,10 @@ def init_group(job: Job) -> None:
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
 
 
+#: By process: the environment in which its first job began.
+_environment: dict[int, dict[str, str]] = {}
+
+
 def reset_process() -> None:
     """Give every job the same start, whatever the one before it did."""
     import torch
@@ -131,6 +135,10 @@ def reset_process() -> None:
     torch.default_generator.manual_seed(1234)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
+    first = _environment.setdefault(os.getpid(), dict(os.environ))
+    if first != os.environ:
+        os.environ.clear()
+        os.environ.update(first)
 
 
 def run_in_group(job: Job) -> Any:

@@ -23,8 +23,8 @@ from tests.multi.pool import RankExit, spawn_ranks
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-#: How long a script's last collectives may take to let go of their tensors. torch ends Gloo's threads while it holds the
-#: interpreter's lock, and one that waits for it to free a tensor is waited for without end, in plain DDP scripts too.
+#: How long a script's last collectives may take to let go of their tensors. torch ends Gloo's threads while it holds
+#: the interpreter's lock, and one that waits for that to free a tensor is waited for without end; DDP's scripts, too.
 _QUIET_S = 0.2
 LAUNCH_S = 100  # a launch imports torch in three processes; a busy machine takes a while
 
