@@ -11,6 +11,8 @@ commlib:allreduce                   commlib.wrap with planned buckets
 bound:bytegrad                      the collectives of an algorithm with the same bytes, without its work (bounds.py)
 bound:async_sgd                     its messages, without its work
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
+hsdp                                FSDP2 in two islands of the ranks, torch's own all-reduce between them
+islands:diloco(period=50)           FSDP2 in two islands, an algorithm of commlib between them
 commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 import threading
 from typing import Any
@@ -25,6 +28,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,6 +41,7 @@ _OWN_GROUP = "own_group"
 #: (`commlib.engine.planning.cost.SCRATCH_SIZES`; not imported, as commlib's code would count in the memory measured.)
 _SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
+_WRAPPED = ("commlib", "bound", "islands")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
 #: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
@@ -48,7 +54,7 @@ class System:
 
     Attributes:
         name: As given on the command line.
-        kind: "none", "ddp", "torchft", "commlib" or "bound".
+        kind: "none", "ddp", "torchft", "commlib", "bound", "hsdp" or "islands".
         variant: DDP's hook, torchft's class or commlib's algorithm; empty for none of them.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
@@ -70,7 +76,7 @@ class System:
     @property
     def is_wrapped(self) -> bool:
         """Whether it runs in commlib's engine."""
-        return self.kind in ("commlib", "bound")
+        return self.kind in _WRAPPED
 
     @property
     def is_open(self) -> bool:
@@ -85,15 +91,17 @@ def parse(name: str) -> System:
         ValueError: Not a name of the form above.
     """
     match = _NAME.fullmatch(name.strip())
-    if not match or match["kind"] not in ("none", "ddp", "torchft", "commlib", "bound"):
-        forms = "none, ddp[:hook], torchft[:variant], commlib:algorithm or bound:algorithm, [(key=value,...)][@MiB]"
+    if not match or match["kind"] not in ("none", "ddp", "torchft", "hsdp", *_WRAPPED):
+        forms = (
+            "none, ddp[:hook], torchft[:variant], hsdp, or commlib, bound or islands:algorithm[(key=value,...)][@MiB]"
+        )
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
     if kind == "ddp" and variant and variant not in (*_HOOKS, _OWN_GROUP):
         raise ValueError(f"system {name!r}: DDP's {variant!r}, expected one of {', '.join((*_HOOKS, _OWN_GROUP))}")
     if kind == "torchft" and variant and variant not in _TORCHFT:
         raise ValueError(f"system {name!r}: torchft's {variant!r}, expected one of {', '.join(_TORCHFT)}")
-    if kind not in ("ddp", "torchft") and (kind in ("commlib", "bound")) != bool(variant):
+    if kind not in ("ddp", "torchft") and (kind in _WRAPPED) != bool(variant):
         raise ValueError(f"system {name!r}: {f'{kind} has no variant' if variant else 'an algorithm is missing'}")
     options = _options(match["options"] or "")
     lr = options.pop("lr", None)
@@ -145,9 +153,25 @@ def block_of(system: System, least: int) -> int:
     return -(-least // cycle) * cycle
 
 
+def shard(system: System, model: nn.Module) -> nn.Module:
+    """Return the model, sharded in two islands of the ranks where the system says so; before its optimizer is made."""
+    if system.kind in ("hsdp", "islands"):
+        mesh = _islands()
+        of_one = mesh if system.kind == "hsdp" else mesh["shard"]
+        for block in getattr(model, "blocks", ()):
+            fully_shard(block, mesh=of_one)
+        fully_shard(model, mesh=of_one)
+    return model
+
+
+@functools.cache
+def _islands() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
 def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
     """Return `model` made to communicate as `system` says, and the optimizer to step."""
-    if system.kind == "none":
+    if system.kind in ("none", "hsdp"):
         return model, optimizer
     if system.kind == "ddp":
         return _install_ddp(system, model), optimizer
@@ -162,7 +186,9 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
         from bounds import bound_of
 
         algorithm = bound_of(algorithm)
-    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=system.cap_mb), optimizer
+    group = _islands()["replicate"] if system.kind == "islands" else None
+    options = {"bucket_cap_mb": system.cap_mb, "process_group": group}
+    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, **options), optimizer
 
 
 def _algorithm(system: System) -> Any:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its default arguments hold the group, and with it threads
 from intervals import rotation
 from models import WORKLOADS, Batch, Workload
-from systems import OPTIMIZER_OF, System, block_of, ddp_configurations, install, parse
+from systems import OPTIMIZER_OF, System, block_of, ddp_configurations, install, parse, shard
 from torch import Tensor
 
 _NUM_BATCHES = 16
@@ -42,7 +42,7 @@ class Racer:
     def __init__(self, system: System, workload: Workload, bench: Bench) -> None:
         self.system = system
         self.loss_of = workload.loss
-        model = workload.new_model(bench.spec["seed"], bench.device)
+        model = shard(system, workload.new_model(bench.spec["seed"], bench.device))
         kind = OPTIMIZER_OF.get(system.variant, bench.spec.get("optimizer"))
         self.model, self.optimizer = install(system, model, workload.make_optimizer(model, kind, system.lr))
         self.num_steps = 0

@@ -24,6 +24,7 @@ from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
+from commlib.sharding.local import is_sharded, local_of, reshard
 
 if TYPE_CHECKING:
     from commlib.tuner import Tuner
@@ -64,6 +65,7 @@ class Replica:
     ) -> None:
         self.engine = engine
         self.group: Callable[[], Any] = weakref.ref(group)  # does not keep a destroyed group's threads
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.original_class = model.__class__
         self.ignored = ignored
         self.again = again
@@ -141,6 +143,9 @@ class Replica:
     def _adopt_parameters(self) -> None:
         """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
         engine = self.engine
+        model = self.model()
+        if model is not None and any(is_sharded(parameter.param) for parameter in engine.parameters):
+            reshard(model)
         known = {parameter.name for parameter in engine.parameters} - engine.gradients.idle_parameters.leave_out()
         parameters = verify.parameters_of(self.bare, self.ignored, known)
         try:
@@ -174,7 +179,7 @@ class Replica:
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
-        parameters = [p.data for name, p in self.bare.named_parameters() if name not in self.ignored]
+        parameters = [local_of(p.data) for name, p in self.bare.named_parameters() if name not in self.ignored]
         self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._copied_buffers()], source)
 
     def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:

@@ -21,6 +21,7 @@ from commlib.codecs import BlockCodec, SparseCodec
 from commlib.engine.buckets.slot import name_some
 from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
+from commlib.sharding.local import is_sharded, ranks_of
 from commlib.transport.base import Transport
 
 
@@ -73,20 +74,13 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
     """Check what one rank can see by itself.
 
     Raises:
-        ConfigError: No parameters, uninitialised ones, sharded ones (DTensors), or several devices.
+        ConfigError: No parameters, uninitialised ones, or several devices.
     """
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to communicate")
     lazy = [p.name for p in parameters if is_lazy(p.param)]
     if lazy:
         raise ConfigError(f"uninitialised lazy parameters: {name_some(lazy)}. Run a forward pass before wrapping")
-    sharded = [p.name for p in parameters if is_traceable_wrapper_subclass(p.param)]
-    if sharded:
-        raise ConfigError(
-            f"parameters that are DTensors or other wrappers of tensors: {name_some(sharded)}, as fully_shard and "
-            "tensor parallelism make them. commlib.wrap takes plain tensors: leave data parallelism to FSDP, or name "
-            "them in ignored_parameters"
-        )
     devices: dict[str, list[str]] = {}
     for parameter in parameters:
         devices.setdefault(str(parameter.param.device), []).append(parameter.name)
@@ -100,6 +94,42 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
         raise ConfigError(f"the parameters are on {len(devices)} devices, expected one ({shown}). Move the model first")
 
 
+def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ranks: Collection[int]) -> None:
+    """Check that what is sharded is sharded among other ranks than these, which are to communicate.
+
+    Args:
+        model: The model.
+        ignored: Names of parameters and buffers that are left alone.
+        algorithm: The algorithm.
+        ranks: The global ranks of the group, this one among them.
+
+    Raises:
+        ConfigError: A parameter or buffer is a wrapper of tensors other than a DTensor; or a DTensor on a mesh with
+            more than one of the ranks, or under an algorithm that shares memory or sends whole models.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    wrapped = [(name, each) for name, each in named if name not in ignored and is_traceable_wrapper_subclass(each)]
+    foreign = [name for name, each in wrapped if not is_sharded(each)]
+    if foreign:
+        raise ConfigError(
+            f"parameters or buffers that are wrappers of tensors: {name_some(foreign)}. commlib.wrap takes plain "
+            "tensors and DTensors: name them in ignored_parameters"
+        )
+    among = [name for name, each in wrapped if len(ranks_of(each) & set(ranks)) > 1]
+    if among:
+        raise ConfigError(
+            f"{name_some(among)} are DTensors, as fully_shard and tensor parallelism make them, on a mesh that has "
+            f"several ranks of the group {sorted(ranks)}, which is to hold replicas. Shard on one dimension of a mesh "
+            "and pass the other: fully_shard(model, mesh=mesh['shard']), then commlib.wrap(model, ..., "
+            "process_group=mesh['replicate'])"
+        )
+    if wrapped and not algorithm.channel.has_rounds:
+        raise ConfigError(
+            f"{name_some([name for name, _ in wrapped])} are DTensors, and {algorithm.name!r} runs itself, on whole "
+            "parameters. Use an algorithm on gradients, or one that averages weights in rounds"
+        )
+
+
 def describe(
     model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
@@ -107,7 +137,7 @@ def describe(
     for name, value in sorted(options.items()):
         yield f"option {name}", repr(value)
     for parameter in parameters:
-        yield f"parameter {parameter.name!r}", _shape_of(parameter.param)
+        yield f"parameter {parameter.name!r}", _shape_of(parameter.part)
     for name, buffer in model.named_buffers():
         if name not in ignored:
             yield f"buffer {name!r}", _shape_of(buffer)
@@ -189,6 +219,7 @@ class Structure:
         self._filled = [table for table in self._tables if table]
         self._lengths = list(map(len, self._tables))
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._filled)))
+        self._has_shards = any(map(is_sharded, self._entries))
         self._frozen = [
             parameter
             for name, parameter in model.named_parameters()
@@ -213,7 +244,11 @@ class Structure:
     def _is_same(self) -> bool:
         # This runs before every forward: a few passes in C over all entries.
         entries = itertools.chain.from_iterable(map(dict.values, self._filled))
-        return list(map(len, self._tables)) == self._lengths and all(map(is_, entries, self._entries))
+        if list(map(len, self._tables)) != self._lengths:
+            return False
+        if not self._has_shards:
+            return all(map(is_, entries, self._entries))
+        return all(now is then or _is_gathered(now, then) for now, then in zip(entries, self._entries, strict=True))
 
     def was_unfrozen(self) -> bool:
         """Return whether a parameter that was frozen, and is not communicated, requires a gradient now."""
@@ -254,3 +289,8 @@ class Structure:
         while frame is not None and frame.f_code is not _functional_call.__code__:
             frame = frame.f_back
         return frame is not None
+
+
+def _is_gathered(now: Any, then: Any) -> bool:
+    """Return whether `now` is what FSDP2 has put in the place of a sharded parameter for a while."""
+    return is_sharded(then) and isinstance(now, nn.Parameter) and not is_sharded(now) and now.shape == then.shape

@@ -80,7 +80,8 @@ def wrap(
         TransportError: A rank did not take part within the timeout.
     """
     group = resolve_group(process_group)
-    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks)
     if unannounced not in ("warn", "error"):
         setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
     duration, error = _timeout(timeout, group, setup)
@@ -247,6 +248,7 @@ class _SetUp:
         ignored: Sequence[str | nn.Parameter],
         bucket_cap_mb: Any,
         scaler: Any,
+        ranks: Sequence[int],
     ) -> None:
         self.model = model
         self.algorithm: Algorithm | None = None
@@ -267,6 +269,7 @@ class _SetUp:
             self.optimizer = optimizers.resolve(optimizer)
             _check_optimizer(self.algorithm, self.optimizer, self.parameters)
             _check_repeatable(self.algorithm)
+            verify.check_sharded(model, self.ignored, self.algorithm, ranks)
             if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
                 raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
             if isinstance(self.algorithm, Auto):

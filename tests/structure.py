@@ -14,20 +14,23 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
 # What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
+_PIECES = {"errors", "sharding", "kernels", "codecs", "transport", "primitives"}
+_TRAINING = {*_PIECES, "algorithms", "engine"}
 BELOW = {
     "errors": set(),
     "version": set(),
     "_native": set(),
+    "sharding": {"errors"},
     "optim": {"errors"},
     "network": {"errors"},
     "kernels": {"errors", "_native"},
     "codecs": {"errors", "kernels"},
     "transport": {"errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
-    "algorithms": {"errors", "kernels", "codecs", "transport", "primitives", "optim"},
-    "engine": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms"},
-    "simulation": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network"},
-    "wrap": {"errors", "kernels", "codecs", "transport", "primitives", "algorithms", "engine", "network", "simulation"},
+    "algorithms": {*_PIECES, "optim"},
+    "engine": {*_PIECES, "algorithms"},
+    "simulation": {*_TRAINING, "network"},
+    "wrap": {*_TRAINING, "network", "simulation"},
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},

@@ -224,3 +224,8 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; called after `setup`."""
+
+    @property
+    def shaped_state(self) -> Sequence[str]:
+        """The entries of a portable state that hold one piece for each whole parameter: sharded as that, if it is."""
+        return ()

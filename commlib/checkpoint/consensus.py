@@ -10,6 +10,7 @@ from torch import nn
 
 from commlib.primitives.replicate import broadcast_all, mean_all
 from commlib.replica import Replica, replica_of
+from commlib.sharding.local import local_of
 from commlib.transport.base import Communication
 
 
@@ -45,13 +46,13 @@ def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
     state = replica.bare.state_dict()
     if not may_differ(replica):
         return state
-    weights = {_place(parameter.param) for parameter in replica.engine.parameters}
+    weights = {_place(parameter.param.data) for parameter in replica.engine.parameters}
     buffers = {_place(buffer) for buffer in replica.structure.buffers(replica.bare, replica.ignored)}
     copies: dict[Any, torch.Tensor] = {}  # by place, so that tied tensors stay tied
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and _place(value) in weights | buffers:
             state[name] = copies.setdefault(_place(value), value.detach().clone())
-    average(replica, [value for place, value in copies.items() if place in weights])
+    average(replica, [local_of(value) for place, value in copies.items() if place in weights])
     copy_from_rank_0(replica, [value for place, value in copies.items() if place not in weights])
     return state
 
@@ -75,4 +76,5 @@ def _run(replica: Replica, what: str, communication: Communication) -> None:
 
 def _place(tensor: torch.Tensor) -> Any:
     """Return what a tensor and others that are the same memory have in common."""
+    tensor = local_of(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

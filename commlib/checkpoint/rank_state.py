@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from commlib.checkpoint.consensus import may_differ
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, replica_of
+from commlib.sharding.local import is_sharded, like, local_of
 from commlib.wrap import load_state_dict, state_dict
 
 _FORMAT = 1
 _FILE = "commlib-rank{}.pt"
+#: The key under which this rank's part of a DTensor is saved.
+_PART = "part"
 
 #: One optimizer, several, or a proxy of one.
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -44,10 +48,17 @@ def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]
     replica = replica_of(model)
     communication = state_dict(model)
     names = _own_names(replica)
-    own = {name: _copy(value) for name, value in replica.bare.state_dict().items() if name in names}
+    own = {name: _saved(value) for name, value in replica.bare.state_dict().items() if name in names}
     has_own_steps = any(name in names for name, _ in replica.bare.named_parameters(remove_duplicate=False))
-    states = [_copy(each.state_dict()) for each in _all_of(optimizer)] if has_own_steps else []
-    return {"format": _FORMAT, "communication": communication, "model": own, "optimizers": states}
+    states = [_saved(each.state_dict()) for each in _all_of(optimizer)] if has_own_steps else []
+    place = dict(zip(("number", "count"), place_of(replica), strict=True))
+    return {
+        "format": _FORMAT,
+        "place": place,
+        "communication": communication,
+        "model": own,
+        "optimizers": states,
+    }
 
 
 def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizers = None) -> None:
@@ -76,7 +87,7 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
         )
     _load_own(replica, state["model"])
     for each, of_optimizer in zip(found, state["optimizers"], strict=False):
-        each.load_state_dict(of_optimizer)
+        each.load_state_dict(_with_parts(each, of_optimizer))
 
 
 def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Path:
@@ -89,7 +100,7 @@ def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer:
         ConfigError: The model is not wrapped.
         OSError: The file cannot be written.
     """
-    path = Path(folder, _FILE.format(replica_of(model).engine.comm.rank))
+    path = Path(folder, _FILE.format(place_of(replica_of(model))[0]))
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(rank_state(model, optimizer), file)
@@ -107,16 +118,27 @@ def read_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: 
     Raises:
         ConfigError: There is no such file, or as `load_rank_state` says.
     """
-    rank = replica_of(model).engine.comm.rank
+    rank, _ = place_of(replica_of(model))
     own = Path(folder, _FILE.format(rank))
     found = own if own.is_file() else next(iter(sorted(Path(folder).glob(_FILE.format("*")))), None)
     state = None if found is None else torch.load(found, map_location="cpu", weights_only=True)
-    if state is None or (found != own and rank < state["communication"]["world_size"]):
+    if state is None or (found != own and rank < state["place"]["count"]):
         raise ConfigError(
             f"rank {rank}: {own} is missing. Without it a run cannot go on as it was: residuals, anchors and this "
             "rank's own weights are there. Was the checkpoint saved by commlib's integration, and do all ranks see it?"
         )
     load_rank_state(model, state, optimizer)
+
+
+def place_of(replica: Replica) -> tuple[int, int]:
+    """Return by which number this rank's state is known, and how many there are: ranks of the model's group.
+
+    Where parameters are sharded there are several groups; then it is the rank in the default group.
+    """
+    comm = replica.engine.comm
+    if not any(is_sharded(parameter.param) for parameter in replica.engine.parameters):
+        return comm.rank, comm.world_size
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _own_names(replica: Replica) -> set[str]:
@@ -133,18 +155,37 @@ def _load_own(replica: Replica, own: Mapping[str, Any]) -> None:
     unexpected = sorted(own.keys() - replica.bare.state_dict().keys())
     if unexpected:
         raise ConfigError(f"the rank's own state is of another model: {unexpected[0]!r} is not in this one")
-    if own:
-        replica.bare.load_state_dict(own, strict=False)
+    now = replica.bare.state_dict()
+    for name in [name for name, value in own.items() if isinstance(value, Mapping) and value.keys() == {_PART}]:
+        with torch.no_grad():
+            local_of(now[name]).copy_(own[name][_PART])
+    plain = {name: value for name, value in own.items() if not is_sharded(now[name])}
+    if plain:
+        replica.bare.load_state_dict(plain, strict=False)
 
 
 def _all_of(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     return proxies.all_of(proxies.resolve(optimizer or None))
 
 
-def _copy(value: Any) -> Any:
-    """Return a copy of nested states, tensors of it in memory of their own."""
+def _saved(value: Any) -> Any:
+    """Return a copy of nested states, tensors in memory of their own; of DTensors this rank's part."""
+    if is_sharded(value):
+        return {_PART: local_of(value).detach().clone()}
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copy(each) for key, each in value.items()}
-    return type(value)(map(_copy, value)) if type(value) in (list, tuple) else value
+        return {key: _saved(each) for key, each in value.items()}
+    return type(value)(map(_saved, value)) if type(value) in (list, tuple) else value
+
+
+def _with_parts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state in which parts are DTensors again, of their parameters' spec."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = lambda number, value: like(parameters[number], value[_PART].to(local_of(parameters[number]).device))  # noqa: E731
+    is_part = lambda value: isinstance(value, Mapping) and value.keys() == {_PART}  # noqa: E731
+    entries = {
+        number: {key: whole(number, value) if is_part(value) else value for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": entries}

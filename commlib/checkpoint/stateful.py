@@ -7,6 +7,7 @@ must not depend on what a run has done so far, nor on the algorithm, nor on how 
     optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); where replicas differ its mean
     optimizer.rest                    bytes: the groups of parameters
     communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
+    communication.shaped.<kind>.<name>  of sharded models: what the algorithm has in the shape of parameters
     communication.rank<r>             bytes: the state of rank r (`rank_state`), written and read by that rank alone
 
 A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of
@@ -22,12 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlib.checkpoint import blobs, optimizer_tree
+from commlib.checkpoint import blobs, optimizer_tree, shaped
 from commlib.checkpoint.consensus import average, consensus_state_dict, may_differ
-from commlib.checkpoint.rank_state import Optimizers, load_rank_state, rank_state
+from commlib.checkpoint.rank_state import Optimizers, load_rank_state, place_of, rank_state
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
-from commlib.replica import replica_of
+from commlib.replica import Replica, replica_of
+from commlib.sharding.local import local_of, places_of
 
 #: How many ranks a checkpoint has a place for; a run with more resumes with as many only.
 _NUM_PLACES = 1024
@@ -77,7 +79,7 @@ class Checkpoint:
             tree["optimizer"] = optimizer_tree.tree_of(self._named())
             if may_differ(replica):
                 state = tree["optimizer"]["state"] = _cloned(tree["optimizer"]["state"])
-                average(replica, [value for entries in state.values() for value in _tensors(entries)])
+                average(replica, [local_of(value) for entries in state.values() for value in _tensors(entries)])
         tree["communication"] = self._communication(own)
         return tree
 
@@ -88,31 +90,48 @@ class Checkpoint:
             ConfigError: It is of another algorithm or model, or of a run of another size where that matters.
         """
         replica = replica_of(self._model)
-        rank, world_size = replica.engine.comm.rank, replica.engine.comm.world_size
-        shared = blobs.unpacked(state_dict["communication"]["shared"])
-        own = state_dict["communication"][f"rank{rank}"]
-        is_same_size = shared["world_size"] == world_size
-        if not is_same_size and shared["state"] is None:
+        communication = state_dict["communication"]
+        shared = blobs.unpacked(communication["shared"])
+        number, count = place_of(replica)
+        own = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
+        is_same = own is not None and own["communication"]["shard"] == _shards(replica)
+        if not is_same and shared["state"] is None:
             raise ConfigError(
-                f"rank {rank}: the checkpoint was saved by {shared['world_size']} ranks, this run has {world_size}, "
-                f"and the state of {shared['algorithm']!r} is each rank's own. Resume with {shared['world_size']} "
-                "ranks, or load 'model' and 'optimizer' of the checkpoint only, before commlib.wrap"
+                f"rank {number}: the checkpoint was saved by {shared['count']} ranks, this run has {count}, or another "
+                f"mesh, and the state of {shared['algorithm']!r} is each rank's own. Resume as it was saved, or load "
+                "'model' and 'optimizer' of the checkpoint only, before commlib.wrap"
             )
         self._model.load_state_dict(state_dict["model"])
         if self._optimizers:
             optimizer_tree.restore(self._named(), state_dict["optimizer"])
-        load_rank_state(self._model, blobs.unpacked(own) if is_same_size else shared["state"], self._optimizers)
+        if not is_same:
+            own = shared["state"]
+            shaped.put_back(own["communication"]["state"], replica, communication.get("shaped", {}), shared["absent"])
+            own["communication"]["shard"] = _shards(replica)
+        assert own is not None
+        load_rank_state(self._model, own, self._optimizers)
 
     def _named(self) -> list[optimizer_tree.Named]:
         return optimizer_tree.named(self._optimizers, self._model)
 
-    def _communication(self, own: dict[str, Any]) -> dict[str, bytes]:
-        engine = replica_of(self._model).engine
-        rank, world_size = engine.comm.rank, engine.comm.world_size
-        state = {**own, "model": {}, "optimizers": []} if engine.algorithm.portable else None
-        shared = {"algorithm": engine.algorithm.name, "world_size": world_size, "state": state}
-        nobody = {f"rank{other}": b"" for other in range(rank + world_size, _NUM_PLACES, world_size)}
-        return {"shared": blobs.packed(shared), f"rank{rank}": blobs.packed(own), **nobody}
+    def _communication(self, own: dict[str, Any]) -> dict[str, Any]:
+        replica = replica_of(self._model)
+        algorithm = replica.engine.algorithm
+        number, count = place_of(replica)
+        shared = {"algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
+        tree: dict[str, Any] = {}
+        if algorithm.portable:
+            communication = own["communication"]
+            if communication["shard"]:
+                state, tree["shaped"], shared["absent"] = shaped.taken_out(communication["state"], replica)
+                communication = {**communication, "state": state}
+            shared["state"] = {**own, "communication": communication, "model": {}, "optimizers": []}
+        nobody = {f"rank{other}": b"" for other in range(number + count, _NUM_PLACES, count)}
+        return {"shared": blobs.packed(shared), f"rank{number}": blobs.packed(own), **tree, **nobody}
+
+
+def _shards(replica: Replica) -> list[Any]:
+    return places_of([parameter.param for parameter in replica.engine.parameters])
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:

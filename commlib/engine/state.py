@@ -7,6 +7,7 @@ from typing import Any
 from commlib.engine.engine import Engine
 from commlib.engine.planning import plan as plans
 from commlib.errors import ConfigError
+from commlib.sharding.local import places_of
 
 _FORMAT = 1
 
@@ -19,6 +20,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "algorithm": engine.algorithm.name,
         "world_size": engine.comm.world_size,
         "rank": engine.comm.rank,
+        "shard": places_of([parameter.param for parameter in engine.parameters]),
         "step": engine.progress.step,
         "num_weight_rounds": 0,
     }
@@ -39,8 +41,9 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
     if not engine.algorithm.portable:
         expected |= {"world_size": engine.comm.world_size, "rank": rank}
+    expected["shard"] = places_of([parameter.param for parameter in engine.parameters])
     for key, value in expected.items():
-        if state.get(key) != value:
+        if state.get(key, []) != value:
             raise ConfigError(
                 f"rank {rank}: the saved communication state has {key} {state.get(key)!r}, expected "
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"

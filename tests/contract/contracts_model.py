@@ -305,7 +305,7 @@ def contract_unwrap_restores(subject: Subject) -> None:
     model, optimizer = training.model, training.optimizer
     attributes = set(vars(build()))
     assert commlib.unwrap(model) is model
-    assert type(model) is Mlp
+    assert type(model) is type(build())
     assert set(vars(model)) == attributes, "attributes were left behind"
     hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
     assert not any(hooks), "hooks were left at parameters"

@@ -20,6 +20,7 @@ import commlib
 from commlib.algorithms import Algorithm, Channel, Gradients
 from commlib.engine.channels.weights import WeightChannel
 from commlib.replica import replica_of
+from commlib.sharding.local import local_of
 
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
@@ -123,7 +124,8 @@ def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:
     """Build a model that is the same on all ranks; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return kind().to(_device)
+        model = kind().to(_device)
+    return model if _shard is None else _shard(model)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -133,12 +135,21 @@ def flat(model: nn.Module) -> Tensor:
 
 def joined(tensors: Any) -> Tensor:
     """Return a copy of all tensors, one after the other, `[numel] float64` (complex ones as pairs), on the CPU."""
-    whole = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    whole = [torch.view_as_real(t) if t.is_complex() else t for t in map(local_of, tensors)]
     return torch.cat([t.detach().reshape(-1).double() for t in whole]).cpu() if whole else torch.zeros(0)
 
 
 _group: Any = None
 _device = torch.device("cpu")
+
+
+_shard: Callable[[Any], Any] | None = None
+
+
+def set_sharding(shard: Callable[[Any], Any] | None) -> None:
+    """Let models that are built be sharded by this function."""
+    global _shard
+    _shard = shard
 
 
 def set_device(device: torch.device) -> None:
@@ -162,6 +173,7 @@ def gathered(value: Any) -> list[Any]:
 
 def everyones(values: Tensor) -> Tensor:
     """Return `values` [numel] of all ranks, `[ranks, numel]`."""
+    values = local_of(values)
     rows = [torch.empty_like(values) for _ in range(dist.get_world_size(_group))]
     dist.all_gather(rows, values.contiguous(), group=_group)
     return torch.stack(rows)

@@ -17,6 +17,7 @@ from commlib.optim import FrozenVarianceAdam
 from commlib.optim.groups import Groups
 from commlib.primitives.order import flattened
 from commlib.primitives.parts import Part
+from commlib.sharding.local import local_of
 from commlib.transport.base import Communication, Communicator
 
 
@@ -103,7 +104,7 @@ class QuantizedMomentum(Quantized):
                     "momentum that is averaged. Unwrap the model, change the optimizer, and wrap it again on all ranks"
                 )
             beta = group["betas"][0]
-            momentum = flattened(optimizer.momentum(parameter), part.order)
+            momentum = flattened(local_of(optimizer.momentum(parameter)), part.order)
             bucket.flat[part.start : part.start + part.numel].mul_((1 - beta) / scale).add_(momentum, alpha=beta)
 
 

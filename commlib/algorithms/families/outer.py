@@ -142,13 +142,19 @@ class OuterSGD(Quantized):
             gradient = gradient.add_(velocity, alpha=self.outer_momentum) if self.nesterov else velocity
         bucket.flat.copy_(common.add_(gradient, alpha=-self.outer_lr))
 
+    @property
+    @override
+    def shaped_state(self) -> tuple[str, ...]:
+        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
+        return () if is_mean else ("common", "velocity") if self.outer_momentum else ("common",)
+
     @override
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), **self._save_outer()}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = {part.name for bucket in self._buckets.values() for part in bucket.parts}
+        names = {part.name for bucket in self._buckets.values() for part in bucket.parts if part.numel}
         missing = sorted(names - state["common"].keys())
         if state["common"] and missing:
             raise ConfigError(

@@ -104,7 +104,9 @@ def _has_8_bits(codec: BlockCodec) -> bool:
 
 def segments_from(begin: int, parts: Sequence[Part]) -> list[tuple[int, int]]:
     """Return where each parameter begins in the stretch of a bucket from `begin` on, and in the model (`Random`)."""
-    starts = [(part.start - begin, part.offset) for part in parts]
+    starts = [(part.start - begin, part.offset) for part in parts if part.numel]
+    if not starts:
+        return [(0, 0)]
     first = max(idx for idx, (start, _) in enumerate(starts) if start <= 0)
     start, offset = starts[first]
     return [(0, offset - start), *starts[first + 1 :]]

@@ -13,6 +13,7 @@ from commlib.engine.buckets.slot import NO_VIEW, TAKEN, Segment, Slot, explainin
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 from commlib.primitives.order import is_dense, order_of, strides_in
+from commlib.sharding.local import local_of
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SEGMENT_BYTES = 512 << 10
@@ -160,7 +161,7 @@ class Bucket:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters, for algorithms."""
-        return [slot.param for slot in self.slots]
+        return [slot.whole for slot in self.slots]
 
     @property
     def is_plain(self) -> bool:
@@ -342,7 +343,7 @@ def tensors_of(bucket: Bucket, key: str | None = None, optimizer: Any = None) ->
     """
     if key is None:
         return [slot.param.data for slot in bucket.slots]
-    missing = [slot.name for slot in bucket.slots if key not in optimizer.state.get(slot.param, {})]
+    missing = [slot.name for slot in bucket.slots if key not in optimizer.state.get(slot.whole, {})]
     if missing:
         raise ConfigError(f"the optimizer has no state {key!r} for {name_some(missing)}; the algorithm averages it")
-    return [optimizer.state[slot.param][key] for slot in bucket.slots]
+    return [local_of(optimizer.state[slot.whole][key]) for slot in bucket.slots]

@@ -15,6 +15,7 @@ import torch
 
 from commlib.errors import ConfigError
 from commlib.primitives.order import order_of
+from commlib.sharding.local import communicated
 
 #: See [Note: what is left].
 TAKEN = -1
@@ -40,7 +41,8 @@ class Slot:
 
     Attributes:
         name: The parameter's name in the model.
-        param: The parameter.
+        param: The parameter; of one that is a DTensor this rank's part (`LocalPart`).
+        whole: The parameter itself.
         idx: Its place among the engine's parameters.
         offset: Its first element among all of theirs.
         order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`): stays
@@ -56,15 +58,16 @@ class Slot:
 
     __slots__ = (
         *("expected", "graph_gradient", "had_gradient", "idx", "left", "listener"),
-        *("name", "offset", "order", "param", "segment", "view"),
+        *("name", "offset", "order", "param", "segment", "view", "whole"),
     )
 
     def __init__(self, name: str, param: torch.nn.Parameter, idx: int = 0, offset: int = 0) -> None:
         self.name = name
         self.idx = idx
         self.offset = offset
-        self.param = param
-        self.order = order_of(param)
+        self.whole = param
+        self.param = communicated(param)
+        self.order = order_of(self.param)
         self.view = NO_VIEW
         self.segment: Segment | None = None
         self.expected = 1

@@ -58,7 +58,7 @@ class WeightBuckets:
     def _build(self) -> None:
         """Make the buckets of all parameters but those that rest."""
         moving = [p for p in self._parameters if id(p.param) not in self._resting]
-        num_bytes = sum(p.param.nbytes for p in moving)
+        num_bytes = sum(p.part.nbytes for p in moving)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._declared.fragments) or 1)
         built = plans.build(plans.initial(moving, cap_bytes), moving, plans.make_slots(moving))
         self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
@@ -87,7 +87,7 @@ class WeightBuckets:
         resting = self._frozen.resting()
         if resting == self._resting or not self._declared.keeps_step or len(resting) == len(self._parameters):
             return None
-        back = [p.param.data for p in self._parameters if id(p.param) in self._resting - resting]
+        back = [p.part.data for p in self._parameters if id(p.param) in self._resting - resting]
         self._resting = resting
         self._build()
         return back
@@ -117,7 +117,7 @@ class WeightBuckets:
             if self._declared.mixing is None and self._copies:
                 bucket.flat.sub_(self._copies[bucket.index])
             pairs = zip(bucket.slots, tensors, strict=True)
-            moving = [(tensor, slot.view) for slot, tensor in pairs if id(slot.param) not in resting]
+            moving = [(tensor, slot.view) for slot, tensor in pairs if id(slot.whole) not in resting]
             if moving:
                 self._apply(*zip(*moving, strict=True))
 
@@ -141,7 +141,7 @@ class WeightBuckets:
             bucket.flat.div_(comm.world_size)
             self._moved[bucket.index] = _distance_squared(weights, bucket)
             bucket.store(weights)
-        resting = [p.param.data for p in self._parameters if id(p.param) in self._resting]
+        resting = [p.part.data for p in self._parameters if id(p.param) in self._resting]
         yield from mean_all(resting, comm)
 
     # --- how far rounds move the weights ----------------------------------------------------------------------------

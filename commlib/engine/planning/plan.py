@@ -15,6 +15,7 @@ from commlib.engine.buckets.memory import Memory
 from commlib.engine.buckets.slot import Slot
 from commlib.engine.planning import sizes
 from commlib.errors import ConfigError
+from commlib.sharding.local import communicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class Parameter:
     param: torch.nn.Parameter
     sparse: bool
     group: Hashable = None
+
+    @property
+    def part(self) -> Any:
+        """What of it is communicated: of a DTensor this rank's part."""
+        return communicated(self.param)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def candidates(
     found: dict[tuple[int, ...], Plan] = {}
     for cut in cuts:
         buckets = _cut(parameters, order, ready_s, cut)
-        ends = tuple(itertools.accumulate(sum(parameters[idx].param.nbytes for idx in bucket) for bucket in buckets))
+        ends = tuple(itertools.accumulate(sum(parameters[idx].part.nbytes for idx in bucket) for bucket in buckets))
         if not any(_are_alike(ends, others) for others in found):
             found[ends] = Plan(buckets, "trial", shared, cost)
     return list(found.values())
@@ -136,7 +142,7 @@ def main_group(parameters: Sequence[Parameter]) -> Hashable:
     nbytes: dict[Hashable, int] = {}
     for parameter in parameters:
         if not parameter.sparse:
-            nbytes[parameter.group] = nbytes.get(parameter.group, 0) + parameter.param.nbytes
+            nbytes[parameter.group] = nbytes.get(parameter.group, 0) + parameter.part.nbytes
     return max(nbytes, key=nbytes.__getitem__, default=None)
 
 
@@ -145,7 +151,7 @@ def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
     found, offset = [], 0
     for idx, parameter in enumerate(parameters):
         found.append(Slot(parameter.name, parameter.param, idx, offset))
-        offset += parameter.param.numel() * (2 if parameter.param.dtype.is_complex else 1)
+        offset += parameter.part.numel() * (2 if parameter.param.dtype.is_complex else 1)
     return found
 
 
@@ -193,12 +199,12 @@ def _cut(
     groups: dict[object, list[int]] = {}
     for idx in order:
         parameter = parameters[idx]
-        key = idx if parameter.sparse else (layout_key(parameter.param), parameter.group)
+        key = idx if parameter.sparse else (layout_key(parameter.part), parameter.group)
         groups.setdefault(key, []).append(idx)
     buckets = []
     for members in groups.values():
         start = 0
-        for end in cut([ready_s[idx] for idx in members], [parameters[idx].param.nbytes for idx in members]):
+        for end in cut([ready_s[idx] for idx in members], [parameters[idx].part.nbytes for idx in members]):
             buckets.append(tuple(members[start:end]))
             start = end
     return tuple(sorted(buckets, key=lambda members: max(ready_s[idx] for idx in members)))

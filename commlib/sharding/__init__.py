@@ -1,0 +1,1 @@
+"""Models whose parameters are sharded: what of a DTensor a rank communicates with its replicas."""

@@ -1,0 +1,434 @@
+"""Models that are sharded in islands of ranks, by FSDP2 and tensor parallelism, and trained by commlib between them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import commlib
+from commlib.errors import ConfigError
+from tests.contract.subjects import Subject
+from tests.multi.common import raises_on_every_rank, seeded
+from tests.multi.pool import on_ranks, run_ranks
+
+ALGORITHMS = commlib.algorithms.list()
+#: Rows that two and three ranks share unevenly, and one that most ranks have no part of.
+WIDTH = 33
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.second = nn.Linear(width, 16)
+        self.third = nn.Linear(16, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(inputs)))))
+
+
+def batch(step: int, place: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(1000 * step + place))
+
+
+def loss(model: nn.Module, step: int, place: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return (model(batch(step, place).to(dtype)) - 0.5).square().mean()
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    names = ("replicate", "shard", "tensor")[: len(sizes)]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def fsdp(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh["shard"], **options)
+    return fully_shard(model, mesh=mesh["shard"], **options)
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh, dim: str = "shard") -> Any:
+    return parallelize_module(model, mesh[dim], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()  # type: ignore[attr-defined]
+
+
+def far(got: Any, expected: Any) -> float:
+    """The largest difference, relative to the largest value."""
+    pairs = [(full(a), b) for a, b in zip(got, expected, strict=True) if b is not None]
+    with torch.no_grad():
+        return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def wrapped(model: Any, mesh: DeviceMesh, algorithm: Any, optimizer: Any, **options: Any) -> Any:
+    options = {"bucket_cap_mb": 0.001, "timeout": 20, **options}
+    return commlib.wrap(model, algorithm, optimizer=optimizer, process_group=mesh["replicate"], **options)
+
+
+class Pair:
+    """A sharded model under commlib beside the whole model, trained in full precision on the data of all."""
+
+    def __init__(self, mesh: DeviceMesh, model: Any, num_places: int, width: int = WIDTH, **options: Any) -> None:
+        self.model = model
+        self.reference = seeded(lambda: Net(width)).to(next(model.parameters()).dtype)
+        self.num_places = num_places
+        self.place = dist.get_rank() * num_places // dist.get_world_size()
+        self.optimizers = [momentum(self.model), momentum(self.reference)]
+        wrapped(self.model, mesh, options.pop("algorithm", "allreduce"), self.optimizers[0], **options)
+
+    def step(self, step: int, micro: int = 1, before: Callable[[bool], None] = lambda is_last: None) -> float:
+        """Make a step on both; return how far gradients are apart."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for part in range(micro):
+            before(part == micro - 1)
+            loss(self.model, 10 * step + part, self.place).backward()
+            for place in range(self.num_places):
+                (loss(self.reference, 10 * step + part, place) / self.num_places).backward()
+        distance = far([p.grad for p in self.model.parameters()], [p.grad for p in self.reference.parameters()])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return distance
+
+    @property
+    def distance(self) -> float:
+        """How far weights are apart."""
+        return far(self.model.parameters(), self.reference.parameters())
+
+
+@on_ranks(4)
+def test_gradients_and_weights_are_those_of_the_whole_model() -> None:
+    """FSDP2, tensor parallelism, and both, after 1, 2 and 50 steps."""
+    by_two, by_three = mesh_of(2, 2), mesh_of(2, 1, 2)
+    double = lambda width=WIDTH: seeded(lambda: Net(width)).double()  # noqa: E731
+    pairs = {
+        "FSDP2": Pair(by_two, fsdp(double(), by_two), 4),
+        "tensor parallel": Pair(by_two, tensor_parallel(double(32), by_two), 2, 32),
+        "both": Pair(
+            by_three, fully_shard(tensor_parallel(double(32), by_three, "tensor"), mesh=by_three["shard"]), 2, 32
+        ),
+    }
+    for what, pair in pairs.items():
+        for step in range(50):
+            assert pair.step(step) < 1e-10, f"{what}: gradients differ in step {step}"
+            if step + 1 in (1, 2, 50):
+                assert pair.distance < 1e-10, f"{what}: weights differ after {step + 1} steps"
+
+
+@on_ranks(3)
+def test_one_island_of_three_ranks() -> None:
+    mesh = mesh_of(1, 3)
+    pair = Pair(mesh, fsdp(seeded(Net).double(), mesh), 3)
+    for step in range(50):
+        assert pair.step(step) < 1e-10
+    assert pair.distance < 1e-10
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "not resharded after forward": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "reduced in bf16": {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.bfloat16)},
+    "computed in bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+@on_ranks(4)
+def test_policies_of_fsdp_and_several_micro_batches() -> None:
+    """A second synchronised backward, one that FSDP2 does not reduce, and one in `no_sync` alone."""
+    mesh = mesh_of(2, 2)
+    for what, policy in CASES.items():
+        bound = 3e-2 if "bf16" in what else 1e-5
+        for micro in (1, 2):
+            pair = Pair(mesh, fsdp(seeded(Net), mesh, **policy), 4)
+            for step in range(3):
+                assert pair.step(step, micro) < bound, f"{what}, {micro} micro-batches, step {step}"
+        for reduces in (True, False):
+
+            def before(is_last: bool, pair: Pair = pair, reduces: bool = reduces) -> None:
+                pair.model.require_backward_grad_sync = is_last
+                pair.model.set_requires_gradient_sync(is_last or reduces)
+
+            for step in range(3, 6):
+                assert pair.step(step, 3, before) < bound, f"{what}, accumulated in step {step}"
+
+
+@on_ranks(4)
+def test_evaluation_clipping_and_frozen_layers() -> None:
+    mesh = mesh_of(2, 2)
+    for policy in ({}, {"reshard_after_forward": False}):
+        pair = Pair(mesh, fsdp(seeded(Net), mesh, **policy), 4)
+        for step in range(12):
+            for model in (pair.model, pair.reference):
+                model.second.requires_grad_(step % 5 != 1)
+            pair.model.eval()
+            with torch.no_grad():
+                pair.model(batch(99, dist.get_rank()))
+            pair.model.train()
+            assert pair.step(step) < 1e-5, f"step {step}"
+            norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.01) for m in (pair.model, pair.reference)]
+            torch.testing.assert_close(full(norms[0]), norms[1], rtol=1e-5, atol=1e-8)
+
+
+@on_ranks(4)
+def test_a_model_made_on_the_meta_device_and_checkpointed_activations() -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Net()
+    fsdp(model, mesh)
+    model.to_empty(device="cpu")
+    source = seeded(Net).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(
+                torch.distributed.tensor.distribute_tensor(source[name], mesh["shard"], parameter.placements)
+            )
+    forward = model.second.forward
+    model.second.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+    pair = Pair(mesh, model, 4)
+    assert max(pair.step(step) for step in range(3)) < 1e-5
+
+
+def settings(name: str) -> Any:
+    return Subject(name).algorithm()
+
+
+WEIGHTS = ("local_sgd", "post_local_sgd", "diloco", "streaming_diloco", "decentralized", "gossip")
+
+
+def on_weights(name: str) -> Any:
+    if name == "streaming_diloco":  # what is in a fragment depends on sizes, which are others in shards
+        return commlib.algorithms.StreamingDiLoCo(period=4, fragments=1, delay=1)
+    return settings(name)
+
+
+@on_ranks(4)
+def test_algorithms_on_weights_are_those_of_whole_models() -> None:
+    """Each island trains as one rank does that has its data; its weights are that rank's."""
+    mesh = mesh_of(2, 2)
+    groups = [dist.new_group([0, 1])]
+    rank = dist.get_rank()
+    for name in WEIGHTS:
+        model = fsdp(seeded(Net).double(), mesh)
+        optimizer = adam(model)
+        wrapped(model, mesh, on_weights(name), optimizer)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss(model, step, rank).backward()
+            optimizer.step()
+        commlib.state_dict(model)
+        islands = [None] * 4
+        dist.all_gather_object(islands, [full(p).clone() for p in model.parameters()])
+        if rank < 2:
+            whole = seeded(Net).double()
+            its = adam(whole)
+            commlib.wrap(
+                whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001, timeout=20
+            )
+            for step in range(9):
+                its.zero_grad()
+                (sum(loss(whole, step, place) for place in (2 * rank, 2 * rank + 1)) / 2).backward()
+                its.step()
+            commlib.state_dict(whole)
+            distance = far(islands[2 * rank], whole.parameters())
+            assert distance < 1e-5, f"{name}: {distance}"
+        dist.barrier()
+        commlib.synchronize(model)
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, [full(p).clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for other in everyone for a, b in zip(other, everyone[0], strict=True)), name
+
+
+GRADIENTS = [
+    name
+    for name in ALGORITHMS
+    if isinstance(commlib.algorithms.create(name).channel, commlib.algorithms.Gradients) and name != "auto"
+]
+
+
+def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    return Subject(name).optimizer(list(model.parameters()))
+
+
+@on_ranks(4)
+def test_algorithms_on_gradients_keep_replicas_alike_and_resume() -> None:
+    mesh = mesh_of(2, 2)
+    for name in GRADIENTS:
+        runs = []
+        for seed in (7, 99):
+            model = fsdp(seeded(Net, seed), mesh)
+            optimizer = optimizer_for(name, model)
+            runs.append((wrapped(model, mesh, settings(name), optimizer), optimizer))
+        train(*runs[0], range(6))
+        assert_replicas_alike(runs[0][0], mesh, name)
+        with folder() as path:
+            save(*runs[0], path)
+            load(*runs[1], path)
+        for run in runs:
+            train(*run, range(6, 9))
+        assert_same(runs[0][0], runs[1][0], name)
+        for model, _ in runs:
+            commlib.unwrap(model)
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        optimizer.step()
+
+
+def assert_same(one: nn.Module, other: nn.Module, what: str) -> None:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(full(a), full(b)) for a, b in pairs), what
+
+
+def assert_replicas_alike(model: nn.Module, mesh: DeviceMesh, what: str) -> None:
+    for parameter in model.parameters():
+        own = parameter.to_local().contiguous() if hasattr(parameter, "to_local") else parameter.data  # type: ignore[operator]
+        rows: list[Any] = [None] * mesh["replicate"].size()
+        dist.all_gather_object(rows, own.detach().clone(), group=mesh["replicate"].get_group())
+        assert all(torch.equal(row, rows[0]) for row in rows), what
+
+
+@contextmanager
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as own:
+        shared: list[Any] = [own]
+        dist.broadcast_object_list(shared, 0)
+        yield shared[0]
+        dist.barrier()
+
+
+def save(model: Any, optimizer: Any, path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
+
+
+def load(model: Any, optimizer: Any, path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
+
+
+@on_ranks(4)
+def test_algorithms_on_weights_resume_and_reshard() -> None:
+    """In the same islands bit for bit; in one island of four ranks from the consensus, with anchors and momentum."""
+    mesh, one = mesh_of(2, 2), mesh_of(1, 4)
+    for name in ("local_sgd", "diloco", "decentralized"):
+        runs = []
+        for seed, where in ((7, mesh), (99, mesh), (99, one)):
+            model = fsdp(seeded(Net, seed), where)
+            optimizer = adam(model)
+            runs.append((wrapped(model, where, settings(name), optimizer), optimizer))
+        train(*runs[0], range(5))
+        with folder() as path:
+            save(*runs[0], path)
+            for run in runs[1:]:
+                load(*run, path)
+        consensus = commlib.checkpoint.consensus_state_dict(runs[0][0])
+        resharded = runs[2][0].state_dict()
+        assert all(torch.equal(full(value), full(resharded[key])) for key, value in consensus.items()), name
+        assert_same_anchor(runs[0][0], runs[2][0], name)
+        for run in runs:
+            train(*run, range(5, 8))
+        assert all(
+            torch.equal(full(a), full(b)) for a, b in zip(*[m.parameters() for m, _ in runs[:2]], strict=True)
+        ), name
+
+
+def assert_same_anchor(saved: Any, loaded: Any, name: str) -> None:
+    """Where the algorithm has anchors and outer momentum, they are the same whole tensors."""
+    trees = [commlib.Checkpoint(model).state_dict()["communication"]["shaped"] for model in (saved, loaded)]
+    assert (name == "diloco") == bool(trees[0])
+    for kind, tensors in trees[0].items():
+        for parameter, value in tensors.items():
+            assert full(value).any() or kind == "velocity", f"{name}: {kind} of {parameter}"
+            assert torch.equal(full(value), full(trees[1][kind][parameter])), f"{name}: {kind} of {parameter}"
+
+
+@on_ranks(4)
+def test_what_cannot_be_wrapped_is_refused() -> None:
+    mesh = mesh_of(2, 2)
+    model = fsdp(seeded(Net), mesh)
+    with raises_on_every_rank(ConfigError, "first.weight", "DTensors", "process_group=mesh['replicate']"):
+        commlib.wrap(model, "allreduce")
+    with raises_on_every_rank(ConfigError, "DTensors", "'hogwild' runs itself"):
+        wrapped(model, mesh, "hogwild", momentum(model))
+    hybrid = seeded(Net)
+    fully_shard(hybrid, mesh=mesh)
+    with raises_on_every_rank(ConfigError, "DTensors", "several ranks of the group"):
+        wrapped(hybrid, mesh, "allreduce", momentum(hybrid))
+
+
+@on_ranks(4)
+def test_state_of_ranks_cannot_be_resharded_and_says_so() -> None:
+    mesh, one = mesh_of(2, 2), mesh_of(1, 4)
+    runs = []
+    for where in (mesh, one):
+        model = fsdp(seeded(Net), where)
+        optimizer = momentum(model)
+        runs.append((wrapped(model, where, settings("topk"), optimizer), optimizer))
+    train(*runs[0], range(3))
+    with folder() as path:
+        save(*runs[0], path)
+        with raises_on_every_rank(ConfigError, "another mesh", "'topk'", "each rank's own"):
+            load(*runs[1], path)
+
+
+def test_compressed_averages_are_within_the_bound_of_the_codec() -> None:
+    run_ranks(check_bytegrad, 4)
+
+
+def check_bytegrad() -> None:
+    mesh = mesh_of(2, 2)
+    pair = Pair(mesh, fsdp(seeded(Net), mesh), 4, algorithm="bytegrad")
+    assert pair.step(0) < 2 / 127
+    exact = Pair(mesh, fsdp(seeded(Net), mesh), 4, algorithm=commlib.algorithms.TopK(ratio=1.0))
+    assert exact.step(0) < 1e-5
+
+
+def test_copies_of_sharded_models_are_left_to_torch() -> None:
+    run_ranks(check_unwrap, 4)
+
+
+def check_unwrap() -> None:
+    mesh = mesh_of(2, 2)
+    model = fsdp(seeded(Net), mesh)
+    before = copy.copy(type(model))
+    optimizer = momentum(model)
+    wrapped(model, mesh, "allreduce", optimizer)
+    train(model, optimizer, range(2))
+    commlib.unwrap(model)
+    assert type(model) is before
+    with pytest.raises(AssertionError):
+        assert_replicas_alike_after_local_training(model, optimizer, mesh)
+
+
+def assert_replicas_alike_after_local_training(model: Any, optimizer: Any, mesh: DeviceMesh) -> None:
+    train(model, optimizer, range(2, 4))
+    assert_replicas_alike(model, mesh, "islands train by themselves after unwrap")
