@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +19,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commlib
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 from tests.contract.subjects import Subject
 from tests.multi.common import raises_on_every_rank, seeded
-from tests.multi.pool import on_ranks, run_ranks
+from tests.multi.fault_scripts import report_error
+from tests.multi.pool import on_ranks
+from tests.multi.rank_worker import default_group_from_env
+from tests.multi.test_blame import check, die
 
 ALGORITHMS = commlib.algorithms.list()
 #: Rows that two and three ranks share unevenly, and one that most ranks have no part of.
@@ -400,11 +403,8 @@ def test_state_of_ranks_cannot_be_resharded_and_says_so() -> None:
             load(*runs[1], path)
 
 
+@on_ranks(4)
 def test_compressed_averages_are_within_the_bound_of_the_codec() -> None:
-    run_ranks(check_bytegrad, 4)
-
-
-def check_bytegrad() -> None:
     mesh = mesh_of(2, 2)
     pair = Pair(mesh, fsdp(seeded(Net), mesh), 4, algorithm="bytegrad")
     assert pair.step(0) < 2 / 127
@@ -412,23 +412,78 @@ def check_bytegrad() -> None:
     assert exact.step(0) < 1e-5
 
 
-def test_copies_of_sharded_models_are_left_to_torch() -> None:
-    run_ranks(check_unwrap, 4)
-
-
-def check_unwrap() -> None:
+@on_ranks(4)
+def test_unwrap_leaves_a_sharded_model() -> None:
     mesh = mesh_of(2, 2)
     model = fsdp(seeded(Net), mesh)
-    before = copy.copy(type(model))
-    optimizer = momentum(model)
+    its_class, optimizer = type(model), momentum(model)
     wrapped(model, mesh, "allreduce", optimizer)
     train(model, optimizer, range(2))
     commlib.unwrap(model)
-    assert type(model) is before
-    with pytest.raises(AssertionError):
-        assert_replicas_alike_after_local_training(model, optimizer, mesh)
-
-
-def assert_replicas_alike_after_local_training(model: Any, optimizer: Any, mesh: DeviceMesh) -> None:
+    assert type(model) is its_class
     train(model, optimizer, range(2, 4))
-    assert_replicas_alike(model, mesh, "islands train by themselves after unwrap")
+    with pytest.raises(AssertionError):
+        assert_replicas_alike(model, mesh, "islands train by themselves now")
+
+
+def train_islands_until_killed() -> None:
+    """Rank 1 is killed between two rounds; the other island trains on to the next one."""
+    rank = default_group_from_env(timeout_s=60)
+    mesh = mesh_of(2, 2)
+    model = fsdp(seeded(Net), mesh)
+    optimizer = momentum(model)
+    wrapped(model, mesh, commlib.algorithms.LocalSGD(period=4), optimizer)
+    for step in range(50):
+        if rank == 1 and step == 5:
+            dist.barrier(mesh["shard"].get_group())
+            die()
+        if rank == 0 and step == 5:
+            dist.barrier(mesh["shard"].get_group())
+        began_s = time.monotonic()
+        try:
+            train(model, optimizer, range(step, step + 1))
+        except CommlibError as error:
+            report_error(error, began_s)
+            raise
+
+
+def test_a_rank_that_is_killed_in_another_island_is_named() -> None:
+    check(train_islands_until_killed, 4, speakers=(3,), within_s=10)
+
+
+@on_ranks(4)
+def test_native_hsdp_makes_the_same_gradients() -> None:
+    mesh = mesh_of(2, 2)
+    ours = fsdp(seeded(Net).double(), mesh)
+    wrapped(ours, mesh, "allreduce", momentum(ours))
+    torchs = seeded(Net).double()
+    for layer in (torchs.first, torchs.second):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(torchs, mesh=mesh)
+    for step in range(3):
+        for model in (ours, torchs):
+            model.zero_grad()
+            loss(model, step, dist.get_rank()).backward()
+        expected = [full(parameter.grad) for parameter in torchs.parameters()]
+        assert far([parameter.grad for parameter in ours.parameters()], expected) < 1e-10
+
+
+@on_ranks(4)
+def test_a_gradient_scaler_skips_a_step_on_all_ranks() -> None:
+    """Each island looks at its gradients; one that is not finite has reached all by the average."""
+    mesh = mesh_of(2, 2)
+    model = fsdp(seeded(Net), mesh)
+    optimizer = momentum(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    wrapped(model, mesh, settings("topk"), optimizer, scaler=scaler)
+    for step in range(6):
+        before = [full(parameter).clone() for parameter in model.parameters()]
+        optimizer.zero_grad()
+        value = loss(model, step, dist.get_rank())
+        scale = float("inf") if step == 3 and dist.get_rank() == 2 else 1.0
+        scaler.scale(value * scale).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(full(p), b) for p, b in zip(model.parameters(), before, strict=True))
+        assert moved is (step != 3), f"step {step}"
+        assert_replicas_alike(model, mesh, f"step {step}")
