@@ -30,6 +30,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -162,6 +163,11 @@ def shard(system: System, model: nn.Module) -> nn.Module:
             fully_shard(block, mesh=of_one)
         fully_shard(model, mesh=of_one)
     return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded. Collective there."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # imported later, its default arguments hold the group, and with it threads
 from intervals import rotation
 from models import WORKLOADS, Batch, Workload
-from systems import OPTIMIZER_OF, System, block_of, ddp_configurations, install, parse, shard
+from systems import OPTIMIZER_OF, System, block_of, ddp_configurations, install, parse, shard, whole
 from torch import Tensor
 
 _NUM_BATCHES = 16
@@ -303,7 +303,7 @@ def _losses(bench: Bench, system: System) -> dict[str, Any]:
 def _digest(racer: Racer) -> str:
     digest = hashlib.sha256()
     for parameter in racer.model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(whole(parameter.detach()).cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
