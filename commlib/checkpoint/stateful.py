@@ -8,7 +8,7 @@ must not depend on what a run has done so far, nor on the algorithm, nor on how 
     optimizer.rest                    bytes: the groups of parameters
     communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
     communication.shaped.<kind>.<name>  of sharded models: what the algorithm has in the shape of parameters
-    communication.rank<r>             bytes: the state of rank r (`rank_state`), written and read by that rank alone
+    communication.rank<r>             bytes: what else is of rank r (`rank_state`), written and read by that rank alone
 
 A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of
 failing on a missing name. So there are 1,024 of the last: of N ranks, rank r also writes empty bytes for r + N, r + 2 N
@@ -93,7 +93,7 @@ class Checkpoint:
         communication = state_dict["communication"]
         shared = blobs.unpacked(communication["shared"])
         number, count = place_of(replica)
-        own = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
+        own: Any = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
         is_same = own is not None and own["communication"]["shard"] == _shards(replica)
         if not is_same and shared["state"] is None:
             raise ConfigError(
@@ -104,10 +104,11 @@ class Checkpoint:
         self._model.load_state_dict(state_dict["model"])
         if self._optimizers:
             optimizer_tree.restore(self._named(), state_dict["optimizer"])
-        if not is_same:
-            own = shared["state"]
-            shaped.put_back(own["communication"]["state"], replica, communication.get("shaped", {}), shared["absent"])
-            own["communication"]["shard"] = _shards(replica)
+        if shared["state"] is not None:
+            state = shared["state"]["communication"]["state"]
+            shaped.put_back(state, replica, communication.get("shaped", {}), shared["absent"])
+            own = own if is_same else {**shared["state"], "model": {}, "optimizers": []}
+            own["communication"] |= {"state": state, "shard": _shards(replica)}
         assert own is not None
         load_rank_state(self._model, own, self._optimizers)
 
@@ -118,14 +119,15 @@ class Checkpoint:
         replica = replica_of(self._model)
         algorithm = replica.engine.algorithm
         number, count = place_of(replica)
-        shared = {"algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
+        shared: dict[str, Any] = {"algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
         tree: dict[str, Any] = {}
-        if algorithm.portable:
+        if algorithm.portable:  # then its state is here, once
             communication = own["communication"]
+            state = communication["state"]
             if communication["shard"]:
-                state, tree["shaped"], shared["absent"] = shaped.taken_out(communication["state"], replica)
-                communication = {**communication, "state": state}
-            shared["state"] = {**own, "communication": communication, "model": {}, "optimizers": []}
+                state, tree["shaped"], shared["absent"] = shaped.taken_out(state, replica)
+            shared["state"] = {"format": own["format"], "communication": {**communication, "state": state}}
+            own = {**own, "communication": {**communication, "state": None}}
         nobody = {f"rank{other}": b"" for other in range(number + count, _NUM_PLACES, count)}
         return {"shared": blobs.packed(shared), f"rank{number}": blobs.packed(own), **tree, **nobody}
 
