@@ -1,7 +1,7 @@
 """The methods that a wrapped model's class gains.
 
 [Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
-only adds methods. What belongs to the wrapping is kept for the object, in `registry`: another object of that class,
+only adds methods. What belongs to the wrapping is kept for the object, by `registry`: another object of that class,
 which a method of the model made by `type(self)(...)`, is an ordinary model.
 
 [Note: the type] Python cannot say "a Net that also has no_sync": there are no intersections of types. For pyright and

@@ -235,34 +235,49 @@ class Copy:
 Wrapped = Replica | Copy
 
 
+#: Where the class that a model was given for itself keeps the model's reference, and what belongs to it.
+_ENTRY = "_commlib_entry"
+
+
 class Registry:
     """What belongs to each wrapped model and each copy of one, as long as the model is there.
 
-    By the identity of the model's attributes, which the bare object shares.
+    It is kept by the class that the model was given for itself. So a model whose attributes lead back to it (FSDP2's
+    do, and those that a trainer is among) makes a cycle with it, which the collector frees; a table here would hold it.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[nn.Module], Wrapped]] = {}
+        self._replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 
     def put(self, model: nn.Module, wrapped: Wrapped) -> None:
         """Note what belongs to a model."""
-        key, entries = id(model.__dict__), self._entries
-        entries[key] = (weakref.ref(model, lambda _: entries.pop(key, None)), wrapped)
+        cls = weakref.ref(type(model))
+        type.__setattr__(type(model), _ENTRY, (weakref.ref(model, lambda _: _forget(cls())), wrapped))
+        if isinstance(wrapped, Replica):
+            self._replicas.add(wrapped)
 
     def get(self, model: Any) -> Wrapped | None:
         """Return what belongs to this very object; None for its bare one, too."""
-        entry = self._entries.get(id(model.__dict__))
+        entry = getattr(type(model), _ENTRY, None)
         return entry[1] if entry is not None and entry[0]() is model else None
 
     def discard(self, model: nn.Module) -> None:
         """Forget a model."""
-        self._entries.pop(id(model.__dict__), None)
+        wrapped = self.get(model)
+        if isinstance(wrapped, Replica):
+            self._replicas.discard(wrapped)
+        for cls in type(model).__mro__:
+            _forget(cls)
 
     def replicas(self) -> Iterator[Replica]:
         """Yield what belongs to each wrapped model."""
-        for _, wrapped in list(self._entries.values()):
-            if isinstance(wrapped, Replica):
-                yield wrapped
+        yield from list(self._replicas)
+
+
+def _forget(cls: type | None) -> None:
+    """Let go of what belongs to the model of this class, now and not when the class is collected."""
+    if cls is not None and _ENTRY in vars(cls):
+        type.__delattr__(cls, _ENTRY)
 
 
 registry = Registry()

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commlib
 from commlib.errors import ConfigError
@@ -310,3 +312,33 @@ def test_buffers_are_copied_by_the_thread_that_waits(monkeypatch: pytest.MonkeyP
     step(model)
     assert threads == [(threading.current_thread(), 3, 0)] * 2
     commlib.unwrap(model)
+
+
+class Own(nn.Sequential):
+    """Its attributes lead back to it, as those of a model that a trainer or FSDP2 has taken do."""
+
+    def __init__(self) -> None:
+        super().__init__(*net())
+        self.owners = [self]
+
+
+def islands() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(net(), mesh=mesh["shard"])
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("build", [Own, islands])
+def test_a_model_whose_attributes_lead_back_to_it_is_collected_with_its_threads(build: Any) -> None:
+    gc.collect()
+    before = threading.active_count()
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    commlib.wrap(model, "topk", optimizer=optimizer)
+    step(model)
+    engine, gone = weakref.ref(replica_of(model).engine), weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert engine() is None
+    assert threading.active_count() <= before
