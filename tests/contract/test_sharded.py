@@ -44,6 +44,8 @@ NOT_BY_FSDP = {
     "failed_backward_in_no_sync": "a backward that fails leaves it unable to go on",
     "expected_backward": "a backward that is refused leaves it unable to go on",
 }
+#: One of each channel: the others differ in what they do with a bucket.
+FIRST = ("allreduce", "topk", "diloco", "decentralized")
 _SECOND = "two_synchronised_backwards"
 ALGORITHMS = [name for name in FAMILIES if Subject(name).channel.has_rounds]
 
@@ -54,7 +56,9 @@ def held(algorithm: str) -> list[str]:
     return [name for name in CONTRACTS if name not in NOT_BY_FSDP and not (refuses and name == _SECOND)]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_quick_contracts(algorithm: str) -> None:
     run_ranks(hold_sharded, 2, algorithm, *(name for name in held(algorithm) if name in QUICK))
 
