@@ -75,6 +75,9 @@ def _run(replica: Replica, what: str, communication: Communication) -> None:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return what a tensor and others that are the same memory have in common."""
-    tensor = local_of(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    """Return what a tensor and others that are the same memory have in common.
+
+    The shape is that of the whole: parts of two DTensors may both be empty, and then lie nowhere.
+    """
+    part = local_of(tensor)
+    return part.data_ptr(), tensor.shape, part.stride(), part.dtype

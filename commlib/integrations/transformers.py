@@ -67,7 +67,7 @@ class StatsCallback(transformers.TrainerCallback):
         """Add the numbers to `logs`, and to the trainer's history."""
         if logs is None or "loss" not in logs or not isinstance(find(model), Replica):
             return
-        found = {k: v for k, v in stats(model).as_dict(self.prefix).items() if not isinstance(v, str)}
+        found = stats(model).as_dict(self.prefix)
         logs.update(found)
         if state.log_history:
             state.log_history[-1].update(found)

@@ -51,11 +51,7 @@ class StatsCallback(Callback):
         if step // self.every_n_steps == self._logged_step // self.every_n_steps:
             return
         self._logged_step = step
-        values = {
-            name: float(value)
-            for name, value in stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()
-            if not isinstance(value, str)  # of which most loggers can make nothing
-        }
+        values = {name: float(value) for name, value in stats(_wrapped_in(pl_module)).as_dict(self.prefix).items()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
 

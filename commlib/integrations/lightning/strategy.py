@@ -226,9 +226,8 @@ class CommlibStrategy(DDPStrategy):
                 replica.begin_forward()
             with _running(replica, True):
                 output = module.training_step(*args, **kwargs)
-            if (
-                module.automatic_optimization
-            ):  # else `manual_backward` announces: what is to be synchronised then counts
+            # Else `manual_backward` announces it: what counts is what is to be synchronised then.
+            if module.automatic_optimization:
                 replica.after_forward(output)
             return output
 
