@@ -7,20 +7,19 @@ folder without it is one of accelerate alone.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import nn
 
 from commlib.algorithms import Algorithm, Auto
 from commlib.errors import CommlibError, ConfigError
+from commlib.integrations.agreement import together
 
 _SUMMARY = "commlib.json"
 _FORMAT = 1
@@ -43,7 +42,7 @@ class Folder:
 
     def begin(self) -> None:
         """Mark the folder as incomplete, and remove what ranks wrote there before."""
-        with self._together("save_state"):
+        with together("save_state", CommlibError):
             if self._is_writer:
                 self._write_summary({"complete": False})
                 for old in self._path.glob("commlib_*.pt"):
@@ -51,16 +50,16 @@ class Folder:
 
     def end(self, states: Sequence[Any], algorithm: str) -> None:
         """Write the state of each model on this rank; once all ranks have, mark the folder as whole."""
-        with self._together("save_state"):
+        with together("save_state", CommlibError):
             _write(self._rank_file(self._accelerator.process_index), lambda file: torch.save(list(states), file))
-        with self._together("save_state"):
+        with together("save_state", CommlibError):
             if self._is_writer:
                 size = self._accelerator.num_processes
                 self._write_summary({"complete": True, "world_size": size, "algorithm": algorithm})
 
     def fail(self, error: Exception) -> None:
         """Raise the error on this rank, and tell the others, which come to `end`."""
-        with self._together("save_state"):
+        with together("save_state", CommlibError):
             raise error
 
     def read(self, num_models: int, algorithm: Algorithm) -> list[Any] | None:
@@ -70,7 +69,7 @@ class Folder:
             ConfigError: The folder is incomplete, lacks a file, or is of another algorithm, of other models, or of
                 another number of ranks where that matters.
         """
-        with self._together("load_state"):
+        with together("load_state", CommlibError):
             summary = self.summary()
             if summary is None:
                 return None
@@ -131,22 +130,6 @@ class Folder:
     def _write_summary(self, summary: dict[str, Any]) -> None:
         text = json.dumps({"format": _FORMAT, **summary}) + "\n"
         _write(self._path / _SUMMARY, lambda file: file.write(text.encode()))
-
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Let all ranks go on when all have done the block, or raise on all of them."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:
-            error = found
-        words = None if error is None else f"rank {self._accelerator.process_index}: {error}"
-        failed = [each for each in gather_object([(words, isinstance(error, ConfigError))]) if each[0] is not None]
-        if error is not None:
-            raise error
-        if failed:
-            text, is_config = failed[0]
-            raise (ConfigError if is_config else CommlibError)(f"{what}: {text}")
 
 
 class Loading:

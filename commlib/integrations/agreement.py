@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 
 _T = TypeVar("_T")
 
 
-def alike(act: Callable[[], _T]) -> _T:
-    """Return what `act` returns on this rank, once it has ended on all ranks. Collective, where there are several.
+@contextlib.contextmanager
+def together(what: str = "", other: type[CommlibError] = ConfigError) -> Iterator[None]:
+    """Let ranks go on when the block has ended on all of them. Collective, where there are several.
+
+    Args:
+        what: Stands before what other ranks are told.
+        other: What other ranks raise where the error was no `ConfigError`.
 
     Raises:
-        ConfigError: It raised something on another rank, which the message names.
+        ConfigError: It raised one on another rank, which the message names; or `other`.
         Exception: What it raised here.
     """
     error: Exception | None = None
-    result = None
     try:
-        result = act()
+        yield
     except Exception as caught:
         error = caught
-    failed = {rank: text for rank, text in enumerate(_of_all(None if error is None else str(error))) if text}
+    told = _of_all(None if error is None else (str(error), isinstance(error, ConfigError)))
     if error is not None:
         raise error
-    if failed:
-        rank, text = min(failed.items())
-        raise ConfigError(text if text.startswith(f"rank {rank}: ") else f"rank {rank}: {text}")
-    return result  # pyright: ignore[reportReturnType]
+    for rank, (text, is_config) in enumerate(each or ("", False) for each in told):
+        if text:
+            named = text if text.startswith(f"rank {rank}: ") else f"rank {rank}: {text}"
+            raise (ConfigError if is_config else other)(f"{what}: {named}" if what else named)
+
+
+def alike(act: Callable[[], _T]) -> _T:
+    """Return what `act` returns on this rank, once it has ended on all ranks; see `together`."""
+    with together():
+        result = act()
+    return result
 
 
 def _of_all(own: Any) -> list[Any]:
