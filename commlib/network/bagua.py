@@ -315,10 +315,11 @@ def network(system: str, bandwidth_gbps: float, latency_us: float | None = None)
 def profile(system: str) -> TransportProfile:
     """Return how a system carries its collectives out."""
     if SYSTEMS[system].transport == "nccl-tcp":
-        return TransportProfile("nccl-tcp", all_reduce=("ring",), op_us=10.0)
+        return TransportProfile("nccl-tcp", connections=2, op_us=10.0)
     return TransportProfile(
         "bagua_v0_9",
-        all_reduce=("ring",),
+        all_gather=("doubling",),
+        all_to_all=("sequential",),
         op_us=_HOST_SYNC_US,
         leaders_only=True,
     )

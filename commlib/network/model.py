@@ -23,6 +23,9 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 
+#: Linux's largest buffer of a sending socket, unless `net.ipv4.tcp_wmem` says otherwise.
+WINDOW_MB = 4.0
+
 
 @dataclass(frozen=True)
 class Network:
@@ -38,6 +41,7 @@ class Network:
         intra_latency_us: From one rank to another of its node.
         efficiency: The part of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
         ceiling_gbps: The most that the transport carries, however fast the adapter is: TCP's limit is the processor.
+        window_mb: What a connection between nodes has under way at most, MiB: of TCP, the sender's largest buffer.
         source: Where the figures come from.
     """
 
@@ -50,6 +54,7 @@ class Network:
     intra_latency_us: float = 5.0
     efficiency: float = 1.0
     ceiling_gbps: float = math.inf
+    window_mb: float = WINDOW_MB
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -58,8 +63,9 @@ class Network:
         _check_numbers(self, "latency_us", "intra_latency_us")
         if self.efficiency > 1:
             raise ConfigError(f"Network.efficiency: expected at most 1, got {self.efficiency!r}")
-        if not self.ceiling_gbps > 0:
-            raise ConfigError(f"Network.ceiling_gbps: expected a number above 0, got {self.ceiling_gbps!r}")
+        for name in ("ceiling_gbps", "window_mb"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"Network.{name}: expected a number above 0, got {getattr(self, name)!r}")
 
     @property
     def world_size(self) -> int:
@@ -70,6 +76,11 @@ class Network:
     def bytes_per_s(self) -> float:
         """Bytes a second of a node's adapter that arrive, in each direction."""
         return min(self.bandwidth_gbps * self.efficiency, self.ceiling_gbps) * 1e9 / 8
+
+    @property
+    def connection_bytes_per_s(self) -> float:
+        """Bytes a second of a connection between nodes: a window for each round trip."""
+        return math.inf if self.latency_us == 0 else self.window_mb * 2**20 / (2e-6 * self.latency_us)
 
     @property
     def intra_bytes_per_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ NETWORKS: dict[str, Network] = {
             intra_gbps=3600.0,
             intra_latency_us=3.0,
             efficiency=0.92,
+            window_mb=math.inf,
             source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
             "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA in NCCL's tests",
         ),

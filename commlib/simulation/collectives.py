@@ -1,24 +1,6 @@
-"""What a collective takes: its algorithm's latency and bytes, and who else uses the links.
+"""What a collective takes on a network (`moves`), and who else uses the links.
 
-[Note: the links] Every node has one adapter, shared by its ranks, every rank a link to the others of its node; both
-carry each direction at once. A collective of p nodes with q ranks each, N = p q, is described by the seconds that it
-keeps the adapter and the ranks' links busy, and by a latency that keeps nothing busy. With B the bytes of a rank's
-tensor (of the result for an all-gather), w and i the bytes a second of adapter and local link, L and l their latencies:
-
-    ring all-reduce        max(2 (N-1)/N B / w, 2 (N-1)/N B / i) + 2 ((p-1) L + (N-p) l)
-    ring all-gather        half of that
-    tree all-reduce        max(2 B / w (B / w for p = 2), 2 B / i) + 2 (ceil(log2 p) L + (q-1) l)
-    hierarchical           2 (q-1)/q B / i + 2 (q-1) l, and 2 (p-1)/p B / w + 2 (p-1) L
-    through leaders        2 B / i + 2 (q-1) l, and 2 (p-1)/p B / w + 2 (p-1) L
-    all-to-all             max(q (N-q)/N B / w, (q-1)/N B / i) + max(L, l)
-    chain broadcast        max(B / w, B / i) + (p-1) L + (N-p) l
-    binomial broadcast     ceil(log2 p) (B / w + L) + ceil(log2 q) (B / i + l)
-    exchange               max(sum of c B / w, sum of (1 - c/q) B / i) + max(L, l), over the messages of a rank
-
-Terms in w and L are there where p > 1, those in i and l where q > 1. A ring passes through the nodes one after the
-other, so one of its edges leaves each adapter. Groups of ranks with the same place in every node ("across") share the
-adapters: w is divided by their number. An exchange between neighbours is taken to be the same shift at every rank: of
-the q messages of a node's ranks to those d places on, c = min(d, q) cross the adapter.
+Of the algorithms that a library has for a verb, it takes the one that is the fastest by its own estimate.
 
 A library that sends the next bytes while the last ones are on their way hides a part of the latency behind them
 (`hidden_of`): a collective takes its bytes and its latency, less that part of the shorter of the two.
@@ -31,14 +13,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
+from commlib.simulation import moves
+from commlib.simulation.moves import Group, Move
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
+
+_ALGORITHMS = {
+    "all_reduce": moves.ALL_REDUCES,
+    "all_gather": moves.ALL_GATHERS,
+    "all_to_all": moves.ALL_TO_ALLS,
+    "broadcast": moves.BROADCASTS,
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +38,14 @@ class TransportProfile:
 
     Attributes:
         name: What it is called.
-        all_reduce: Its algorithms, of which the fastest is taken: "ring", "tree", "hierarchical", "leaders".
-        broadcast: The same: "chain", "binomial".
+        all_reduce: Its algorithms (`moves.ALL_REDUCES`).
+        all_gather: The same (`moves.ALL_GATHERS`).
+        all_to_all: The same (`moves.ALL_TO_ALLS`).
+        broadcast: The same (`moves.BROADCASTS`).
+        assumed_latency_us: What it takes a message between nodes to take when it chooses among them; None: what it
+            takes.
+        connections: How many a ring or a tree has between two ranks; a message from point to point has one.
+        handshakes: Whether a message waits for the receiver's word that it is ready.
         efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
         efficiency_of: The part of that which a verb reaches ("all_to_all", ...); 1 for those that are not there.
         hidden_of: The part of its latency that a verb hides behind its bytes, or of these behind the latency.
@@ -65,7 +62,12 @@ class TransportProfile:
 
     name: str
     all_reduce: tuple[str, ...] = ("ring",)
+    all_gather: tuple[str, ...] = ("ring",)
+    all_to_all: tuple[str, ...] = ("pairwise",)
     broadcast: tuple[str, ...] = ("chain",)
+    assumed_latency_us: float | None = None
+    connections: int = 1
+    handshakes: bool = False
     efficiency: float = 1.0
     efficiency_of: Mapping[str, float] = field(default_factory=dict)
     hidden_of: Mapping[str, float] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class TransportProfile:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("all_reduce", _ALL_REDUCES), ("broadcast", _BROADCASTS)):
+        for name, known in _ALGORITHMS.items():
             unknown = set(getattr(self, name)) - set(known)
             if unknown or not getattr(self, name):
                 raise ConfigError(
@@ -89,12 +91,12 @@ class TransportProfile:
         if (
             any(not 0 < value <= 1 for value in efficiencies)
             or any(not 0 <= value <= 1 for value in self.hidden_of.values())
-            or self.in_flight < 1
+            or min(self.in_flight, self.connections) < 1
             or min(self.op_us, self.message_us, *self.op_us_of.values()) < 0
         ):
             raise ConfigError(
-                "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight of 1 or "
-                f"more, op_us and message_us of 0 or more, got {self}"
+                "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight and "
+                f"connections of 1 or more, op_us and message_us of 0 or more, got {self}"
             )
 
 
@@ -117,124 +119,30 @@ class Cost:
     adapter_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The links of a group of p nodes with q ranks each."""
+#: NCCL chooses by a table of its own, whatever the network's latency is: 14 us from node to node
+#: (src/graph/tuning.cc). Its rings and trees come in pairs, with connections of their own (src/graph/connect.cc);
+#: all-gathers have log2 p steps (PAT) where every node has one rank. Kernels are launched from the host.
+NCCL = TransportProfile(
+    "nccl",
+    all_reduce=("ring", "tree", "hierarchical"),
+    all_gather=("ring", "doubling"),
+    assumed_latency_us=14.0,
+    connections=2,
+    op_us=10.0,
+    source="docs/simulator.md",
+)
 
-    p: int
-    q: int
-    w: float
-    i: float
-    latency_s: float
-    local_latency_s: float
-
-    @property
-    def size(self) -> int:
-        return self.p * self.q
-
-    def move(self, adapter: float, local: float, hops: tuple[float, float], messages: float) -> _Move:
-        """Return a transfer of so many bytes through a node's adapter and a rank's link, and its latency."""
-        adapter, local = (adapter if self.p > 1 else 0.0), (local if self.q > 1 else 0.0)
-        latency_s = hops[0] * self.latency_s + hops[1] * self.local_latency_s
-        return _Move(adapter, adapter / self.w, local / self.i, latency_s, messages)
-
-
-@dataclass(frozen=True)
-class _Move:
-    """Bytes out of an adapter, how long links are busy, the latency, and how many messages a rank sends.
-
-    Stages that follow one another instead of overlapping (`is_serial`) keep their links busy in turn.
-    """
-
-    adapter_bytes: float
-    adapter_s: float
-    local_s: float
-    latency_s: float
-    messages: float
-    is_serial: bool = False
-
-    @property
-    def busy_s(self) -> float:
-        return self.adapter_s + self.local_s if self.is_serial else max(self.adapter_s, self.local_s)
-
-    @property
-    def seconds(self) -> float:
-        return self.busy_s + self.latency_s
-
-
-def _ring(group: _Group, nbytes: float, passes: int) -> _Move:
-    share = passes * (group.size - 1) / group.size * nbytes
-    hops = (passes * (group.p - 1), passes * (group.size - group.p))
-    return group.move(share, share, hops, passes * (group.size - 1))
-
-
-def _tree(group: _Group, nbytes: float) -> _Move:
-    adapter = nbytes if group.p == 2 else 2 * nbytes
-    hops = (2 * _log2(group.p), 2 * (group.q - 1))
-    return group.move(adapter, 2 * nbytes, hops, 4)
-
-
-def _within_and_across(group: _Group, nbytes: float) -> _Move:
-    p, q = group.p, group.q
-    move = group.move(
-        2 * (p - 1) / p * nbytes, 2 * (q - 1) / q * nbytes, (2 * (p - 1), 2 * (q - 1)), 2 * (p - 1 + q - 1)
-    )
-    return _in_series(move)
-
-
-def _leaders(group: _Group, nbytes: float) -> _Move:
-    p, q = group.p, group.q
-    return _in_series(group.move(2 * (p - 1) / p * nbytes, 2 * nbytes, (2 * (p - 1), 2 * (q - 1)), 2 * (p - 1 + q - 1)))
-
-
-def _in_series(move: _Move) -> _Move:
-    return _Move(move.adapter_bytes, move.adapter_s, move.local_s, move.latency_s, move.messages, is_serial=True)
-
-
-def _chain(group: _Group, nbytes: float) -> _Move:
-    return group.move(nbytes, nbytes, (group.p - 1, group.size - group.p), 1)
-
-
-def _binomial(group: _Group, nbytes: float) -> _Move:
-    rounds, local_rounds = _log2(group.p), _log2(group.q)
-    return _in_series(group.move(rounds * nbytes, local_rounds * nbytes, (rounds, local_rounds), rounds + local_rounds))
-
-
-def _all_to_all(group: _Group, nbytes: float) -> _Move:
-    p, q, size = group.p, group.q, group.size
-    return group.move(q * (size - q) / size * nbytes, (q - 1) / size * nbytes, (1, 0) if p > 1 else (0, 1), size - 1)
-
-
-def _exchange(group: _Group, request: Exchange, rank: int) -> _Move:
-    messages = [(_distance(group, rank, peer), tensor.nbytes) for peer, tensor in request.sends]
-    crossing = [min(distance, group.q) if group.p > 1 else 0 for distance, _ in messages]
-    adapter = sum(c * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
-    local = sum((1 - c / group.q) * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
-    return group.move(adapter, local, (1, 0) if any(crossing) else (0, 1), len(messages))
-
-
-def _distance(group: _Group, rank: int, peer: int) -> int:
-    """Return how many places two ranks are apart on the circle."""
-    return min((peer - rank) % group.size, (rank - peer) % group.size)
-
-
-def _log2(count: int) -> int:
-    return math.ceil(math.log2(count))
-
-
-_ALL_REDUCES: dict[str, Callable[[_Group, float], _Move]] = {
-    "ring": lambda group, nbytes: _ring(group, nbytes, passes=2),
-    "tree": _tree,
-    "hierarchical": _within_and_across,
-    "leaders": _leaders,
-}
-_BROADCASTS: dict[str, Callable[[_Group, float], _Move]] = {"chain": _chain, "binomial": _binomial}
-
-#: NCCL's rings and trees, and a reduction inside the node first; its kernels are launched from the host.
-NCCL = TransportProfile("nccl", all_reduce=("ring", "tree", "hierarchical"), op_us=10.0, source="docs/simulator.md")
-
-#: Gloo's ring, its binomial broadcast, and its two threads.
-GLOO = TransportProfile("gloo", broadcast=("binomial",), op_us=50.0, in_flight=2, source="docs/simulator.md")
+#: Gloo's segmented ring, its all-gather in lockstep, its binomial broadcast, and its two threads.
+GLOO = TransportProfile(
+    "gloo",
+    all_reduce=("segmented",),
+    all_gather=("lockstep",),
+    broadcast=("binomial",),
+    handshakes=True,
+    op_us=50.0,
+    in_flight=2,
+    source="docs/simulator.md",
+)
 
 PROFILES = {profile.name: profile for profile in (NCCL, GLOO)}
 
@@ -311,27 +219,26 @@ class Links:
             adapter_bytes=move.adapter_bytes * sharers,
         )
 
-    def _move(self, group: _Group, request: Request, nbytes: float) -> _Move:
+    def _move(self, group: Group, request: Request, nbytes: float) -> Move:
         match request:
-            case AllReduce():
-                moves = [_ALL_REDUCES[name](group, nbytes) for name in self._profile.all_reduce]
-            case Broadcast():
-                moves = [_BROADCASTS[name](group, nbytes) for name in self._profile.broadcast]
-            case AllGather():
-                moves = [_ring(group, nbytes, passes=1)]
-            case AllToAll():
-                moves = [_all_to_all(group, nbytes)]
-            case Exchange():
-                moves = [_exchange(group, request, rank=0)]
-            case _:
-                raise ConfigError(f"the simulator knows no {request.verb}")
-        return min(moves, key=lambda move: move.seconds)
+            case AllReduce() | AllGather() | AllToAll() | Broadcast():
+                return self._chosen(group, request.verb, nbytes)
+            case Exchange(sends=sends):
+                return moves.exchange(group, [(_distance(group.size, peer), tensor.nbytes) for peer, tensor in sends])
+        raise ConfigError(f"the simulator knows no {request.verb}")
+
+    def _chosen(self, group: Group, verb: str, nbytes: float) -> Move:
+        """Return what the library takes to be the fastest of its algorithms."""
+        known, assumed_us = _ALGORITHMS[verb], self._profile.assumed_latency_us
+        believed = group if assumed_us is None else replace(group, latency_s=assumed_us * 1e-6, f=math.inf)
+        usable = [known[name] for name in getattr(self._profile, verb) if name != "doubling" or group.q == 1]
+        return min(usable, key=lambda algorithm: algorithm(believed, nbytes).seconds)(group, nbytes)
 
     @property
     def _sharers(self) -> int:
         return 1 if self._profile.leaders_only else self._network.gpus_per_node
 
-    def _group(self, request: Request) -> _Group:
+    def _group(self, request: Request) -> Group:
         network, profile, name = self._network, self._profile, request.group
         p, q = {
             "all": (network.nodes, network.gpus_per_node),
@@ -340,7 +247,18 @@ class Links:
         }[name]
         w = network.bytes_per_s * profile.efficiency * profile.efficiency_of.get(request.verb, 1.0)
         w /= self._sharers if name == "across" else 1
-        return _Group(p, q, w, network.intra_bytes_per_s, network.latency_us * 1e-6, network.intra_latency_us * 1e-6)
+        latency_s = network.latency_us * 1e-6
+        return Group(
+            p=p,
+            q=q,
+            w=w,
+            i=network.intra_bytes_per_s,
+            f=network.connection_bytes_per_s,
+            latency_s=latency_s,
+            local_latency_s=network.intra_latency_us * 1e-6,
+            connections=profile.connections,
+            delays=2 if profile.handshakes else 1,
+        )
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
         """Return when those that a rank communicates with are there."""
@@ -365,7 +283,7 @@ class Links:
 
 
 def _bytes_of(request: Request) -> float:
-    """Return B of [Note: the links]."""
+    """Return B of `moves`' [Note: the links]."""
     match request:
         case AllReduce(tensor=tensor) | Broadcast(tensor=tensor):
             return tensor.nbytes
@@ -374,3 +292,8 @@ def _bytes_of(request: Request) -> float:
         case AllToAll(input=input):
             return input.nbytes
     return request.wire_bytes()
+
+
+def _distance(size: int, peer: int) -> int:
+    """Return how many places a rank is from rank 0 on the circle."""
+    return min(peer % size, -peer % size)

@@ -1,14 +1,12 @@
 """What this machine and this network can do, measured by the ranks that will use them.
 
 [Note: what is fitted] Each verb is measured with hardly any bytes, with many, and with a quarter of them, a few in
-a row as in training. The quickest of the small ones gives the latency of a message, the line through the other two the
-rate of each verb, and the fastest of them the bandwidth. That line begins below what a small one takes where bytes
-travel while messages wait (on few cores, for the processes' turns): that part of the latency is hidden. What verbs
-take beside it is the profile's. Processor seconds for each byte are those that the process spends meanwhile. How many
-cores a rank has is what two busy threads of every rank get. Local work is not measured kernel by kernel: an
-algorithm's own `communicate` runs on a scratch bucket of some of the model's shapes with requests that only echo, and
-its time is compared with what the simulator's cost model says (`work_factor`). As in training, where other buckets
-come in between, the caches hold nothing of the bucket whenever it is worked on.
+a row as in training. The simulator's own model of the collectives is then turned round (`fitting`). Processor seconds
+for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy threads of every
+rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a scratch bucket of some
+of the model's shapes with requests that only echo, and its time is compared with what the simulator's cost model says
+(`work_factor`). As in training, where other buckets come in between, the caches hold nothing of the bucket whenever it
+is worked on.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -32,9 +30,11 @@ from commlib.engine.planning.readiness import Clock
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import GLOO, NCCL, TransportProfile
+from commlib.simulation.fitting import VerbTimes, fitted
 from commlib.simulation.meter import Meter
 from commlib.transport.base import AllGather, AllToAll, Communicator, Request, Transport
 
+_VERBS = ("all_reduce", "all_gather", "all_to_all", "exchange")
 _SMALL_BYTES = 64
 _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
@@ -84,14 +84,11 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     verbs = _Verbs(Communicator(transport.rank, size), timer)
     alone_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
     count = max(1, min(_MAX_SMALL_COUNT, int(_SMALL_S / alone_s)))
-    small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES), count) for verb in verbs.hops}
+    small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES), count) for verb in _VERBS}
     first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
     nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
     large_count = _LARGE_COUNT if nbytes > _FIRST_BYTES else 1
-    rates, fixed_s = {}, {}
-    for verb in verbs.hops:
-        fixed_s[verb], s_per_byte = _line(verbs, timer, verb, nbytes, large_count, small_s[verb])
-        rates[verb] = verbs.adapter_bytes(verb, nbytes, ranks_per_node) / nbytes / s_per_byte
+    times = {verb: _times(verbs, timer, verb, nbytes, large_count, small_s[verb]) for verb in _VERBS}
     cpu_s_per_byte = timer.cpu_s_per_byte
     intra = {} if local is None else _describe_node(_Verbs(local, timer), timer, nbytes, count, large_count)
     timer.barrier()
@@ -100,16 +97,17 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     share, cpu_s_per_byte = timer.mean(share, cpu_s_per_byte)  # the others wait here while rank 0 has the machine
     memory, tflops, launch_us = transport.gather_objects((memory, tflops, launch_us))[0]
     is_cpu = device.type == "cpu"
+    network = Network(
+        name="probed",
+        nodes=size // ranks_per_node,
+        gpus_per_node=ranks_per_node,
+        window_mb=math.inf,  # rates are what connections reached
+        source="measured",
+        **intra,
+    )
+    network, profile = fitted(network, GLOO if is_cpu else NCCL, times)
     return Probe(
-        Network(
-            name="probed",
-            nodes=size // ranks_per_node,
-            gpus_per_node=ranks_per_node,
-            bandwidth_gbps=max(rates.values()) * 8 / 1e9,
-            latency_us=_latency_s(small_s, verbs.hops) * 1e6,
-            source="measured",
-            **intra,
-        ),
+        network,
         Device(
             name="probed",
             memory_gbytes_s=memory,
@@ -121,39 +119,8 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
             ranks_per_machine=size,
             source="measured",
         ),
-        fitted(GLOO if is_cpu else NCCL, verbs.hops, small_s, fixed_s, rates),
-    )
-
-
-def fitted(
-    profile: TransportProfile,
-    hops: Mapping[str, int],
-    small_s: Mapping[str, float],
-    fixed_s: Mapping[str, float],
-    rates: Mapping[str, float],
-) -> TransportProfile:
-    """Return a profile with what was measured of each verb.
-
-    Args:
-        profile: Of which the rest is taken.
-        hops: How many messages follow one another.
-        small_s: Seconds of one with hardly any bytes.
-        fixed_s: Of those, how many a large one takes beside its bytes.
-        rates: Bytes a second.
-    """
-    latency_s, best = _latency_s(small_s, hops), max(rates.values())
-    return dataclasses.replace(
         profile,
-        efficiency_of={verb: rate / best for verb, rate in rates.items()},
-        hidden_of={v: min(1.0, (small_s[v] - fixed_s[v]) / (count * latency_s)) for v, count in hops.items()},
-        # Rounding makes 3 * (x / 3) more than x at times.
-        op_us_of={verb: 1e6 * max(0.0, small_s[verb] - count * latency_s) for verb, count in hops.items()},
     )
-
-
-def _latency_s(small_s: Mapping[str, float], hops: Mapping[str, int]) -> float:
-    """Return the seconds of a message: those of the verb that is quickest for its messages."""
-    return min(small_s[verb] / count for verb, count in hops.items())
 
 
 def work_factor(
@@ -281,37 +248,29 @@ def _echo(request: Request) -> None:
 def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_count: int) -> dict[str, float]:
     """Return bandwidth and latency inside a node, from its all-reduce."""
     small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES), count)
-    _, s_per_byte = _line(verbs, timer, "all_reduce", nbytes, large_count, small_s)
-    rate = verbs.request("all_reduce", nbytes).wire_bytes() / nbytes / s_per_byte
-    return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / verbs.hops["all_reduce"]}
+    of = _times(verbs, timer, "all_reduce", nbytes, large_count, small_s)
+    rate = of.whole.wire_bytes() / (of.whole_s - of.fixed_s)
+    return {"intra_gbps": rate * 8 / 1e9, "intra_latency_us": 1e6 * small_s / (2 * (of.whole.size - 1))}
 
 
-def _line(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, count: int, small_s: float) -> tuple[float, float]:
-    """Return the seconds of a verb that do not grow with its bytes, at most `small_s`, and those for each byte."""
+def _times(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, count: int, small_s: float) -> VerbTimes:
+    """Measure a verb; what does not grow with its bytes is where the line through two sizes begins."""
     part_s, whole_s = (timer.seconds(verbs.request(verb, n), count) for n in (nbytes // 4, nbytes))
     fixed_s = min(max(0.0, (4 * part_s - whole_s) / 3), small_s, whole_s / 2)
-    return fixed_s, (whole_s - fixed_s) / nbytes
+    of_rank_0 = verbs.of_rank_0()
+    return VerbTimes(of_rank_0.request(verb, _SMALL_BYTES), small_s, of_rank_0.request(verb, nbytes), whole_s, fixed_s)
 
 
 class _Verbs:
-    """Requests of each verb, of a size.
-
-    Attributes:
-        hops: How many messages follow one another in each verb, as the simulator has it.
-    """
+    """Requests of each verb, of a size."""
 
     def __init__(self, comm: Communicator, timer: _Timer) -> None:
         self._comm = comm
         self._timer = timer
-        size = comm.world_size
-        self.hops = {"all_reduce": 2 * (size - 1), "all_gather": size - 1, "all_to_all": 1, "exchange": 1}
 
-    def adapter_bytes(self, verb: str, nbytes: int, ranks_per_node: int) -> float:
-        """Return the bytes that leave a node's adapter, as the simulator has it."""
-        size = self._comm.world_size
-        if verb == "all_to_all":
-            return ranks_per_node * (size - ranks_per_node) / size * nbytes
-        return self.request(verb, nbytes).wire_bytes()
+    def of_rank_0(self) -> _Verbs:
+        """Return those of rank 0, of which the simulator knows what they cost."""
+        return _Verbs(Communicator(0, self._comm.world_size), self._timer)
 
     def request(self, verb: str, nbytes: int) -> Request:
         """Return a request whose tensor has about `nbytes` on each rank."""

@@ -17,10 +17,11 @@ from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.engine.planning.cost import as_square
 from commlib.engine.planning.plan import Parameter
 from commlib.network import workloads
-from commlib.network.model import Device, Layer, Workload
-from commlib.simulation.collectives import GLOO
-from commlib.simulation.probe import _drawn, _line, _Timer, _Verbs, beside_nothing, fitted, scaled, work_factor
-from commlib.transport.base import Communication, Communicator, Request
+from commlib.network.model import Device, Layer, Network, Workload
+from commlib.simulation.collectives import GLOO, NCCL, Links, TransportProfile
+from commlib.simulation.fitting import VerbTimes, fitted
+from commlib.simulation.probe import _drawn, _Timer, _times, _Verbs, beside_nothing, scaled, work_factor
+from commlib.transport.base import Communication, Communicator, Exchange, Request
 
 SMALL = Workload(
     name="small",
@@ -171,36 +172,81 @@ def test_shapes_are_drawn_up_to_four_mebibytes() -> None:
 # --- the transport ----------------------------------------------------------------------------------------------------
 
 
-def test_a_transport_is_fitted_whatever_was_measured() -> None:
-    hops, draw = {"all_reduce": 6, "all_gather": 3, "all_to_all": 1, "exchange": 1}, random.Random(0)
-    for _ in range(1000):  # 3 * (x / 3) is more than x for some of them
-        small_s = {verb: draw.uniform(1e-3 * count, 5e-3 * count) for verb, count in hops.items()}
-        fixed_s = {verb: draw.uniform(0, 1) * seconds for verb, seconds in small_s.items()}
-        rates = {verb: draw.uniform(1e7, 1e8) for verb in hops}
-        profile = fitted(GLOO, hops, small_s, fixed_s, rates)
-        assert max(profile.efficiency_of.values()) == 1.0
-        assert 0.0 <= min(profile.op_us_of.values()) < 1e-9  # rounding may leave a little, never less than nothing
-        latency_s = min(small_s[verb] / count for verb, count in hops.items())
-        for verb, count in hops.items():
-            op_s, hidden = profile.op_us_of[verb] / 1e6, profile.hidden_of[verb]
-            assert op_s + count * latency_s == pytest.approx(small_s[verb])
-            if hidden < 1.0:  # what a large one takes beside its bytes, as far as latency can be hidden
-                assert op_s + count * latency_s * (1 - hidden) == pytest.approx(fixed_s[verb])
+VERBS = ("all_reduce", "all_gather", "all_to_all", "exchange")
+FOUR = Network("four", nodes=4, window_mb=math.inf)
+
+
+class Link(_Timer):
+    """Times that follow a formula."""
+
+    def __init__(self, fixed_s: float = 0.0) -> None:
+        self._device, self._buffers = torch.device("cpu"), [torch.zeros(0, dtype=torch.uint8) for _ in range(2)]
+        self._fixed_s = fixed_s
+
+    def seconds(self, request: Request, count: int = 1) -> float:
+        return self._fixed_s + request.wire_bytes() / 25e6
+
+
+def request_of(verb: str, nbytes: int) -> Request:
+    return _Verbs(Communicator(0, 4), Link()).request(verb, nbytes)
+
+
+def seconds_of(request: Request, network: Network, profile: TransportProfile) -> float:
+    """What the simulator says: the library's own time, and the collective's."""
+    return profile.op_us_of[request.verb] * 1e-6 + Links(network, profile, DEVICE).cost(request).seconds
+
+
+@pytest.mark.parametrize("profile", [GLOO, NCCL], ids=lambda profile: profile.name)
+def test_a_transport_is_fitted_whatever_was_measured(profile: TransportProfile) -> None:
+    draw = random.Random(0)
+    small, whole = ({verb: request_of(verb, nbytes) for verb in VERBS} for nbytes in (64, 16 << 20))
+    for _ in range(50):
+        times = {}
+        for verb in VERBS:
+            small_s = draw.uniform(1e-3, 1e-2)
+            fixed_s = draw.uniform(0, 1) * small_s
+            times[verb] = VerbTimes(small[verb], small_s, whole[verb], fixed_s + draw.uniform(0.02, 0.2), fixed_s)
+        network, found = fitted(FOUR, profile, times)
+        assert max(found.efficiency_of.values()) == 1.0
+        assert min(found.op_us_of.values()) == pytest.approx(0.0, abs=1e-6)
+        for verb, of in times.items():
+            assert seconds_of(of.small, network, dataclasses.replace(found, hidden_of={})) == pytest.approx(
+                of.small_s, rel=0.02
+            )
+            if 0.0 < found.hidden_of[verb] < 1.0:
+                assert seconds_of(of.whole, network, found) == pytest.approx(of.whole_s, rel=0.02)
+
+
+@pytest.mark.parametrize("latency_us", [50.0, 1000.0, 20_000.0])
+def test_the_fit_finds_the_network_and_the_transport_that_made_the_times(latency_us: float) -> None:
+    true = dataclasses.replace(FOUR, bandwidth_gbps=1.0, latency_us=latency_us)
+    made_by = dataclasses.replace(
+        GLOO, efficiency_of={"all_to_all": 0.7}, op_us_of={"all_reduce": 300.0, "exchange": 100.0, "all_to_all": 200.0}
+    )
+    made_by = dataclasses.replace(made_by, op_us_of={"all_gather": 0.0, **made_by.op_us_of})
+    times = {}
+    for verb in VERBS:
+        small, part, whole = (request_of(verb, nbytes) for nbytes in (64, 8 << 20, 32 << 20))
+        small_s, part_s, whole_s = (seconds_of(request, true, made_by) for request in (small, part, whole))
+        times[verb] = VerbTimes(small, small_s, whole, whole_s, max(0.0, (4 * part_s - whole_s) / 3))
+    network, found = fitted(FOUR, GLOO, times)
+    assert network.latency_us == pytest.approx(latency_us, rel=0.01)
+    assert network.bandwidth_gbps == pytest.approx(1.0, rel=0.02)
+    for verb in VERBS:
+        for nbytes in (1 << 20, 4 << 20, 64 << 20):
+            request = request_of(verb, nbytes)
+            assert seconds_of(request, network, found) == pytest.approx(seconds_of(request, true, made_by), rel=0.05)
 
 
 @pytest.mark.parametrize(("fixed_s", "found_s"), [(0.0, 0.0), (0.002, 0.002), (0.009, 0.007)])
 def test_the_rate_of_a_verb_does_not_depend_on_what_a_small_one_takes(fixed_s: float, found_s: float) -> None:
-    class Link(_Timer):
-        def __init__(self) -> None:
-            self._device, self._buffers = torch.device("cpu"), [torch.zeros(0, dtype=torch.uint8) for _ in range(2)]
-
-        def seconds(self, request: Request, count: int = 1) -> float:
-            return fixed_s + request.wire_bytes() / 25e6
-
-    link, nbytes = Link(), 1 << 20
-    verbs = _Verbs(Communicator(0, 4), link)
+    link, nbytes = Link(fixed_s), 1 << 20
+    verbs = _Verbs(Communicator(2, 4), link)
     # A small one takes 7 ms, behind which all of the latency of a large one may be hidden.
-    seconds, s_per_byte = _line(verbs, link, "all_reduce", nbytes, 2, 0.007)
-    assert seconds == pytest.approx(found_s, abs=1e-9)
-    whole_s = fixed_s + 1.5 * nbytes / 25e6
-    assert s_per_byte * nbytes == pytest.approx(whole_s - found_s)
+    of = _times(verbs, link, "exchange", nbytes, 2, 0.007)
+    assert of.small_s == 0.007
+    assert of.fixed_s == pytest.approx(found_s, abs=1e-9)
+    assert of.whole_s == pytest.approx(fixed_s + nbytes / 25e6)
+    # Whichever rank measures, the requests are rank 0's, of which the simulator knows what they cost.
+    assert isinstance(of.whole, Exchange)
+    assert [peer for peer, _ in of.whole.sends] == [1, 3]
