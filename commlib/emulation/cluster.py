@@ -24,6 +24,7 @@ from types import TracebackType
 
 from commlib.emulation import hostrun, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess, HostResult, LineHandler
+from commlib.emulation.latency import Forwarder, check_latency, parse_latency
 from commlib.emulation.links import InterfaceCounters, Link, format_rate, parse_rate
 from commlib.emulation.netns import Namespace, check_requirements
 from commlib.errors import ConfigError
@@ -40,6 +41,11 @@ _MAX_CORRECTION = 0.05
 _PASS_S = (0.3, 0.6, 1.2)
 _PASS_PACKETS = 60
 _SEND_BUFFER_S = 0.02
+#: What is made room for on unshaped links with latency, in bit/s.
+_UNSHAPED_RATE = 1e10
+
+_RTT_TOLERANCE, _RTT_TOLERANCE_S = 0.05, 2e-4
+_RTT_ROUNDS, _MIN_RTT_ROUNDS, _RTT_S = 200, 15, 0.5
 
 _cluster_ids = itertools.count()
 
@@ -55,12 +61,14 @@ class EmulatedCluster:
         rate: Payload rate of each host's link in each direction: bit/s, or text such as ``"200mbit"``. None leaves the
             links unshaped.
         mtu: Largest packet in bytes, 1280 to 65535.
+        latency_us: Delay of every packet that arrives at a host, in microseconds: a round trip takes twice that longer.
 
     Raises:
-        ConfigError: If an argument makes no sense, or the machine lacks something (`check_requirements`).
+        ConfigError: If an argument makes no sense, or the machine lacks something (`check_requirements`; with a latency
+            also `check_latency`).
     """
 
-    def __init__(self, hosts: int, rate: str | float | None = None, mtu: int = 9000) -> None:
+    def __init__(self, hosts: int, rate: str | float | None = None, mtu: int = 9000, latency_us: float = 0.0) -> None:
         if not 2 <= hosts <= _MAX_HOSTS:
             raise ConfigError(f"an emulated cluster has 2 to {_MAX_HOSTS} hosts, got {hosts}")
         if not _MIN_MTU <= mtu <= _MAX_MTU:
@@ -68,13 +76,16 @@ class EmulatedCluster:
         self.hosts = hosts
         self.mtu = mtu
         self.asked_rate = parse_rate(rate)
+        self._latency_us = parse_latency(latency_us)
         missing = check_requirements()
         if missing:
             raise ConfigError("emulated hosts need what this machine lacks: " + "; ".join(missing))
+        _require_latency(self._latency_us)
         self._asked = [self.asked_rate] * hosts
         self._overhead = (mtu + 14) / (mtu - 52)  # Ethernet header against IPv4, TCP and TCP timestamps
         self._rates: tuple[float, ...] = ()
-        self._latency_s = math.nan
+        self._latency_s = self._own_rtt_s = math.nan
+        self._forwarder: Forwarder | None = None
         self._processes: list[HostProcess] = []
         self._port = _FIRST_PORT
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -89,6 +100,9 @@ class EmulatedCluster:
         try:
             self._reaper = netns.start_reaper([*self._hosts, self._hub])
             self._build()
+            self._own_rtt_s = self._measure_rtt(_RTT_ROUNDS)
+            if self._latency_us:
+                self._forwarder = Forwarder(self._hub, self._hosts, self._latency_us)
             self.calibrate()
         except BaseException:
             self.close()
@@ -105,6 +119,8 @@ class EmulatedCluster:
         """End every process on the hosts and remove the namespaces. May be called again."""
         hostrun.terminate(self._processes, self._hosts)
         self._processes.clear()
+        if self._forwarder is not None:
+            self._forwarder.close()
         for namespace in (*self._hosts, self._hub):
             namespace.delete()
         if self._reaper is not None and self._reaper.stdin is not None:
@@ -140,26 +156,64 @@ class EmulatedCluster:
         return self._latency_s
 
     @property
+    def latency_us(self) -> float:
+        """The asked delay of every packet that arrives at a host, in microseconds."""
+        return self._latency_us
+
+    @property
     def is_calibrated(self) -> bool:
-        """Whether every measured rate is within 2 % of the asked one. True for unshaped links."""
+        """Whether every measured rate is within 2 % of the asked one, and the round trip is what latency makes it.
+
+        Unshaped links have any rate. A round trip may be 5 %, or 0.2 ms where that is more, away from the machine's own
+        and twice the latency.
+        """
+        return self._has_rates() and self._has_latency()
+
+    def _has_rates(self) -> bool:
         return all(_is_within(rate, asked) for rate, asked in self._measured_links())
+
+    def _has_latency(self) -> bool:
+        asked_s = self._own_rtt_s + 2e-6 * self._latency_us
+        return not self._latency_us or abs(self._latency_s - asked_s) <= max(_RTT_TOLERANCE * asked_s, _RTT_TOLERANCE_S)
 
     def calibrate(self) -> tuple[float, ...]:
         """Measure every link of the idle cluster; where that misses the asked rate, correct the shapers and repeat.
 
         Returns:
-            The measured rates, as in `rates`. A warning is given when one is further than 2 % from what was asked.
+            The measured rates, as in `rates`. A warning is given when one is further than 2 % from what was asked, or
+            the round trip from what latency makes it (`is_calibrated`).
+
+        Raises:
+            TransportError: If the process that delays packets is dead.
         """
-        self._measure()
-        if not self.is_calibrated and self._correct():
-            self._measure()
-        first, second = self._hosts[:2]
-        self._latency_s = linkprobe.measure_rtt(first, second, self.address(1))
-        if not self.is_calibrated:
+        try:
+            self._measure_rates()
+            if not self._has_rates() and self._correct():
+                self._measure_rates()
+            self._measure_latency()
+        except OSError:
+            self._check_forwarder()
+            raise
+        if not self._has_rates():
             warnings.warn(f"emulated links are further than 2 % from the asked rate: {self}", stacklevel=2)
+        if not self._has_latency():
+            warnings.warn(f"the emulated round trip is not what the asked latency makes it: {self}", stacklevel=2)
         return self._rates
 
-    def _measure(self) -> None:
+    def _measure_latency(self) -> None:
+        """Measure the round trip; again, where a busy machine disturbed it."""
+        asked_s = self._own_rtt_s + 2e-6 * self._latency_us
+        rounds = max(_MIN_RTT_ROUNDS, min(_RTT_ROUNDS, int(_RTT_S / asked_s)))
+        for _ in _PASS_S:
+            self._latency_s = self._measure_rtt(rounds)
+            if self._has_latency():
+                break
+
+    def _measure_rtt(self, rounds: int) -> float:
+        first, second = self._hosts[:2]
+        return linkprobe.measure_rtt(first, second, self.address(1), rounds)
+
+    def _measure_rates(self) -> None:
         self._rates = tuple(self._measure_link(rank) for rank in range(self.hosts))
 
     def _measure_link(self, rank: int) -> float:
@@ -172,10 +226,12 @@ class EmulatedCluster:
         asked = self._asked_between(rank)
         send_buffer = int((asked or 1e12) * _SEND_BUFFER_S / 8)
         shortest_s = _PASS_PACKETS * 8 * self.mtu / (asked or math.inf)
+        rtt_s = 2e-6 * self._latency_us
+        latency = rtt_s, int(rtt_s * (asked or _UNSHAPED_RATE) / 8)
         goodput = 0.0
         for pass_s in _PASS_S:
             link = (self._hosts[rank], self._hosts[peer], self.address(peer))
-            goodput = linkprobe.measure_goodput(*link, max(pass_s, shortest_s), send_buffer)
+            goodput = linkprobe.measure_goodput(*link, max(pass_s, shortest_s), send_buffer, latency)
             if _is_within(goodput, asked):
                 break
         return goodput
@@ -210,6 +266,23 @@ class EmulatedCluster:
         self._asked[self._check_rank(rank)] = parse_rate(rate)
         self._links[rank].shape(self._asked[rank], self._overhead)
 
+    def set_latency(self, latency_us: float) -> None:
+        """Change the latency of all hosts at once; what runs on the hosts goes on, and packets stay in order.
+
+        Nothing is measured: `latency_s` stays until the next `calibrate`.
+        """
+        latency_us = parse_latency(latency_us)
+        if self._forwarder is not None:
+            self._forwarder.set(latency_us)
+        elif latency_us:
+            _require_latency(latency_us)
+            self._forwarder = Forwarder(self._hub, self._hosts, latency_us)
+        self._latency_us = latency_us
+
+    def _check_forwarder(self) -> None:
+        if self._forwarder is not None:
+            self._forwarder.check()
+
     def address(self, rank: int) -> str:
         """Return the IPv4 address of a host."""
         return f"{_SUBNET}.{self._check_rank(rank) + 1}"
@@ -222,9 +295,14 @@ class EmulatedCluster:
         """Describe the cluster in one line."""
         asked = "unshaped" if self.asked_rate is None else f"{format_rate(self.asked_rate)} asked"
         measured = f"{format_rate(min(self._rates))} to {format_rate(max(self._rates))}" if self._rates else "nothing"
+        latency = (
+            f"{2 * self._latency_us:.0f} us added, {self._own_rtt_s * 1e6:.0f} are this machine's own"
+            if self._latency_us
+            else "no latency is added: it is this machine's own"
+        )
         return (
             f"{self.hosts} emulated hosts, mtu {self.mtu}, {asked}, {measured} measured (TCP payload), "
-            f"round trip {self._latency_s * 1e6:.0f} us (no latency is added: it is this machine's own)"
+            f"round trip {self._latency_s * 1e6:.0f} us ({latency})"
         )
 
     def _check_rank(self, rank: int) -> int:
@@ -256,6 +334,7 @@ class EmulatedCluster:
             PeerFailure: If the command fails on a host. The others are ended at once; the message names the host, the
                 exit code and its last lines.
             PeerTimeout: If it takes longer than `timeout`. All are ended; the message names who still ran.
+            TransportError: If the process that delays packets dies. All are ended.
         """
         self._port += 1  # the former run's port may still be held by a process that is ending
         processes: list[HostProcess] = []
@@ -277,7 +356,8 @@ class EmulatedCluster:
         """Start a command on one host and return at once. It is ended, if it still runs, when the cluster is closed."""
         variables = {**os.environ, **self.environment(rank), **(env or {})}
         pinned = ["taskset", "--cpu-list", ",".join(map(str, self.processors(rank))), *cmd]
-        process = HostProcess(rank, self._hosts[rank], self.address(rank), pinned, variables, on_line)
+        host, check = self._hosts[rank], self._check_forwarder
+        process = HostProcess(rank, host, self.address(rank), pinned, variables, on_line, check)
         self._processes.append(process)
         return process
 
@@ -326,6 +406,12 @@ def _name_namespaces(hosts: int) -> tuple[Namespace, list[Namespace]]:
     names = [owner.name(f"{cluster_id}-{role}") for role in ("hub", *(f"host{rank}" for rank in range(hosts)))]
     hub, *others = [Namespace(name) for name in names]
     return hub, others
+
+
+def _require_latency(latency_us: float) -> None:
+    missing = check_latency() if latency_us else []
+    if missing:
+        raise ConfigError("emulated latency needs what this machine lacks: " + "; ".join(missing))
 
 
 def _is_within(rate: float, asked: float | None) -> bool:

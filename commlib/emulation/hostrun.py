@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ from commlib.emulation.netns import Namespace
 from commlib.errors import PeerFailure, PeerTimeout
 
 _POLL_S = 0.02
+_CHECK_S = 0.2
 _TERMINATE_S = 3.0
 _DRAIN_S = 2.0
 _TAIL_LINES = 15
@@ -36,7 +38,11 @@ class HostResult:
 
 
 class HostProcess:
-    """One process on one host. Its output is collected while it runs."""
+    """One process on one host. Its output is collected while it runs.
+
+    Attributes:
+        check: Called by who waits for it; raises an error when the hosts' network has ended.
+    """
 
     def __init__(
         self,
@@ -46,8 +52,10 @@ class HostProcess:
         cmd: Sequence[str],
         env: Mapping[str, str],
         on_line: LineHandler | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
+        self.check = check
         self._lines: list[str] = []
         self._on_line = on_line
         self._popen = subprocess.Popen(
@@ -102,16 +110,25 @@ class HostProcess:
 
         Raises:
             PeerTimeout: If it still runs then. It goes on running.
+            TransportError: If the hosts' network ends meanwhile. It goes on running.
         """
-        try:
-            returncode = self._popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            message = (
-                f"host {self.rank} still runs after {timeout} s (process {self.pid}); its last lines:\n{self.tail()}"
-            )
-            raise PeerTimeout(message) from None
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.has_ended(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
+            self.check()
+            if time.monotonic() >= deadline:
+                raise PeerTimeout(
+                    f"host {self.rank} still runs after {timeout} s (process {self.pid}); its last lines:\n{self.tail()}"
+                )
         self._reader.join(_DRAIN_S)  # a grandchild may hold the pipe open
-        return HostResult(self.rank, returncode, self.output)
+        return HostResult(self.rank, self._popen.returncode, self.output)
+
+    def has_ended(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds, and return whether it has ended."""
+        try:
+            self._popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def wait_all(processes: Sequence[HostProcess], timeout: float | None) -> list[HostResult]:
@@ -120,9 +137,11 @@ def wait_all(processes: Sequence[HostProcess], timeout: float | None) -> list[Ho
     Raises:
         PeerFailure: As soon as one ends otherwise; names it, its exit code and its last lines.
         PeerTimeout: If some still run after `timeout` seconds; names them and their last lines.
+        TransportError: As soon as the hosts' network ends.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while running := [process for process in processes if process.poll() is None]:
+        running[0].check()
         _raise_for_failures(processes)
         if deadline is not None and time.monotonic() > deadline:
             raise PeerTimeout(_timeout_message(running, len(processes), timeout))
@@ -162,4 +181,5 @@ def terminate(processes: Sequence[HostProcess], namespaces: Sequence[Namespace])
     for namespace in namespaces:
         namespace.kill_all()
     for process in processes:
-        process.wait(_DRAIN_S)
+        if process.has_ended(_DRAIN_S):
+            process.wait()

@@ -6,6 +6,7 @@ namespace, makes the socket and ends; the calling thread never leaves its own na
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -13,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 from commlib.emulation.netns import Namespace
@@ -23,7 +23,9 @@ _CLONE_NEWNET = 0x40000000
 _TIMEOUT_S = 15.0
 _CHUNK_BYTES = 1 << 16
 _MAX_SEND_BUFFER = 4 << 20
-_SO_SNDBUFFORCE = 32  # as SO_SNDBUF, for root beyond the machine's limit; Python's socket module lacks the name
+# As SO_SNDBUF and SO_RCVBUF, for root beyond the machine's limit; Python's socket module lacks the names.
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_SLOW_START_ROUNDS = 10
 
 _T = TypeVar("_T")
 
@@ -49,10 +51,17 @@ def in_namespace(namespace: Namespace, function: Callable[[], _T]) -> _T:
         return pool.submit(enter).result()
 
 
-@contextmanager
-def connected_pair(source: Namespace, target: Namespace, address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Give two connected sockets, one in `source` and one in `target`, whose IPv4 address is `address`."""
+@contextlib.contextmanager
+def connected_pair(
+    source: Namespace, target: Namespace, address: str, receive_buffer: int = 0
+) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Give two connected sockets, one in `source` and one in `target`, whose IPv4 address is `address`.
+
+    With `receive_buffer` the one in `target` has so many bytes to receive in; else the kernel chooses.
+    """
     with in_namespace(target, lambda: socket.create_server((address, 0))) as server:
+        if receive_buffer:
+            server.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
         port = server.getsockname()[1]
         client = in_namespace(source, lambda: socket.create_connection((address, port), timeout=_TIMEOUT_S))
         with client:
@@ -65,12 +74,17 @@ def connected_pair(source: Namespace, target: Namespace, address: str) -> Iterat
 
 
 def measure_goodput(
-    source: Namespace, target: Namespace, address: str, duration_s: float, send_buffer: int = _MAX_SEND_BUFFER
+    source: Namespace,
+    target: Namespace,
+    address: str,
+    duration_s: float,
+    send_buffer: int = _MAX_SEND_BUFFER,
+    latency: tuple[float, int] = (0.0, 0),
 ) -> float:
     """Return the payload rate of one TCP stream from `source` to `target`, in bit/s.
 
-    The stream runs for about `duration_s`; its first quarter (slow start, and the burst of an idle token bucket) is
-    left out.
+    The stream runs for about `duration_s`, after ten round trips for slow start; its first quarter (the burst of an
+    idle token bucket) is left out.
 
     Args:
         source: Where the stream is sent.
@@ -79,12 +93,17 @@ def measure_goodput(
         duration_s: Seconds to send for.
         send_buffer: Bytes of the sender's socket buffer: enough for the link to stay busy while the sender waits for a
             processor, and little enough that a slow link does not drain it for long after the last send.
+        latency: Seconds of a round trip, and the bytes that the link holds meanwhile, which both ends' buffers get too.
     """
-    send_buffer = min(max(send_buffer, 2 * _CHUNK_BYTES), _MAX_SEND_BUFFER)
-    with connected_pair(source, target, address) as (client, peer), ThreadPoolExecutor(max_workers=1) as pool:
+    rtt_s, in_flight = latency
+    send_buffer = min(max(send_buffer, 2 * _CHUNK_BYTES), _MAX_SEND_BUFFER) + in_flight
+    slow_start_s = _SLOW_START_ROUNDS * rtt_s
+    receive_buffer = 2 * send_buffer if in_flight else 0
+    pair = connected_pair(source, target, address, receive_buffer)
+    with pair as (client, peer), ThreadPoolExecutor(max_workers=1) as pool:
         client.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, send_buffer)
-        sender = pool.submit(_send_for, client, duration_s)
-        goodput = _receive(peer, warmup_s=duration_s / 4)
+        sender = pool.submit(_send_for, client, slow_start_s + duration_s)
+        goodput = _receive(peer, warmup_s=slow_start_s + duration_s / 4)
         sender.result()
     return goodput
 
@@ -116,12 +135,21 @@ def _receive(peer: socket.socket, warmup_s: float) -> float:
 
 
 def measure_rtt(source: Namespace, target: Namespace, address: str, num_rounds: int = 200) -> float:
-    """Return the median round-trip time of one byte between two threads' sockets, in seconds."""
-    with connected_pair(source, target, address) as (client, peer), ThreadPoolExecutor(max_workers=1) as pool:
+    """Return the median round-trip time of one byte between two threads' sockets, in seconds.
+
+    The threads run before all others where that is allowed: what is measured is the link, not who waits for a processor.
+    """
+    pool = ThreadPoolExecutor(max_workers=2, initializer=_run_first)
+    with connected_pair(source, target, address) as (client, peer), pool:
         echo = pool.submit(_echo, peer, num_rounds)
-        times_s = [_ping(client) for _ in range(num_rounds)]
+        times_s = pool.submit(lambda: [_ping(client) for _ in range(num_rounds)]).result()
         echo.result()
     return statistics.median(times_s)
+
+
+def _run_first() -> None:
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
 def _echo(peer: socket.socket, num_rounds: int) -> None:
