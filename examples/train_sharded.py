@@ -41,7 +41,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="steps between validations (and checkpoints)")
     parser.add_argument("--checkpoint", help="directory: resume from it if it has one, save to it at every validation")
     parser.add_argument("--losses", help="file: one JSON row per validation, written by rank 0")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.algorithm == "hsdp" and args.checkpoint:
+        parser.error("--checkpoint: a model that commlib does not wrap is saved by torch's own means")
+    return args
 
 
 def shard(model: GPT, mesh: DeviceMesh) -> GPT:

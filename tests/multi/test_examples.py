@@ -178,3 +178,21 @@ def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
 def _write_half(state, file) -> None:
     file.write(b"half")
     raise OSError("disk full")
+
+
+@pytest.mark.slow
+def test_sharded_islands_learn_and_resume_bit_for_bit(tmp_path):
+    def run(steps, place, *options):
+        options = options or ("--algorithm", "diloco", "--period", 5, "--checkpoint", tmp_path / place)
+        options = ("--steps", steps, "--every", 12, "--losses", tmp_path / f"{place}.log", *options)
+        exits = forked("train_sharded.py", *options, ranks=4)
+        assert [rank.returncode for rank in exits] == [0, 0, 0, 0], exits
+        return [json.loads(line) for line in (tmp_path / f"{place}.log").read_text().splitlines()]
+
+    whole = run(24, "whole")
+    run(12, "resumed")
+    assert run(24, "resumed") == whole
+    assert [row["step"] for row in whole] == [12, 24]
+    assert whole[1]["bits"] < whole[0]["bits"] < 8.0  # of a byte that is not predicted at all
+    # torch's own averages between the islands, of gradients in every step, begin alike.
+    assert run(12, "hsdp", "--algorithm", "hsdp")[0]["bits"] == pytest.approx(whole[0]["bits"], rel=0.1)

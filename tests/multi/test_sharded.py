@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -410,6 +411,32 @@ def test_compressed_averages_are_within_the_bound_of_the_codec() -> None:
     assert pair.step(0) < 2 / 127
     exact = Pair(mesh, fsdp(seeded(Net), mesh), 4, algorithm=commlib.algorithms.TopK(ratio=1.0))
     assert exact.step(0) < 1e-5
+
+
+class Flagged(commlib.algorithms.AllReduce):
+    """Says when its first bucket is communicated."""
+
+    begun: ClassVar[threading.Event] = threading.Event()
+
+    def communicate(self, bucket: Any, comm: Any) -> Any:
+        self.begun.set()
+        yield from super().communicate(bucket, comm)
+
+
+@on_ranks(4)
+def test_buckets_leave_while_backward_runs() -> None:
+    mesh = mesh_of(2, 2)
+    pair = Pair(mesh, fsdp(seeded(Net), mesh), 4, algorithm=Flagged())
+    pair.step(0)
+    Flagged.begun.clear()
+    left: list[bool] = []
+
+    def wait(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: left.append(Flagged.begun.wait(20)))
+
+    pair.model.first.register_forward_hook(wait)
+    assert pair.step(1) < 1e-5
+    assert left == [True]  # before the first layer's backward, which is the last
 
 
 @on_ranks(4)
