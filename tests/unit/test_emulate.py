@@ -80,7 +80,8 @@ def made_up(workload: Any, targets: Any, systems: Any, setting: Any, progress: A
     rows = [emulation.Measurement("none", 0.25, None, (0.25, 0.25), "none")]
     rows += [emulation.Measurement(system, 0.5, 0.4, (0.5, 0.5), system) for system in systems]
     links = f"{setting.hosts} emulated hosts"
-    return [emulation.Emulation("", rate_bps, None, links, 0.25, tuple(rows), {}) for rate_bps in targets]
+    found = {"links": links, "compute_s": 0.25, "rows": tuple(rows), "found": {}, "latency_us": setting.latency_us}
+    return [emulation.Emulation("", rate_bps, None, rtt_s=1e-3, **found) for rate_bps in targets]
 
 
 ASKED = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd"]
