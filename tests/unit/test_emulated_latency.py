@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -119,6 +120,31 @@ class TestLatency:
             value, elapsed_s = map(float, result.output.split()[-2:])
             assert value == 4.0
             assert elapsed_s > 0.035
+
+
+@needs_latency
+def test_the_benchmark_times_collectives_with_latency(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--hosts", "2", "--latencies-us", "2000", "--sizes", "4,65536", "--reps", "2", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/latency.py", *options],
+        capture_output=True,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {(row["verb"], row["bytes"]): row for row in json.loads(out.read_text())["rows"]}
+    verbs = ["all_reduce", "all_gather", "all_to_all", "broadcast", "exchange"]
+    assert list(rows) == [("barrier", 0), *((verb, nbytes) for verb in verbs for nbytes in (4, 65536))]
+    for (verb, nbytes), row in rows.items():
+        assert (row["hosts"], row["rate"], row["latency_us"], len(row["times_s"])) == (2, "1gbit", 2000.0, 2)
+        assert row["seconds"] >= 1.8e-3  # one way at least
+        assert row["predicted_s"] is None if verb == "barrier" else row["predicted_s"] > 0
+        assert f"{verb} " in done.stdout
+        assert f"{nbytes:,} " in done.stdout
+    assert rows["all_reduce", 4]["seconds"] >= 3.6e-3  # there and back
 
 
 def _datagrams() -> socket.socket:
