@@ -180,5 +180,5 @@ def terminate(processes: Sequence[HostProcess], namespaces: Sequence[Namespace])
     for namespace in namespaces:
         namespace.kill_all()
     for process in processes:
-        if process.has_ended(_DRAIN_S):
-            process.wait()
+        process.has_ended(_DRAIN_S)
+        process.wait(0)
