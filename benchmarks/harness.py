@@ -38,16 +38,27 @@ class Place:
         ranks: How many.
         emulated: Whether each has a host of its own in a network namespace; otherwise all share loopback.
         rate: Rate of the emulated links, for example "200mbit"; None for unshaped ones.
+        latency_us: One-way latency that is added between emulated hosts, in microseconds.
     """
 
     ranks: int
     emulated: bool = False
     rate: str | None = None
+    latency_us: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.ranks} hosts at {self.rate or 'full rate'}" if self.emulated else f"{self.ranks} ranks on loopback"
-        )
+        if not self.emulated:
+            return f"{self.ranks} ranks on loopback"
+        latency = f", {self.latency_us:g} us added one way" if self.latency_us else ", no latency added"
+        return f"{self.ranks} hosts at {self.rate or 'full rate'}{latency}"
+
+    def folder(self) -> tempfile.TemporaryDirectory[str]:
+        """Make a temporary folder; what a killed emulation leaves is removed by the next one."""
+        if not self.emulated:
+            return tempfile.TemporaryDirectory()
+        from commlib.emulation.netns import temporary_folder  # lazily: loopback does without commlib
+
+        return temporary_folder()
 
 
 def add_worker_options(parser: argparse.ArgumentParser, timeout_s: float, what: str) -> None:
@@ -80,14 +91,16 @@ def run_workers(
     Raises:
         WorkerError: A rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with place.folder() as folder:
         paths = {key: str(pathlib.Path(folder) / f"{key}.json") for key in ("spec", "result", "progress")}
         spec = {**spec, **paths}
         pathlib.Path(paths["spec"]).write_text(json.dumps(spec))
         env = {"OMP_NUM_THREADS": str(spec["threads"]), **(env or {})}
         with _follow(pathlib.Path(paths["progress"]), num_steps):
             if place.emulated:
-                links = launch.run_emulated(place.ranks, place.rate, _WORKER, [paths["spec"]], env, spec["timeout"])
+                links = launch.run_emulated(
+                    place.ranks, place.rate, _WORKER, [paths["spec"]], env, spec["timeout"], place.latency_us
+                )
             else:
                 links = "loopback"
                 launch.run_local(place.ranks, _WORKER, [paths["spec"]], env, spec["timeout"])

@@ -13,7 +13,6 @@ import argparse
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from commlib.emulation.cluster import EmulatedCluster
+from commlib.emulation.netns import temporary_folder
 from commlib.errors import CommlibError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import GLOO, Links
@@ -140,7 +140,7 @@ def work(spec: dict[str, Any]) -> None:
 def measure(args: argparse.Namespace, latency_us: float) -> tuple[str, list[dict[str, Any]]]:
     """Return the links in words, and the rows at one latency."""
     rate = None if args.rate == "none" else args.rate
-    with EmulatedCluster(args.hosts, rate, latency_us=latency_us) as cluster, tempfile.TemporaryDirectory() as folder:
+    with EmulatedCluster(args.hosts, rate, latency_us=latency_us) as cluster, temporary_folder() as folder:
         result = pathlib.Path(folder) / "result.json"
         spec = {
             "sizes": args.sizes,

@@ -45,7 +45,13 @@ def run_local(num_ranks: int, script: pathlib.Path, args: list[str], env: dict[s
 
 
 def run_emulated(
-    hosts: int, rate: str | None, script: pathlib.Path, args: list[str], env: dict[str, str], timeout: float
+    hosts: int,
+    rate: str | None,
+    script: pathlib.Path,
+    args: list[str],
+    env: dict[str, str],
+    timeout: float,
+    latency_us: float = 0.0,
 ) -> str:
     """Run `script` on emulated hosts, one rank each; returns the description of their links.
 
@@ -55,7 +61,7 @@ def run_emulated(
     from commlib.emulation.cluster import EmulatedCluster
     from commlib.errors import TransportError
 
-    with EmulatedCluster(hosts=hosts, rate=rate) as cluster:
+    with EmulatedCluster(hosts=hosts, rate=rate, latency_us=latency_us) as cluster:
         try:
             cluster.run([sys.executable, str(script), *args], env=env, timeout=timeout)
         except TransportError as error:

@@ -39,7 +39,10 @@ def step_rows(result: dict[str, Any]) -> list[str]:
 
 def place(row: dict[str, Any]) -> str:
     """Return where a row was measured: how many emulated hosts at which rate, or how many ranks on loopback."""
-    return f"{row['hosts']} hosts, {row['rate']}" if row["rate"] else f"{row['ranks']} ranks, loopback"
+    if not row["rate"]:
+        return f"{row['ranks']} ranks, loopback"
+    latency = f", {row['latency_us']:g} us" if row.get("latency_us") else ""
+    return f"{row['hosts']} hosts, {row['rate']}{latency}"
 
 
 def megabytes(row: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes on loopback; 1 measures the engine's overhead")
     parser.add_argument("--hosts", type=int, help="emulated hosts, one rank each, instead of --ranks")
     parser.add_argument("--rate", help="rate of the emulated links, for example 200mbit or 1gbit")
+    parser.add_argument("--latency-us", type=float, default=0.0, help="one-way latency added between emulated hosts")
     parser.add_argument(
         "--network", help="for a shrunk- model instead of --rate: the network of `commlib compare` to equal"
     )
@@ -51,8 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args(argv)
-    if (args.rate or args.network) and not args.hosts:
-        parser.error("--rate and --network shape emulated links: give --hosts too")
+    if (args.rate or args.network or args.latency_us) and not args.hosts:
+        parser.error("--rate, --network and --latency-us shape emulated links: give --hosts too")
     if args.network:
         args.rate = _equivalent_rate(parser, args)
     try:
@@ -98,7 +99,7 @@ def _num_steps(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all systems; returns the content of the result file."""
-    place = Place(args.hosts or args.ranks, emulated=bool(args.hosts), rate=args.rate)
+    place = _place(args)
     keys = ("model", "device", "threads", "seed", "timeout", "block", "warmup", "reps", "memory_steps")
     spec = {key: getattr(args, key) for key in keys}
     timed = harness.run_workers(place, {**spec, "mode": "time", "systems": args.systems}, args.num_steps)
@@ -109,6 +110,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "sweep": _sweep_summary(timed["systems"]) if args.sweep else None,
         "rows": rows(timed["systems"], memory, place, args.model, args.ddp_all),
     }
+
+
+def _place(args: argparse.Namespace) -> Place:
+    return Place(args.hosts or args.ranks, bool(args.hosts), args.rate, args.latency_us)
 
 
 def _memory(args: argparse.Namespace, place: Place, spec: dict[str, Any], timed: dict[str, Any]) -> dict[str, float]:
@@ -143,6 +148,7 @@ def rows(
             "hosts": place.ranks if place.emulated else 1,
             "ranks": place.ranks,
             "rate": place.rate,
+            "latency_us": place.latency_us,
             "model": model,
             "step_s": step_s,
             "reference": reference,
@@ -211,7 +217,7 @@ def table(result: dict[str, Any], place: str) -> Table:
 
 def main() -> None:
     args = parse_args()
-    place = Place(args.hosts or args.ranks, bool(args.hosts), args.rate)
+    place = _place(args)
     with harness.ending_on_errors():
         result = measure(args)
     harness.print_table(table(result, str(place)))

@@ -110,7 +110,9 @@ class _Overrides:
     nodes: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
     gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
     bandwidth_gbps: Annotated[float | None, typer.Option(help="Of a node's adapter, instead of the network's.")] = None
-    latency_us: Annotated[float | None, typer.Option(help="Between nodes, instead of the network's.")] = None
+    latency_us: Annotated[
+        float | None, typer.Option(help="Between nodes, instead of the network's. With --emulate: added between hosts.")
+    ] = None
     intra_gbps: Annotated[float | None, typer.Option(help="Of a rank inside its node, instead of the network's.")] = (
         None
     )

@@ -198,11 +198,13 @@ def _processor_name() -> str:
 
 
 def _emulated_hosts() -> Iterator[Finding]:
-    from commlib.emulation import check_requirements
+    from commlib.emulation import check_latency, check_requirements
 
     missing = check_requirements()
     if not missing:
-        yield Finding("machine", "emulated hosts", "ok", "root, iproute2 and the kernel's features are there")
+        lacking = check_latency()
+        latency = f"; latency cannot be emulated, for want of {', '.join(lacking)}" if lacking else ""
+        yield Finding("machine", "emulated hosts", "ok", f"root, iproute2 and the kernel's features are there{latency}")
         return
     fix = "Needed only for benchmarks on emulated hosts: run as root; Debian, Ubuntu: apt-get install iproute2."
     yield Finding("machine", "emulated hosts", "absent", f"missing: {', '.join(missing)}", fix)

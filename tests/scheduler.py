@@ -11,6 +11,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 TOGETHER = {
     "tests/unit/test_emulated.py": "hosts",
     "tests/unit/test_emulate.py": "hosts",
+    "tests/unit/test_emulated_latency.py": "hosts",
     "tests/multi/test_wire_bytes.py": "hosts",
     "tests/unit/test_aarch64.py": "aarch64",
     "tests/unit/test_release.py": "releases",

@@ -7,5 +7,6 @@ from commlib.emulation.cluster import (
     check_requirements,
     parse_rate,
 )
+from commlib.emulation.latency import check_latency
 
-__all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_requirements", "parse_rate"]
+__all__ = ["EmulatedCluster", "HostResult", "InterfaceCounters", "check_latency", "check_requirements", "parse_rate"]

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.emulation.cluster import EmulatedCluster, parse_rate
+from commlib.emulation.netns import temporary_folder
 from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
@@ -66,6 +66,7 @@ class Setting:
         reps: Timed blocks of each system.
         block: Steps in a block; whole periods of an algorithm where that is more.
         timeout_s: Of all systems at one rate.
+        latency_us: One-way latency that is added between the hosts. It is not scaled, as the rate is.
     """
 
     hosts: int = 4
@@ -75,6 +76,7 @@ class Setting:
     reps: int = 3
     block: int = 3
     timeout_s: float = 7200.0
+    latency_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Emulation:
         network: The name of the network that the rate stands for, or "".
         rate_bps: Of each host's link, in bit/s of payload.
         scale: That network's bandwidth divided by the rate; None where the rate was given.
+        latency_us: Added between the hosts, one way, in microseconds; the network's own is not.
+        rtt_s: Seconds of a round trip between the hosts, as measured.
         links: The emulated cluster in words.
         compute_s: A step without communication, on all hosts at once.
         rows: The systems.
@@ -118,6 +122,8 @@ class Emulation:
     network: str
     rate_bps: float
     scale: float | None
+    latency_us: float
+    rtt_s: float
     links: str
     compute_s: float
     rows: tuple[Measurement, ...]
@@ -151,7 +157,7 @@ def emulate(
             _create(name)
     small = shrunk(workload, setting)
     results = []
-    with EmulatedCluster(setting.hosts) as cluster, tempfile.TemporaryDirectory() as folder:
+    with EmulatedCluster(setting.hosts, latency_us=setting.latency_us) as cluster, temporary_folder() as folder:
         progress("a step without communication")
         alone = _run(cluster, Path(folder), small, ["none"], setting)
         for target in targets:
@@ -172,6 +178,8 @@ def emulate(
                     network="" if is_rate else target.name,
                     rate_bps=rate_bps,
                     scale=None if is_rate else target.bytes_per_s * 8 / rate_bps,
+                    latency_us=cluster.latency_us,
+                    rtt_s=cluster.latency_s,
                     links=str(cluster),
                     compute_s=next(row["step_s"] for row in found["rows"] if row["system"] == "none"),
                     rows=tuple(Measurement(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
@@ -233,6 +241,8 @@ def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json:
     setting = Setting(hosts=hosts)
     if selection.bucket_cap_mb is not None:
         setting = dataclasses.replace(setting, bucket_cap_mb=selection.bucket_cap_mb)
+    if selection.overrides.get("latency_us") is not None:
+        setting = dataclasses.replace(setting, latency_us=selection.overrides["latency_us"])
     console = Console(stderr=as_json)
     with console.status("emulated hosts") as status:
         found = emulate(workloads.get(selection.workload), targets, ["ddp", *labels], setting, status.update)
@@ -247,7 +257,7 @@ def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json:
 def _targets(selection: Selection, rates: str | None) -> list[Network | float]:
     if rates is None:
         return [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
-    if any(value is not None for value in selection.overrides.values()):
+    if any(value is not None for name, value in selection.overrides.items() if name != "latency_us"):
         raise ConfigError("--rate: expected no options of the network beside it, as the rate replaces the network")
     return [parse_rate(rate.strip()) for rate in rates.split(",")]  # pyright: ignore[reportReturnType]
 
@@ -256,7 +266,10 @@ def table(workload: str, emulation: Emulation) -> Table:
     """Return an emulation as a table for the terminal."""
     name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
     scale = "" if emulation.scale is None else f", 1/{emulation.scale:.0f} of the network's"
-    shown = Table(title=name + scale, title_justify="left", caption=emulation.links, caption_justify="left")
+    caption = emulation.links
+    if emulation.network:
+        caption += f"; a message takes {emulation.rtt_s * 5e5:.0f} us one way, whatever {emulation.network}'s latency"
+    shown = Table(title=name + scale, title_justify="left", caption=caption, caption_justify="left")
     for column in ("system", "step ms", "simulated ms", "error", "times DDP"):
         shown.add_column(column, justify="left" if column == "system" else "right")
     ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)

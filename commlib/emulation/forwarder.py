@@ -138,7 +138,9 @@ def _forward(queues: list[_Queue]) -> None:
     now_s = before_s = time.monotonic()
     while True:
         next_s = min(queue.next_s for queue in queues)
-        readable, _, _ = select.select(descriptors, [], [], None if next_s == float("inf") else max(0.0, next_s - now_s))
+        readable, _, _ = select.select(
+            descriptors, [], [], None if next_s == float("inf") else max(0.0, next_s - now_s)
+        )
         now_s = time.monotonic()
         for descriptor in readable:
             if descriptor in by_descriptor:

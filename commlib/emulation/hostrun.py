@@ -116,9 +116,8 @@ class HostProcess:
         while not self.has_ended(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
             self.check()
             if time.monotonic() >= deadline:
-                raise PeerTimeout(
-                    f"host {self.rank} still runs after {timeout} s (process {self.pid}); its last lines:\n{self.tail()}"
-                )
+                said = f"its last lines:\n{self.tail()}"
+                raise PeerTimeout(f"host {self.rank} still runs after {timeout} s (process {self.pid}); {said}")
         self._reader.join(_DRAIN_S)  # a grandchild may hold the pipe open
         return HostResult(self.rank, self._popen.returncode, self.output)
 
@@ -181,5 +180,5 @@ def terminate(processes: Sequence[HostProcess], namespaces: Sequence[Namespace])
     for namespace in namespaces:
         namespace.kill_all()
     for process in processes:
-        if process.has_ended(_DRAIN_S):
-            process.wait()
+        process.has_ended(_DRAIN_S)
+        process.wait(0)

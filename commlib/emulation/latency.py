@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -55,6 +54,11 @@ class Forwarder:
         self._popen = subprocess.Popen(
             hub.wrap(command), stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._stdin, self._stdout, self._stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        self._said = ""
         try:
             self.set(latency_us)
             for host in hosts:
@@ -77,12 +81,10 @@ class Forwarder:
         Raises:
             TransportError: If the process is dead.
         """
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(f"{latency_us}\n")
-            self._popen.stdin.flush()
-        if self._popen.stdout.readline() != "ready\n":
+            self._stdin.write(f"{latency_us}\n")
+            self._stdin.flush()
+        if self._stdout.readline() != "ready\n":
             self._popen.wait(_END_S)
             self.check()
 
@@ -95,25 +97,24 @@ class Forwarder:
         code = self._popen.poll()
         if code is None:
             return
-        assert self._popen.stderr is not None
-        said = "" if self._popen.stderr.closed else self._popen.stderr.read().strip()
+        self._said = self._said or self._stderr.read().strip()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise TransportError(
             f"the forwarder that delays the packets of emulated hosts (process {self.pid}) {how}"
-            f"{': ' + said if said else ''}; no host receives anything without it"
+            f"{': ' + self._said if self._said else ''}; no host receives anything without it"
         )
 
     def close(self) -> None:
         """End the process. May be called again."""
-        for stream in (self._popen.stdin, self._popen.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()  # which ends it
         try:
             self._popen.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+        self._stdout.close()
+        self._stderr.close()
 
 
 def _hook(host: Namespace) -> None:

@@ -137,7 +137,7 @@ def _receive(peer: socket.socket, warmup_s: float) -> float:
 def measure_rtt(source: Namespace, target: Namespace, address: str, num_rounds: int = 200) -> float:
     """Return the median round-trip time of one byte between two threads' sockets, in seconds.
 
-    The threads run before all others where that is allowed: what is measured is the link, not who waits for a processor.
+    The threads run before all others where that is allowed: what is measured is the link, not the wait for a processor.
     """
     pool = ThreadPoolExecutor(max_workers=2, initializer=_run_first)
     with connected_pair(source, target, address) as (client, peer), pool:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Owner:
         return _start_time(self.pid) == self.start
 
     def name(self, suffix: str) -> str:
-        """Return the name of a namespace of this owner."""
+        """Return the name of a namespace, or of a temporary folder, of this owner."""
         return f"{_PREFIX}-{self.pid}-{self.start}-{suffix}"
 
 
@@ -150,8 +151,21 @@ def owned_namespaces() -> list[tuple[Owner, Namespace]]:
     return [(Owner(int(match[1]), int(match[2])), Namespace(name)) for match, name in found if match]
 
 
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary folder that is removed with the object, or by `sweep_stale` if this process is killed."""
+    return tempfile.TemporaryDirectory(prefix=Owner.current().name(""))
+
+
+def _sweep_folders() -> None:
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        match = _NAME.match(folder.name)
+        if match and not Owner(int(match[1]), int(match[2])).is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep_stale() -> list[str]:
-    """Remove the namespaces, and kill their processes, whose owner is dead. Return their names."""
+    """Remove what is left of dead owners: namespaces with their processes, folders. Return the namespaces' names."""
+    _sweep_folders()
     stale = [namespace for owner, namespace in owned_namespaces() if not owner.is_alive()]
     for namespace in stale:
         # The owner's reaper, or another run, may be removing the same one at this moment.

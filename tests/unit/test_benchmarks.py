@@ -219,7 +219,8 @@ def measured(name: str, *blocks_s: float) -> dict:
 
 def test_rows_of_step():
     timed = {"none": measured("none", 1.0, 2.0), "commlib:allreduce@4": measured("commlib:allreduce@4", 1.5, 3.0)}
-    place = Place(4, emulated=True, rate="200mbit")
+    place = Place(4, emulated=True, rate="200mbit", latency_us=5000.0)
+    assert str(place) == "4 hosts at 200mbit, 5000 us added one way"
     bare, row = step.rows(timed, {"none": 100, "commlib:allreduce@4": 120}, place, "cnn", to_best_ddp=False)
     assert (bare["ratio"], bare["exposed_s"], bare["algorithm"]) == (1.0, 0.0, None)
     assert (row["algorithm"], row["hosts"], row["ranks"], row["rate"], row["model"]) == (
@@ -230,6 +231,8 @@ def test_rows_of_step():
         "cnn",
     )
     assert (row["ratio"], row["ratio_lo"], row["ratio_hi"], row["exposed_s"]) == (1.5, 1.5, 1.5, 0.75)
+    assert row["latency_us"] == 5000.0
+    assert report.place(row) == "4 hosts, 200mbit, 5000 us"
     assert (row["wire_bytes"], row["wire_packets"], row["peak_bytes"], row["step_s"]) == (8.0, 2.0, 120, 2.25)
 
 
@@ -345,7 +348,7 @@ def test_arguments():
     assert len(step.parse_args(["--ddp-all"]).systems) == 11
 
 
-@pytest.mark.parametrize("arguments", [["--rate", "1gbit"], ["--systems", "ddp:nope"], ["--model", "nope"]])
+@pytest.mark.parametrize("arguments", [["--rate", "1gbit"], ["--latency-us", "9"], ["--systems", "ddp:nope"], ["--model", "nope"]])
 def test_wrong_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         step.parse_args(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from typing import Any
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from commlib.cli import app
+from commlib.emulation import check_latency, check_requirements
 from commlib.emulation import experiment as emulation
-from commlib.emulation.cluster import check_requirements
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 
@@ -75,12 +76,16 @@ def test_an_unknown_system_is_an_error_before_anything_starts() -> None:
         emulation.emulate(workloads.get("vgg16"), [1e8], ["bytegrd"], SETTING)
 
 
+MADE_UP: dict[str, Any] = {"links": "2 emulated hosts", "compute_s": 0.25, "rows": (), "found": {}}
+
+
 def made_up(workload: Any, targets: Any, systems: Any, setting: Any, progress: Any) -> list[emulation.Emulation]:
     """Stand in for `emulate`."""
     rows = [emulation.Measurement("none", 0.25, None, (0.25, 0.25), "none")]
     rows += [emulation.Measurement(system, 0.5, 0.4, (0.5, 0.5), system) for system in systems]
     links = f"{setting.hosts} emulated hosts"
-    return [emulation.Emulation("", rate_bps, None, links, 0.25, tuple(rows), {}) for rate_bps in targets]
+    found = {**MADE_UP, "links": links, "rows": tuple(rows), "latency_us": setting.latency_us}
+    return [emulation.Emulation("", rate_bps, None, rtt_s=1e-3, **found) for rate_bps in targets]
 
 
 ASKED = ["compare", "--emulate", "--hosts", "2", "--rate", "200mbit", "--algorithms", "signsgd"]
@@ -101,6 +106,30 @@ def test_the_command_measures_what_it_is_asked_for_and_prints_it(
         lines = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
         assert ["signsgd", "500.0", "400.0", "-20.0%", "1.00"] in lines
         assert ["none", "250.0", "2.00"] in lines
+
+
+def test_the_command_adds_latency_at_a_rate_and_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulation, "emulate", made_up)
+    result = CliRunner().invoke(app, [*ASKED, "--latency-us", "5000", "--json"])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert (found["latency_us"], found["rtt_s"]) == (5000.0, 1e-3)
+    for_a_network = emulation.Emulation("10gbps", 1e8, 50.0, rtt_s=1e-2, **{**MADE_UP, "latency_us": 5000.0})
+    assert emulation.table("vgg16", for_a_network).caption == (
+        "2 emulated hosts; a message takes 5000 us one way, whatever 10gbps's latency"
+    )
+
+
+@needs_hosts
+@pytest.mark.skipif(bool(check_latency()), reason="; ".join(check_latency()))
+def test_hosts_have_the_latency_that_was_asked_for() -> None:
+    setting = dataclasses.replace(SETTING, latency_us=4000.0)
+    (found,) = emulation.emulate(workloads.get("vgg16"), [200e6], ["ddp"], setting)
+    assert found.latency_us == 4000.0
+    assert found.rtt_s > 7e-3
+    assert found.found["network"]["latency_us"] > 3000  # what the ranks themselves have probed
+    rows = {row.system: row for row in found.rows}
+    assert rows["ddp"].step_s - rows["none"].step_s > 8e-3  # an all-reduce cannot take less than a round trip
 
 
 @pytest.mark.slow
