@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import select
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ _FORWARDER = Path(__file__).with_name("forwarder.py")
 _RULE = ("-w", "-t", "mangle", "-A", "PREROUTING", "-i", "eth0", "-j", "NFQUEUE", "--queue-num", "0")
 _BACKENDS = ("iptables", "iptables-legacy")
 _MAX_US = 10e6
-_END_S = 3.0
+_END_S, _ANSWER_S = 3.0, 10.0
 
 
 def parse_latency(latency_us: float) -> float:
@@ -79,11 +80,13 @@ class Forwarder:
         """Delay what arrives from now on by `latency_us`; packets stay in order.
 
         Raises:
-            TransportError: If the process is dead.
+            TransportError: If the process is dead, or does not answer.
         """
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(f"{latency_us}\n")
             self._stdin.flush()
+        if not select.select([self._stdout], [], [], _ANSWER_S)[0]:
+            raise TransportError(f"the forwarder (process {self.pid}) did not answer within {_ANSWER_S:g} s")
         if self._stdout.readline() != "ready\n":
             self._popen.wait(_END_S)
             self.check()

@@ -30,7 +30,8 @@ In a binomial tree the root sends to all its children at once, which share its l
 trip: f = window / (2 L), times the connections between two ranks of a ring or a tree.
 
 [Note: handshakes] Where the receiver's word that it is ready must arrive before the data leaves, a message takes the
-time of two, so L and l count twice. The receivers of a broadcast wait from the beginning.
+time of two, so L and l count twice. The receivers of a broadcast wait from the beginning: only the first message comes
+after their word.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _chain(group: Group, nbytes: float) -> Move:
 def _binomial(group: Group, nbytes: float) -> Move:
     rounds, local_rounds = _log2(group.p), _log2(group.q)
     sent, local = (k * (k + 1) / 2 * nbytes for k in (rounds, local_rounds))
-    hops = (rounds / group.delays, local_rounds / group.delays)  # no handshake: the receivers are waiting
+    hops = tuple((k + group.delays - 1) / group.delays for k in (rounds, local_rounds))  # [Note: handshakes]
     return _in_series(group.move(sent, local, hops, rounds + local_rounds, flow=rounds * nbytes))
 
 
