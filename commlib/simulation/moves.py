@@ -192,8 +192,10 @@ def _chain(group: Group, nbytes: float) -> Move:
 def _binomial(group: Group, nbytes: float) -> Move:
     rounds, local_rounds = _log2(group.p), _log2(group.q)
     sent, local = (k * (k + 1) / 2 * nbytes for k in (rounds, local_rounds))
-    hops = tuple((k + group.delays - 1) / group.delays for k in (rounds, local_rounds))  # [Note: handshakes]
-    return _in_series(group.move(sent, local, hops, rounds + local_rounds, flow=rounds * nbytes))
+    hops = (rounds / group.delays, local_rounds / group.delays)
+    move = group.move(sent, local, hops, rounds + local_rounds, flow=rounds * nbytes)
+    word_s = (group.delays - 1) * group.slowest_s  # [Note: handshakes]
+    return _in_series(replace(move, latency_s=move.latency_s + word_s))
 
 
 def _pairwise(group: Group, nbytes: float) -> Move:
