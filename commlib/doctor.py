@@ -80,8 +80,10 @@ def show(findings: list[Finding]) -> None:
         if finding.topic != last_topic:
             tables.show([finding.topic], console, "bold")
         last_topic = finding.topic
-        start = f"  {tables.kept(finding.name.ljust(names))}  {tables.kept(finding.status.ljust(6))}  "
-        lines = tables.wrapped(start + finding.value, console.width, " " * (names + 12))
+        line = f"  {finding.name:{names}}  {finding.status:6}  {finding.value}"
+        column = names + 12
+        has_room = all(len(word) <= console.width - column for word in finding.value.split())
+        lines = tables.wrapped(line, console.width, " " * column if has_room else "    ")
         tables.show(lines, console, _STYLES[finding.status])
     for finding in findings:
         if finding.fix:

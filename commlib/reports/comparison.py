@@ -131,7 +131,8 @@ class _Case:
         for label, algorithm in named.items():
             if isinstance(algorithm, Auto):
                 algorithm = self._choice(algorithm, exactness, run_all)
-                label += f": {algorithm.name}" + "(hierarchical=True)" * algorithm.channel.hierarchical
+                is_hierarchical = getattr(algorithm.channel, "hierarchical", False)
+                label += f": {algorithm.name}" + "(hierarchical=True)" * is_hierarchical
             chosen[label] = algorithm
         return chosen
 
@@ -199,8 +200,8 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     _say(
         f"{workload.name} ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
         f"{workload.optimizer}, {workload.step_s * 1e3:.1f} ms a step alone on {comparison.device.name}) on "
-        f"{network.name}: {network.nodes} x {network.gpus_per_node} ranks, {network.bandwidth_gbps:g} Gbit/s, "
-        f"{network.latency_us:g} us",
+        f"{network.name}: {tables.kept(f'{network.nodes} x {network.gpus_per_node} ranks')}, "
+        f"{network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us",
         console,
     )
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:

@@ -22,6 +22,8 @@ _GREY = "#d0d0d0"
 _LEAST_SPEEDUP = 0.1
 #: A timeline ends after this many times the median of the steps in it, or where the longest does.
 _LONGEST_STEP = 1.5
+#: Steps that differ by less from the mean are alike.
+_ALIKE = 0.02
 _LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#e0a800", "network": "#3b6fb6"}
 _WAIT_COLOUR = "#f2f2f2"
 _TICKS = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
@@ -67,7 +69,7 @@ def speedups(
     ax.set_yscale("log")
     ax.set_xticks(values, [f"{value:g}" for value in values])
     ax.minorticks_off()
-    lowest, highest = _limits(drawn.values())
+    lowest, highest = _limits([drawn[name] for name in named])
     ax.set_ylim(lowest, highest)
     ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -106,7 +108,7 @@ def _line_style(shown: Look) -> dict[str, Any]:
 
 def _limits(lines: Iterable[Sequence[float]]) -> tuple[float, float]:
     known = [value for line in lines for value in line if not math.isnan(value)] or [1.0]
-    return max(min(*known, 0.9) / 1.15, _LEAST_SPEEDUP), max(*known, 1.1) * 1.15
+    return max(min(*known, 0.9) / 1.2, _LEAST_SPEEDUP), max(*known, 1.1) * 1.2
 
 
 def _mark_clipped(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], lowest: float) -> None:
@@ -129,7 +131,7 @@ def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: f
     low = {name: value for name, value in low.items() if value < lowest}
     if low:
         slowest = min(low, key=low.__getitem__)
-        notes.append(f"below the axis: {len(low)} lines, the lowest {slowest} ({low[slowest]:.2g})")
+        notes.append(f"not drawn where below {lowest:.2g}: {len(low)} of the lines, as {slowest} ({low[slowest]:.2g})")
     return notes
 
 
@@ -150,7 +152,8 @@ def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[f
         ax.annotate(
             name, (values[end], at[name]), (side, place), xycoords=("data", "axes fraction"),
             textcoords="axes fraction", ha="right" if at_left else "left", va="center", fontsize=_FONT, color=colour,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (float(at_left), 0.5),
+                "shrinkA": 0, "shrinkB": 4},
             annotation_clip=False,
         )  # fmt: skip
 
@@ -229,14 +232,16 @@ def _broken(name: str) -> str:
 def timelines(comparison: Comparison, path: Path | str) -> None:
     """Draw one step of each algorithm in its fastest form: computation, local work of communication, the wire.
 
-    Of an algorithm with a period it is the longest step of a period.
+    Where steps differ, as of algorithms with a period, it is the longest one, and the mean is said.
     """
     fastest = {base_name(row.algorithm): row for row in reversed(comparison.rows)}.values()
     rows = sorted(fastest, key=lambda row: row.result.step_s)
     shown = [("DDP-style all-reduce", comparison.ddp, 1), *((row.algorithm, row.result, row.cycle) for row in rows)]
-    steps = [longest_step(result, cycle) for _, result, cycle in shown]
+    steps = [longest_step(result) for _, result, _ in shown]
     ends_s = [max((span.end_s for span in spans), default=0.0) for _, spans in steps]
-    end_s = min(max(ends_s), _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s))
+    end_s = _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s)
+    if end_s > 0.9 * max(ends_s):
+        end_s = max(ends_s)
     figure, [ax] = _figure(11.0, 0.5 * len(shown) + 1.6)
     for place, (_, spans) in enumerate(steps):
         for span in spans:
@@ -269,10 +274,13 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     _save(figure, path)
 
 
-def _step_in_words(which: int, length_s: float, mean_s: float, cycle: int) -> str:
-    if cycle == 1:
-        return f"{mean_s * 1e3:,.1f} ms"
-    return f"{mean_s * 1e3:,.1f} ms in the mean;\nstep {which} of {cycle}: {length_s * 1e3:,.1f} ms"
+def _step_in_words(place: int, length_s: float, mean_s: float, cycle: int) -> str:
+    """Say what a step takes and, where it is not like the others, which one is drawn."""
+    mean = f"{mean_s * 1e3:,.1f} ms"
+    if abs(length_s / mean_s - 1) < _ALIKE:
+        return mean
+    which = f"step {place % cycle + 1} of {cycle}" if cycle > 1 else "the longest step"
+    return f"{mean} in the mean;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
 
 
 def _ink(colour: str) -> str:

@@ -93,23 +93,20 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
     Lines end at spaces; a word that is longer than a line ends after a slash, a comma or a bracket in it.
     """
-    start = text[: len(text) - len(text.lstrip(" "))]
-    lines, line = [], start
-    for word in text.split(" "):
-        for part, is_first in _pieces(word, width - len(indent)):
-            gap = " " if is_first and line.strip() else ""
+    lines, line = [], ""
+    for gap, word in re.findall(r"( *)([^ ]+)", text):
+        for part in _pieces(word, width - len(indent)):
             if line.strip() and len(line) + len(gap) + len(part) > width:
-                lines.append(line.rstrip())
+                lines.append(line)
                 line, gap = indent, ""
-            line += gap + part
-    return [each.replace(_HARD_SPACE, " ") for each in (*lines, line.rstrip())]
+            line, gap = line + gap + part, ""
+    return [each.replace(_HARD_SPACE, " ") for each in (*lines, line)]
 
 
-def _pieces(word: str, width: int) -> list[tuple[str, bool]]:
-    if len(word) <= width:
-        return [(word, True)] if word else []
-    parts = re.findall(rf"[^/,(\[{_HARD_SPACE}]*[/,(\[{_HARD_SPACE}]|[^/,(\[{_HARD_SPACE}]+", word)
-    return [(part, idx == 0) for idx, part in enumerate(parts)]
+def _pieces(word: str, width: int) -> list[str]:
+    """Return a word, or where it is longer than `width` its parts."""
+    ends = rf"/,(\[{_HARD_SPACE}"
+    return [word] if len(word) <= width else re.findall(rf"[^{ends}]*[{ends}]|[^{ends}]+", word)
 
 
 def kept(name: str) -> str:

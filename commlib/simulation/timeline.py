@@ -24,13 +24,16 @@ def last_step(result: Result, rank: int = 0) -> list[Span]:
     return _cut(own, bounds_s[-2], bounds_s[-1])
 
 
-def longest_step(result: Result, cycle: int, rank: int = 0) -> tuple[int, list[Span]]:
-    """Return which of the last `cycle` steps took the longest, from 1 on, and what a rank did in it (`last_step`)."""
+def longest_step(result: Result, rank: int = 0) -> tuple[int, list[Span]]:
+    """Return which of the steps that count (`Result.steps_s`) is the longest, from 0 on, and what a rank did in it.
+
+    Of equally long ones it is the last; what is returned of it is as in `last_step`.
+    """
     own, bounds_s = _steps(result, rank)
-    steps = list(itertools.pairwise(bounds_s))[-cycle:]
+    steps = list(itertools.pairwise(bounds_s))[-len(result.steps_s) :]
     lengths_ns = [round((end_s - start_s) * 1e9) for start_s, end_s in steps]
     place = max(range(len(steps)), key=lambda idx: (lengths_ns[idx], idx))
-    return place + 1, _cut(own, *steps[place])
+    return place, _cut(own, *steps[place])
 
 
 def _steps(result: Result, rank: int) -> tuple[list[Span], list[float]]:
