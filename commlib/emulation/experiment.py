@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import Algorithm
+from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.emulation.cluster import EmulatedCluster, parse_rate
 from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.errors import ConfigError
@@ -231,6 +231,14 @@ def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json:
     """
     targets = _targets(selection, rates)
     labels = compare.candidates(selection.algorithms, selection.exactness)
+    for label, algorithm in labels.items():
+        if (
+            isinstance(algorithm, Auto)
+            and min(algorithm.allow, selection.exactness, key=EXACTNESS.index) != algorithm.allow
+        ):
+            raise ConfigError(
+                f"exactness: {label} may choose {algorithm.allow}; write auto(allow={selection.exactness!r})"
+            )
     asked = {"bucket_cap_mb": selection.bucket_cap_mb, "block": selection.steps}
     setting = Setting(hosts=hosts, **{name: value for name, value in asked.items() if value is not None})
     with status("emulated hosts") as progress:

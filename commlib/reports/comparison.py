@@ -285,7 +285,10 @@ def draw(
             rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all))
 
     def title(what: str) -> str:
-        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}"
+        ceiling = (
+            "" if math.isinf(network.ceiling_gbps) else f", {network.ceiling_gbps:g} Gbit/s at most by the transport"
+        )
+        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
 
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
     paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]

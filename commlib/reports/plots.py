@@ -26,7 +26,6 @@ _LONGEST_STEP = 1.5
 _ALIKE = 0.02
 _LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#e0a800", "network": "#3b6fb6"}
 _WAIT_COLOUR = "#f2f2f2"
-_TICKS = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
 _FONT = 8
 
 
@@ -71,7 +70,8 @@ def speedups(
     ax.minorticks_off()
     lowest, highest = _limits([drawn[name] for name in named])
     ax.set_ylim(lowest, highest)
-    ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
+    steps = (1, 2, 5) if highest > 20 * lowest else (1, 1.5, 2, 3, 4, 5, 7)
+    ticks = [tick for power in range(-2, 5) for step in steps if lowest <= (tick := step * 10.0**power) <= highest]
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.set(xlabel=axis, ylabel="speed-up of a step over DDP-style all-reduce (dotted)")
     ax.grid(color="#ececec", zorder=0)
@@ -275,9 +275,9 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
 
 
 def _step_in_words(place: int, length_s: float, mean_s: float, cycle: int) -> str:
-    """Say what a step takes and, where it is not like the others, which one is drawn."""
+    """Say what a step takes and, where not all are alike, which one is drawn."""
     mean = f"{mean_s * 1e3:,.1f} ms"
-    if abs(length_s / mean_s - 1) < _ALIKE:
+    if cycle == 1 and abs(length_s / mean_s - 1) < _ALIKE:
         return mean
     which = f"step {place % cycle + 1} of {cycle}" if cycle > 1 else "the longest step"
     return f"{mean} in the mean;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
