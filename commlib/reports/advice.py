@@ -8,8 +8,8 @@ from commlib.algorithms.base import EXACTNESS
 from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
 
-#: Speed-ups that differ by less are alike: predictions are no better than that.
-_ALIKE = 1.03
+#: Speed-ups that differ by less are alike: predictions are hardly better than that.
+_ALIKE = 1.05
 
 
 def advice(comparison: Comparison) -> str:
