@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlib.algorithms.base import EXACTNESS
+from commlib.reports.families import without_auto
 from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
 
@@ -22,8 +23,10 @@ def advice(comparison: Comparison) -> str:
         if exposed < 1 - 1 / _ALIKE:
             return f"Use allreduce, as DDP does: computation hides communication here ({share}), so nothing pays."
         return f"Use allreduce, as DDP does: none of these is more than {_ALIKE - 1:.0%} faster, although {share}."
+    names = [kept(without_auto(row.algorithm)) for row in best]
     fastest = "; ".join(
-        f"{row.exactness}: {kept(row.algorithm)}, {kept(f'{row.speedup:.3g} times')} DDP's speed" for row in best
+        f"{row.exactness}: {name}, {kept(f'{row.speedup:.3g} times')} DDP's speed"
+        for row, name in zip(best, names, strict=True)
     )
     return f"Use what your training tolerates: {fastest}. The reason: {share}. A faster step may learn less."
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, tables, targets
@@ -144,6 +145,8 @@ class _Case:
         quick = dataclasses.replace(self, options=dataclasses.replace(self.options, steps=_SWEEP_STEPS))
         comparison = quick.compare({each.name: each for each in found}, "choosing for", run_all)
         seconds = {row.algorithm: row.result.step_s for row in comparison.rows}
+        if not seconds:
+            raise ConfigError(f"auto: expected a candidate that can be simulated, got {comparison.refused}")
         name = preferred([each for each in found if each.name in seconds], seconds)
         return next(each for each in found if each.name == name)
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from commlib import algorithms
 from commlib.cli import app
+from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Layer, Network, Workload
 from commlib.reports import comparison as report
@@ -163,6 +164,19 @@ def test_auto_is_what_it_would_choose(small, capsys):
     assert label == "auto(candidates=['qsgd']): qsgd"
     assert families.without_auto(label) == "qsgd"
     assert "choosing for" in capsys.readouterr().err
+
+
+class _Looks(algorithms.AllReduce):
+    """Asks for a value while it is set up, which a simulation does not have."""
+
+    def setup(self, context):
+        float(context.buckets[0].flat[0])
+
+
+def test_auto_without_a_candidate_that_can_be_simulated_is_an_error():
+    case = report._Case(SMALL, NETWORK, presets.device("v100"), OPTIONS)
+    with pytest.raises(ConfigError, match="can be simulated.*_Looks"):
+        case.without_auto({"auto": algorithms.Auto(candidates=[_Looks()])}, "any", map)
 
 
 def test_every_algorithm_has_one_family_and_every_family_a_look_of_its_own():
