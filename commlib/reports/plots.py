@@ -107,8 +107,8 @@ def _line_style(shown: Look) -> dict[str, Any]:
 
 
 def _limits(lines: Iterable[Sequence[float]]) -> tuple[float, float]:
-    known = [value for line in lines for value in line if not math.isnan(value)] or [1.0]
-    return max(min(*known, 0.9) / 1.2, _LEAST_SPEEDUP), max(*known, 1.1) * 1.2
+    known = [value for line in lines for value in line if value >= _LEAST_SPEEDUP]
+    return max(min([*known, 0.9]) / 1.2, _LEAST_SPEEDUP), max([*known, 1.1]) * 1.2
 
 
 def _mark_clipped(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], lowest: float) -> None:
@@ -126,7 +126,9 @@ def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: f
     """Return what the lines do not say by themselves."""
     notes = []
     if len(named) < len(drawn):
-        notes.append(f"grey: {len(drawn) - len(named)} others; hollow markers: hierarchical forms")
+        notes.append(f"grey: {len(drawn) - len(named)} others")
+    if any(look(name).is_hollow for name in named):
+        notes = ["; ".join([*notes, "hollow markers: hierarchical forms"])]
     low = {name: min(value for value in line if not math.isnan(value)) for name, line in drawn.items()}
     low = {name: value for name, value in low.items() if value < lowest}
     if low:
