@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from commlib.reports.comparison import Selection
+
+#: The networks of a comparison that names none.
+_NETWORKS = "10gbps,100gbps"
 
 app = typer.Typer(
     name="commlib",
@@ -55,6 +63,30 @@ def doctor(
     raise typer.Exit(checks.exit_code(report))
 
 
+# --- what options may be ----------------------------------------------------------------------------------------------
+
+
+def _above_zero(value: float | None) -> float | None:
+    """Refuse numbers that are not finite and above 0."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise typer.BadParameter(f"expected a number above 0, got {value:g}")
+    return value
+
+
+def _zero_or_more(value: float | None) -> float | None:
+    """Refuse numbers that are not finite, and those below 0."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise typer.BadParameter(f"expected a number of 0 or more, got {value:g}")
+    return value
+
+
+class _Optimizer(str, enum.Enum):
+    """Kinds of optimizers, by their state."""
+
+    sgd = "sgd"
+    adamw = "adamw"
+
+
 # --- options that a command takes as objects --------------------------------------------------------------------------
 
 
@@ -93,31 +125,52 @@ class _Compared:
     """What `compare` compares."""
 
     workload: Annotated[str, typer.Option(help="A name of `--list`, or a file that `commlib profile` wrote.")] = "vgg16"
-    network: Annotated[str, typer.Option(help="Names of `--list`, with commas between them.")] = "10gbps,100gbps"
+    network: Annotated[
+        str | None, typer.Option(help="Names of `--list`, with commas between them.", show_default=_NETWORKS)
+    ] = None
     algorithms: Annotated[
         str, typer.Option(help="'all', or names with commas between them, with options: 'bytegrad, topk(ratio=0.001)'.")
     ] = "all"
     exactness: Annotated[str, typer.Option(help="The widest class: exact, 8bit, compensated or any.")] = "any"
+    optimizer: Annotated[_Optimizer | None, typer.Option(help="Instead of the workload's.")] = None
     device: Annotated[str | None, typer.Option(help="What ranks compute with; the workload's by default.")] = None
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="Size of a bucket; by default they are planned.")] = None
-    steps: Annotated[int, typer.Option(help="Simulated steps.")] = 4
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Size of a bucket; by default they are planned.", callback=_above_zero)
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Simulated steps (4), or with --emulate those of a timed block (3).", callback=_above_zero),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Overrides:
     """What replaces fields of the networks, by the fields' names; None leaves one as it is."""
 
-    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
-    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.")] = None
-    bandwidth_gbps: Annotated[float | None, typer.Option(help="Of a node's adapter, instead of the network's.")] = None
-    latency_us: Annotated[
-        float | None, typer.Option(help="Between nodes, instead of the network's. With --emulate: added between hosts.")
+    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.", callback=_above_zero)] = None
+    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.", callback=_above_zero)] = None
+    bandwidth_gbps: Annotated[
+        float | None, typer.Option(help="Of a node's adapter, instead of the network's.", callback=_above_zero)
     ] = None
-    intra_gbps: Annotated[float | None, typer.Option(help="Of a rank inside its node, instead of the network's.")] = (
-        None
-    )
-    efficiency: Annotated[float | None, typer.Option(help="The part of the bandwidth that messages reach.")] = None
-    ceiling_gbps: Annotated[float | None, typer.Option(help="The most that the transport carries.")] = None
+    latency_us: Annotated[
+        float | None,
+        typer.Option(
+            help="Between nodes, instead of the network's. With --emulate: added between hosts.", callback=_zero_or_more
+        ),
+    ] = None
+    intra_gbps: Annotated[
+        float | None, typer.Option(help="Of a rank inside its node, instead of the network's.", callback=_above_zero)
+    ] = None
+    efficiency: Annotated[
+        float | None, typer.Option(help="The part of the bandwidth that messages reach.", callback=_above_zero)
+    ] = None
+    ceiling_gbps: Annotated[
+        float | None, typer.Option(help="The most that the transport carries.", callback=_above_zero)
+    ] = None
+    window_mb: Annotated[
+        float | None,
+        typer.Option(help="What a TCP connection between nodes has under way at most, MiB.", callback=_above_zero),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +180,7 @@ class _Shown:
     plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None
     trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    wide: Annotated[bool, typer.Option("--wide", help="Print all columns, whatever the terminal's width.")] = False
     list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False
 
 
@@ -137,7 +191,7 @@ class _Emulated:
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Time shrunk models on emulated hosts instead, where layers wait.")
     ] = False
-    hosts: Annotated[int, typer.Option(help="With --emulate: hosts.")] = 4
+    hosts: Annotated[int | None, typer.Option(help="With --emulate: hosts (4).", callback=_above_zero)] = None
     rate: Annotated[str | None, typer.Option(help="With --emulate: link rates instead of networks: 200mbit,1gbit.")] = (
         None
     )
@@ -153,50 +207,66 @@ def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated:
         if shown.list_known:
             report.show_known()
             return
-        settings = dataclasses.asdict(compared)
-        networks = settings.pop("network").split(",")
-        selection = report.Selection(networks=networks, overrides=dataclasses.asdict(overrides), **settings)
+        selection = _selection(compared, overrides)
         if emulated.emulate:
             from commlib.emulation import experiment as emulation
 
-            options = {"plot": shown.plot, "trace": shown.trace, "device": compared.device}
-            _refuse("--emulate draws and simulates nothing of", **options)
-            emulation.run(selection, emulated.rate, emulated.hosts, shown.as_json)
+            options = {"plot": shown.plot, "trace": shown.trace, "wide": shown.wide or None, "device": compared.device}
+            _refuse(
+                "--emulate does nothing with", **options, intra_gbps=overrides.intra_gbps, window_mb=overrides.window_mb
+            )
+            if emulated.rate is not None:
+                _refuse("--rate stands instead of", network=compared.network)
+            emulation.run(selection, emulated.rate, emulated.hosts or 4, shown.as_json)
             return
-        _refuse("only --emulate takes", rate=emulated.rate)
-        report.run(selection, plot=shown.plot, trace=shown.trace, as_json=shown.as_json)
+        _refuse("only --emulate takes", rate=emulated.rate, hosts=emulated.hosts)
+        report.run(selection, report.Output(shown.plot, shown.trace, shown.as_json, shown.wide))
+
+
+def _selection(compared: _Compared, overrides: _Overrides) -> Selection:
+    from commlib.reports.comparison import Selection
+
+    settings = dataclasses.asdict(compared)
+    networks = (settings.pop("network") or _NETWORKS).split(",")
+    optimizer = {None: None, _Optimizer.sgd: "sgd", _Optimizer.adamw: "adam"}[settings.pop("optimizer")]
+    return Selection(networks=networks, overrides=dataclasses.asdict(overrides), optimizer=optimizer, **settings)
 
 
 @app.command()
 def profile(
     script: Annotated[Path, typer.Argument(help="A Python file that defines `model` and `step(model)`.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the file finds in `sys.argv`; write -- before it.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="The workload to write, for `commlib compare --workload`.")] = Path(
         "workload.json"
     ),
-    batch_per_rank: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
-    steps: Annotated[int, typer.Option(help="Steps to measure; the median counts.")] = 5,
+    batch_per_rank: Annotated[int, typer.Option(help="Samples in a step.", callback=_above_zero)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps to measure; the median counts.", callback=_above_zero)] = 5,
 ) -> None:
     """Measure a model of your own, layer by layer, for `commlib compare --workload FILE`.
 
-    The script is run; `step(model)` must make one forward and backward (`loss.backward()`); a global `optimizer`, if
-    there is one, is stepped and timed too.
+    The script is run as a module (what is below `if __name__ == "__main__":` is not); `step(model)` must make one
+    forward and backward (`loss.backward()`); a global `optimizer`, if there is one, is stepped and timed too.
     """
     from commlib.network import profiling
+    from commlib.reports import targets
 
     with _config_errors():
-        measured = profiling.profile_script(script, batch_per_rank=batch_per_rank, steps=steps)
+        targets.check_file(output, "--output")
+        measured = profiling.profile_script(script, arguments or (), batch_per_rank=batch_per_rank, steps=steps)
         profiling.save(measured, output)
-    typer.echo(
-        f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; "
-        f"now: commlib compare --workload {output}"
+    _say(
+        f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; {measured.source}",
+        f"now: commlib compare --workload {output}",
     )
 
 
 @app.command()
 def topology(
     name: Annotated[str, typer.Argument(help="ring, exponential, one_peer_exponential, shift_one, grid, ...")],
-    ranks: Annotated[int, typer.Option(help="The number of ranks.")] = 8,
-    plot: Annotated[str | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+    ranks: Annotated[int, typer.Option(help="The number of ranks.", callback=_above_zero)] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Show whom ranks average with: weights, spectral gap, and how many steps lead to the mean."""
     from commlib.primitives.topology import create
@@ -204,16 +274,26 @@ def topology(
 
     with _config_errors():
         chosen = create(name)
-        typer.echo(topology_report.describe(chosen, ranks))
+        if plot is not None:
+            topology_report.check_plot(plot)
+        _say(*topology_report.describe(chosen, ranks).splitlines())
         if plot is not None:
             topology_report.plot(chosen, ranks, plot)
+
+
+def _say(*lines: str) -> None:
+    """Print lines, broken where the terminal's width ends."""
+    from commlib.reports import tables
+
+    for line in lines:
+        typer.echo("\n".join(tables.wrapped(line, tables.terminal_width(), "    ")))
 
 
 def _refuse(why: str, **options: object) -> None:
     """Raise ConfigError if one of the options was given."""
     from commlib.errors import ConfigError
 
-    given = [f"--{name}" for name, value in options.items() if value is not None]
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if given:
         raise ConfigError(f"{why} {', '.join(given)}")
 

@@ -22,6 +22,9 @@ Status = Literal["ok", "absent", "broken"]
 """`ok`: there; `absent`: not there, and something optional needs it; `broken`: commlib does not work like this."""
 
 
+_STYLES = {"ok": "", "absent": "yellow", "broken": "bold red"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One line of the report.
@@ -68,24 +71,23 @@ def to_json(findings: list[Finding]) -> str:
 
 def show(findings: list[Finding]) -> None:
     """Print the findings as a table, and below it what to do about those that are not `ok`."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from commlib.reports import tables
 
-    marks = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "broken": "[bold red]broken[/]"}
-    table = Table("", "", "", "", title="commlib doctor", title_justify="left", show_header=False)
+    console = tables.console()
+    names = max((len(finding.name) for finding in findings), default=0)
     last_topic = ""
     for finding in findings:
-        if last_topic and finding.topic != last_topic:
-            table.add_section()
-        topic = "" if finding.topic == last_topic else finding.topic
+        if finding.topic != last_topic:
+            tables.show([finding.topic], console, "bold")
         last_topic = finding.topic
-        table.add_row(topic, escape(finding.name), marks[finding.status], escape(finding.value))
-    console = Console()
-    console.print(table)
+        line = f"  {finding.name:{names}}  {finding.status:6}  {finding.value}"
+        column = names + 12
+        has_room = all(len(word) <= console.width - column for word in finding.value.split())
+        lines = tables.wrapped(line, console.width, " " * column if has_room else "    ")
+        tables.show(lines, console, _STYLES[finding.status])
     for finding in findings:
         if finding.fix:
-            console.print(f"[bold]{escape(finding.name)}[/]: {escape(finding.fix)}", highlight=False)
+            tables.show(tables.wrapped(f"{finding.name}: {finding.fix}", console.width, "  "), console)
 
 
 def _versions() -> Iterator[Finding]:

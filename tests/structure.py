@@ -32,10 +32,10 @@ BELOW = {
     "simulation": {*_TRAINING, "network"},
     "wrap": {*_TRAINING, "network", "simulation"},
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
-    "reports": {"errors", "primitives", "algorithms", "network", "simulation"},
+    "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"errors", "algorithms", "engine", "transport", "wrap"},
-    "doctor": {"errors", "kernels", "emulation"},
+    "doctor": {"errors", "kernels", "reports", "emulation"},
     "cli": {
         "errors",
         "version",

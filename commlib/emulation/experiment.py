@@ -26,19 +26,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import Algorithm
+from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.emulation.cluster import EmulatedCluster, parse_rate
 from commlib.emulation.netns import temporary_folder
 from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Network, Workload
+from commlib.reports import tables
 from commlib.reports.comparison import Selection
+from commlib.reports.progress import status
+from commlib.reports.tables import Column
 from commlib.simulation import compare
 from commlib.simulation.probe import Probe, beside_nothing, probe, scaled, work_factor
 from commlib.simulation.simulator import Options, simulate
@@ -238,19 +239,28 @@ def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json:
     """
     targets = _targets(selection, rates)
     labels = compare.candidates(selection.algorithms, selection.exactness)
-    setting = Setting(hosts=hosts)
-    if selection.bucket_cap_mb is not None:
-        setting = dataclasses.replace(setting, bucket_cap_mb=selection.bucket_cap_mb)
-    if selection.overrides.get("latency_us") is not None:
-        setting = dataclasses.replace(setting, latency_us=selection.overrides["latency_us"])
-    console = Console(stderr=as_json)
-    with console.status("emulated hosts") as status:
-        found = emulate(workloads.get(selection.workload), targets, ["ddp", *labels], setting, status.update)
+    for label, algorithm in labels.items():
+        if (
+            isinstance(algorithm, Auto)
+            and min(algorithm.allow, selection.exactness, key=EXACTNESS.index) != algorithm.allow
+        ):
+            raise ConfigError(
+                f"exactness: {label} may choose {algorithm.allow}; write auto(allow={selection.exactness!r})"
+            )
+    asked = {
+        "bucket_cap_mb": selection.bucket_cap_mb,
+        "block": selection.steps,
+        "latency_us": selection.overrides.get("latency_us"),
+    }
+    setting = Setting(hosts=hosts, **{name: value for name, value in asked.items() if value is not None})
+    with status("emulated hosts") as progress:
+        found = emulate(selection.get_workload(), targets, ["ddp", *labels], setting, progress)
     if as_json:
         print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
-    else:
-        for each in found:
-            console.print(table(selection.workload, each))
+        return found
+    console = tables.console()
+    for each in found:
+        tables.show(table(selection.workload, each, console.width), console)
     return found
 
 
@@ -262,22 +272,25 @@ def _targets(selection: Selection, rates: str | None) -> list[Network | float]:
     return [parse_rate(rate.strip()) for rate in rates.split(",")]  # pyright: ignore[reportReturnType]
 
 
-def table(workload: str, emulation: Emulation) -> Table:
-    """Return an emulation as a table for the terminal."""
+def table(workload: str, emulation: Emulation, width: int) -> list[str]:
+    """Return an emulation as the lines of a table."""
     name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
     scale = "" if emulation.scale is None else f", 1/{emulation.scale:.0f} of the network's"
-    caption = emulation.links
-    if emulation.network:
-        caption += f"; a message takes {emulation.rtt_s * 5e5:.0f} us one way, whatever {emulation.network}'s latency"
-    shown = Table(title=name + scale, title_justify="left", caption=caption, caption_justify="left")
-    for column in ("system", "step ms", "simulated ms", "error", "times DDP"):
-        shown.add_column(column, justify="left" if column == "system" else "right")
     ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)
-    for row in sorted(emulation.rows, key=lambda row: row.step_s):
-        said = ["", ""] if row.predicted_s is None else [f"{row.predicted_s * 1e3:.1f}", f"{row.error:+.1%}"]
-        name = row.system if row.algorithm in row.system else f"{row.system}: {row.algorithm}"
-        shown.add_row(name, f"{row.step_s * 1e3:.1f}", *said, f"{ddp_s / row.step_s:.2f}")
-    return shown
+    rows = sorted(emulation.rows, key=lambda row: row.step_s)
+    names = [row.system if row.algorithm in row.system else f"{row.system}: {row.algorithm}" for row in rows]
+    columns = [
+        Column("system", names, left=True),
+        Column("step ms", [f"{row.step_s * 1e3:.1f}" for row in rows]),
+        Column("simulated ms", ["" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f}" for row in rows]),
+        Column("error", ["" if row.error is None else f"{row.error:+.1%}" for row in rows]),
+        Column("times DDP", [f"{ddp_s / row.step_s:.2f}" for row in rows]),
+    ]
+    links = emulation.links
+    if emulation.network:
+        links += f"; a message takes {emulation.rtt_s * 5e5:.0f} us one way, whatever {emulation.network}'s latency"
+    head, caption = tables.wrapped(name + scale, width, "  "), tables.wrapped(links, width, "  ")
+    return [*head, *tables.fitted(columns, width, len(columns)), *caption, ""]
 
 
 # --- on the hosts -----------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import runpy
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,12 @@ def profile_model(
 ) -> Workload:
     """Measure training steps of a model that is not wrapped, and return them as a workload.
 
-    Gradients are accumulated and cleared between the steps; with an optimizer, parameters change.
+    Gradients are accumulated and cleared between the steps; with an optimizer, parameters change. A workload has one
+    dtype: that of most elements stands for all. Parameters that get no gradient are communicated like others, and
+    count as ready when backward ends. `Workload.source` tells both.
 
     Args:
-        model: Its parameters that require a gradient are the workload's; all of one dtype.
+        model: Its parameters that require a gradient are the workload's.
         step: Called with the model: makes one forward and one backward.
         optimizer: Stepped after `step`, and timed; Adam's kind ("exp_avg" in its state) is told from SGD's.
         name: Of the workload; the model's class by default.
@@ -43,11 +47,11 @@ def profile_model(
         warmup_steps: Steps before them.
 
     Raises:
-        ConfigError: No parameter that requires a gradient, several dtypes, a parameter without a gradient after `step`,
-            or numbers of steps that make no sense.
+        ConfigError: No parameter that requires a gradient, or none that gets one in `step`, a dtype that workloads do
+            not have, or numbers of steps that make no sense.
     """
     parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    dtype = _dtype(parameters)
+    dtype, remarks = _dtype(parameters)
     if steps < 1 or warmup_steps < 0:
         raise ConfigError(f"profile: expected steps >= 1 and warmup_steps >= 0, got {steps=}, {warmup_steps=}")
     clock = _Clock(next(iter(parameters.values())).device, model, parameters)
@@ -56,15 +60,22 @@ def profile_model(
             model.zero_grad(set_to_none=True)
             clock.begin()
             step(model)
-            missing = [key for key, p in parameters.items() if p.grad is None]
-            if missing:
-                raise ConfigError(f"profile: step(model) left no gradient in {missing[:5]}: it must call backward()")
+            if all(p.grad is None for p in parameters.values()):
+                raise ConfigError("profile: step(model) left no gradient in any parameter: it must call backward()")
             clock.end_backward()
             if optimizer is not None:
                 optimizer.step()
             clock.end(keep=done >= warmup_steps)
     state = optimizer.state.values() if optimizer is not None else ()
-    ready_s = {key: statistics.median(times) for key, times in clock.ready_s.items()}
+    ready_s = {key: statistics.median(times) for key, times in clock.ready_s.items() if times}
+    unused = [key for key in parameters if key not in ready_s]
+    if unused:
+        shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+        remarks.append(
+            f"{len(unused)} of {len(parameters)} parameters got no gradient and count as ready last: {shown}"
+        )
+        ready_s |= dict.fromkeys(unused, statistics.median(clock.backward_s))
+    measured = f"measured: median of {steps} steps, torch {torch.__version__}, {clock.device}"
     return Workload(
         name=name or type(model).__name__,
         layers=_layers(parameters, ready_s),
@@ -75,30 +86,50 @@ def profile_model(
         device=str(clock.device.type),
         dtype=dtype,
         optimizer="adam" if any("exp_avg" in entry for entry in state) else "sgd",
-        source=f"measured: median of {steps} steps, torch {torch.__version__}, {clock.device}",
+        source="; ".join([measured, *remarks]),
     )
 
 
-def profile_script(script: Path | str, *, batch_per_rank: int = 1, steps: int = 5) -> Workload:
+def profile_script(
+    script: Path | str, arguments: Sequence[str] = (), *, batch_per_rank: int = 1, steps: int = 5
+) -> Workload:
     """Run a Python file and profile its globals `model`, `step` and, if there is one, `optimizer`.
+
+    As when Python runs it, its folder is the first on `sys.path`, and `sys.argv` holds its path and the arguments. Its
+    name is not "__main__", so that what a script does only when it is run, such as training, is left out.
 
     Raises:
         ConfigError: No such file, or globals that are missing; see also `profile_model`.
     """
     if not Path(script).is_file():
         raise ConfigError(f"profile: no such file: {str(script)!r}")
-    found = runpy.run_path(str(script), run_name="__commlib_profile__")
+    with _as_script(Path(script), arguments):
+        found = runpy.run_path(str(script), run_name="__commlib_profile__")
+        return _profile_globals(found, Path(script), batch_per_rank, steps)
+
+
+@contextmanager
+def _as_script(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+
+
+def _profile_globals(found: dict[str, Any], script: Path, batch_per_rank: int, steps: int) -> Workload:
     model, step = found.get("model"), found.get("step")
     if not isinstance(model, torch.nn.Module) or not callable(step):
         raise ConfigError(
-            f"profile: expected {str(script)!r} to define `model`, a torch.nn.Module, and `step(model)`, got "
-            f"model={type(model).__name__}, step={type(step).__name__}"
+            f"profile: expected {str(script)!r} to define `model`, a torch.nn.Module, and `step(model)`, outside of "
+            f"`if __name__ == '__main__'`, got model={type(model).__name__}, step={type(step).__name__}"
         )
     return profile_model(
         model,
         step,
         optimizer=found.get("optimizer"),
-        name=Path(script).stem,
+        name=script.stem,
         batch_per_rank=batch_per_rank,
         steps=steps,
     )
@@ -154,7 +185,8 @@ class _Clock:
         self.backward_s.append(self._between("forward end", "backward end"))
         self.optimizer_s.append(self._between("backward end", "end"))
         for key, times in self.ready_s.items():
-            times.append(self._between("forward end", key))
+            if key in self._marks:
+                times.append(self._between("forward end", key))
 
     def _mark(self, key: str) -> None:
         """Note the time; of several (a parameter that is used twice) the last counts."""
@@ -174,15 +206,21 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _dtype(parameters: dict[str, torch.nn.Parameter]) -> str:
-    dtypes = {p.dtype for p in parameters.values()}
-    names = [name for name, dtype in DTYPES.items() if dtypes == {dtype}]
+def _dtype(parameters: dict[str, torch.nn.Parameter]) -> tuple[str, list[str]]:
+    """Return the dtype that most elements have, and a remark if there are others."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters.values():
+        counts[parameter.dtype] += parameter.numel()
+    most = max(counts, key=counts.__getitem__, default=None)
+    names = [name for name, dtype in DTYPES.items() if dtype == most]
     if not names:
         raise ConfigError(
-            f"profile: expected parameters that require gradients, of one dtype of {', '.join(DTYPES)}, got "
-            f"{sorted(map(str, dtypes)) or 'none'}"
+            f"profile: expected parameters that require gradients, most of them of one of {', '.join(DTYPES)}, got "
+            f"{sorted(map(str, counts)) or 'none'}"
         )
-    return names[0]
+    others = {str(dtype).removeprefix("torch."): count for dtype, count in counts.items() if dtype != most}
+    shown = ", ".join(f"{count:,} elements of {dtype}" for dtype, count in others.items())
+    return names[0], [f"{shown} count as {names[0]}"] if others else []
 
 
 def _layers(parameters: dict[str, torch.nn.Parameter], ready_s: dict[str, float]) -> tuple[Layer, ...]:

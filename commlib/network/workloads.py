@@ -125,12 +125,13 @@ def get(name: str) -> Workload:
     """
     if name in _KNOWN:
         return _KNOWN[name]()
-    if name.endswith(".json"):
+    if name.endswith(".json") or Path(name).is_file():
         return load(Path(name))
     near = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"workload: {name!r} is not known. {hint}Known: {', '.join(_KNOWN)}, or a path that ends in .json"
+        f"workload: {name!r} is neither known nor a file. {hint}Known: {', '.join(_KNOWN)}, or a file that `commlib "
+        "profile` wrote"
     )
 
 

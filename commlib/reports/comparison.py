@@ -6,32 +6,40 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import TimeRemainingColumn
-from rich.table import Table
 
+from commlib import algorithms
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.errors import ConfigError
 from commlib.network import presets, workloads
-from commlib.reports import plots
+from commlib.network.model import Device, Network, Workload
+from commlib.reports import plots, tables, targets
+from commlib.reports.advice import advice, is_misplaced
+from commlib.reports.families import base_name, without_auto
+from commlib.reports.progress import progress_bar
+from commlib.reports.tables import Column
 from commlib.simulation import compare, timeline
-from commlib.simulation.compare import Comparison
+from commlib.simulation.compare import Comparison, Prediction
 from commlib.simulation.simulator import Options
 from commlib.simulation.workers import Map, on_all_cores
+from commlib.tuner import candidates_of, preferred
 
 #: Bandwidths (Gbit/s) and latencies (us) of the pictures.
 BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
 LATENCIES_US = (5.0, 25.0, 300.0, 5000.0)
-#: Columns where the output is no terminal.
-_WIDTH = 140
-#: Simulated steps of each point in a picture.
+#: Simulated steps of each point in a picture, and of each candidate of `auto`.
 _SWEEP_STEPS = 2
+#: Simulated steps where none are asked for.
+_STEPS = 4
+#: Columns of a table that are always shown: name, class, step, speed-up.
+_REQUIRED = 4
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,9 @@ class Selection:
         exactness: See `compare.candidates`.
         device: A known name; None is the workload's.
         overrides: Fields of the networks; None leaves a field as it is.
-        steps: Simulated steps; those of most algorithms are all alike.
+        steps: Simulated steps, or of a timed block; those of most algorithms are all alike. None: the usual number.
         bucket_cap_mb: Size of a bucket, MiB; None plans.
+        optimizer: "sgd" or "adam" instead of the workload's.
     """
 
     workload: str
@@ -55,110 +64,221 @@ class Selection:
     exactness: str = "any"
     device: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    steps: int = 4
+    steps: int | None = None
     bucket_cap_mb: float | None = None
+    optimizer: str | None = None
+
+    def get_workload(self) -> Workload:
+        """Return the workload, with the optimizer that is asked for."""
+        workload = workloads.get(self.workload)
+        if self.optimizer in (None, workload.optimizer):
+            return workload
+        return workloads.with_optimizer(
+            dataclasses.replace(workload, device=self.device or workload.device), self.optimizer
+        )
 
 
-def run(
-    selection: Selection, *, plot: Path | None = None, trace: Path | None = None, as_json: bool = False
-) -> list[Comparison]:
-    """Simulate a selection and print it.
+@dataclass(frozen=True)
+class Output:
+    """What is made of a comparison.
 
-    Args:
-        selection: What is compared.
+    Attributes:
         plot: A folder for pictures.
         trace: A file for one step of each algorithm, in the Trace Event Format.
-        as_json: Print JSON.
+        as_json: Print JSON instead of tables.
+        wide: Print all columns, whatever the terminal's width.
+    """
+
+    plot: Path | None = None
+    trace: Path | None = None
+    as_json: bool = False
+    wide: bool = False
+
+    def check(self) -> None:
+        """Try what is to be written.
+
+        Raises:
+            ConfigError: It cannot be.
+        """
+        if self.plot is not None:
+            plots.check()
+            targets.check_folder(self.plot, "--plot")
+        if self.trace is not None:
+            targets.check_file(self.trace, "--trace")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A workload on a network, and how it is simulated."""
+
+    workload: Workload
+    network: Network
+    device: Device
+    options: Options
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes of several ranks."""
+        return min(self.network.gpus_per_node, self.network.nodes) > 1
+
+    def compare(self, chosen: Mapping[str, Algorithm], what: str, run_all: Map) -> Comparison:
+        """Simulate algorithms, and show how far it is."""
+        with progress_bar(f"{what} {self.workload.name} on {self.network.name}", len(chosen) + 1) as progress:
+            return compare.compare(self.workload, self.network, self.device, chosen, self.options, progress, run_all)
+
+    def without_auto(self, named: Mapping[str, Algorithm], exactness: str, run_all: Map) -> dict[str, Algorithm]:
+        """Return algorithms with what `auto` would choose here in its place, called "auto: <name>"."""
+        chosen = {}
+        for label, algorithm in named.items():
+            if isinstance(algorithm, Auto):
+                algorithm = self._choice(algorithm, exactness, run_all)
+                is_hierarchical = getattr(algorithm.channel, "hierarchical", False)
+                label += f": {algorithm.name}" + "(hierarchical=True)" * is_hierarchical
+            chosen[label] = algorithm
+        return chosen
+
+    def _choice(self, auto: Auto, exactness: str, run_all: Map) -> Algorithm:
+        """Return what `auto` chooses of what both it and `exactness` allow, with data sheets for measurements."""
+        auto = Auto(min(auto.allow, exactness, key=EXACTNESS.index), auto.candidates)
+        kind = torch.optim.AdamW if self.workload.optimizer == "adam" else torch.optim.SGD
+        found = candidates_of(auto, kind([torch.zeros(1)]), self.has_nodes)
+        quick = dataclasses.replace(self, options=dataclasses.replace(self.options, steps=_SWEEP_STEPS))
+        comparison = quick.compare({each.name: each for each in found}, "choosing for", run_all)
+        seconds = {row.algorithm: row.result.step_s for row in comparison.rows}
+        if not seconds:
+            raise ConfigError(f"auto: expected a candidate that can be simulated, got {comparison.refused}")
+        name = preferred([each for each in found if each.name in seconds], seconds)
+        return next(each for each in found if each.name == name)
+
+
+def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
+    """Simulate a selection and print it.
 
     Raises:
-        ConfigError: A name that is not known or a value that is not possible.
+        ConfigError: A name that is not known, a value that is not possible, or a file that cannot be written.
     """
-    workload = workloads.get(selection.workload)
+    output.check()
+    workload = selection.get_workload()
     device = presets.device(selection.device or workload.device)
     networks = [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
-    options = Options(steps=selection.steps, bucket_cap_mb=selection.bucket_cap_mb)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    chosen_on = [
-        compare.candidates(
-            selection.algorithms, selection.exactness, several_per_node=min(net.gpus_per_node, net.nodes) > 1
-        )
-        for net in networks
+    options = Options(steps=selection.steps or _STEPS, bucket_cap_mb=selection.bucket_cap_mb)
+    console = tables.console()
+    cases = [_Case(workload, network, device, options) for network in networks]
+    named_on = [
+        compare.candidates(selection.algorithms, selection.exactness, several_per_node=case.has_nodes) for case in cases
     ]
-    points = 1 if plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
+    points = 1 if output.plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
     comparisons = []
-    with on_all_cores(points * sum(len(chosen) + 1 for chosen in chosen_on)) as run_all:
-        for network, chosen in zip(networks, chosen_on, strict=True):
-            with progress_bar(f"simulating {network.name}", len(chosen) + 1) as progress:
-                comparison = compare.compare(workload, network, device, chosen, options, progress, run_all)
+    with on_all_cores(points * sum(len(named) + 1 for named in named_on)) as run_all:
+        for case, named in zip(cases, named_on, strict=True):
+            chosen = case.without_auto(named, selection.exactness, run_all)
+            comparison = case.compare(chosen, "simulating", run_all)
             comparisons.append(comparison)
-            if not as_json:
-                show(comparison, console)
-            if plot is not None:
-                for path in draw(comparison, chosen, options, plot, run_all):
+            if not output.as_json:
+                show(comparison, console, output.wide)
+            if output.plot is not None:
+                for path in draw(comparison, chosen, options, output.plot, run_all):
                     print(f"drawn: {path}", file=sys.stderr)
-    if trace is not None:
-        timeline.save_trace([result for one in comparisons for result in one.results()], trace)
-    if as_json:
+    if output.trace is not None:
+        timeline.save_trace([result for one in comparisons for result in one.results()], output.trace)
+    if output.as_json:
         print(json.dumps([comparison.as_dict() for comparison in comparisons], indent=1))
     return comparisons
 
 
 def show_known() -> None:
     """Print workloads, networks and devices with their sources."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for name in workloads.names():
-        known = workloads.get(name)
-        console.print(f"[bold]{name}[/]: {known.numel:,} parameters, {known.step_s * 1e3:.1f} ms. {known.source}")
-    for known in (*presets.NETWORKS.values(), *presets.DEVICES.values()):
-        console.print(f"[bold]{known.name}[/]: {known.source}")
+    console = tables.console()
+    known = [workloads.get(name) for name in workloads.names()]
+    for one in known:
+        figures = f"{one.numel / 1e6:.1f} M parameters, {one.step_s * 1e3:.1f} ms, {one.optimizer}"
+        _say(f"{one.name}: {figures}. {one.source}", console)
+    for one in (*presets.NETWORKS.values(), *presets.DEVICES.values()):
+        _say(f"{one.name}: {one.source}", console)
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print one comparison as a table, with the network, the scale and the sources."""
+def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
+    """Print one comparison as a table, with the network, the scale, what cannot be simulated, and what to use."""
     workload, network = comparison.workload, comparison.network
-    console.print(
-        f"[bold]{workload.name}[/] ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
-        f"{workload.step_s * 1e3:.1f} ms a step alone on {comparison.device.name}) on [bold]{network.name}[/]: "
-        f"{network.nodes} x {network.gpus_per_node} ranks, {network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us"
+    _say(
+        f"{workload.name} ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
+        f"{workload.optimizer}, {workload.step_s * 1e3:.1f} ms a step alone on {comparison.device.name}) on "
+        f"{network.name}: {tables.kept(f'{network.nodes} x {network.gpus_per_node} ranks')}, "
+        f"{network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us",
+        console,
     )
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
-        console.print(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/simulator.md).")
-    table = Table()
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("class", no_wrap=True)
-    for title in ("step, ms", "samples/s", "speed-up", "exposed, ms", "sent, MB", "leaves a node, MB", "memory, MB"):
-        table.add_column(title, justify="right")
-    ddp = comparison.ddp
-    rows = [("DDP-style all-reduce", "exact", ddp, 1.0)]
-    rows += [(row.algorithm, row.exactness, row.result, row.speedup) for row in comparison.rows]
-    for name, exactness, result, speedup in rows:
-        table.add_row(
-            name,
-            exactness,
-            f"{result.step_s * 1e3:.1f}",
-            f"{result.samples_per_s:,.0f}" if result.samples_per_s >= 100 else f"{result.samples_per_s:.3g}",
-            f"{speedup:.2f}",
-            f"{result.exposed_s * 1e3:.1f}",
-            f"{result.wire_bytes / 1e6:.1f}",
-            f"{result.adapter_bytes / 1e6:.1f}",
-            f"{result.memory_bytes / 1e6:.0f}",
-        )
-    console.print(table)
+        _say(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/simulator.md).", console)
+    rows = list(_grouped(comparison.rows))
+    lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
+    tables.show(lines[:1], console, "bold")
+    tables.show(lines[1:], console)
+    if any(is_misplaced(row, comparison) for row, _ in rows):
+        _say(f"* is made for another optimizer and loses with {workload.optimizer}.", console)
     for name, reason in comparison.refused.items():
-        console.print(f"not simulated: {name}: {reason}")
+        _say(f"not simulated: {tables.kept(name)}: {reason}", console)
+    if forms := _forms_left_out(comparison):
+        _say(f"Forms for nodes of several ranks, not compared: {', '.join(forms)}.", console)
+    _say(advice(comparison), console, "bold")
+    console.print()
+
+
+def _forms_left_out(comparison: Comparison) -> list[str]:
+    """Return hierarchical forms that were not compared, where nodes have several ranks, of algorithms that were."""
+    if min(comparison.network.gpus_per_node, comparison.network.nodes) == 1:
+        return []
+    labels = [row.algorithm for row in comparison.rows]
+    named = [label for label in labels if label in algorithms.list() and compare.hierarchical_form(label) is not None]
+    return [form for name in named if (form := f"{name}(hierarchical=True)") not in labels]
+
+
+def _say(text: str, console: Console, style: str = "") -> None:
+    tables.show(tables.wrapped(text, console.width, "  "), console, style)
+
+
+def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
+    """Yield rows, the fastest first, with the variants of an algorithm below its fastest; and whether each is one."""
+    groups: dict[str, list[Prediction]] = {}
+    for row in rows:
+        groups.setdefault(base_name(row.algorithm), []).append(row)
+    for best, *variants in groups.values():
+        yield best, False
+        yield from ((row, True) for row in variants)
+
+
+def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
+    """Return the columns in the order of their use, with DDP-style all-reduce above."""
+    results = [comparison.ddp, *(row.result for row, _ in rows)]
+    names = [f"{'  ' * variant}{row.algorithm}{'*' * is_misplaced(row, comparison)}" for row, variant in rows]
+    return [
+        Column("algorithm", ["DDP-style all-reduce", *names], left=True),
+        Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),
+        Column("step ms", [_short(result.step_s * 1e3) for result in results]),
+        Column("speed-up", ["1.00", *(f"{row.speedup:.2f}" for row, _ in rows)]),
+        Column("sent MB", [_short(result.wire_bytes / 1e6) for result in results]),
+        Column("exposed ms", [_short(result.exposed_s * 1e3) for result in results]),
+        Column("memory MB", [f"{result.memory_bytes / 1e6:,.0f}" for result in results]),
+        Column("samples/s", [_short(result.samples_per_s) for result in results]),
+        Column("leaves a node MB", [_short(result.adapter_bytes / 1e6) for result in results]),
+    ]
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def draw(
     comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path, run_all: Map = map
 ) -> list[Path]:
     """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines; return the files."""
-    folder.mkdir(parents=True, exist_ok=True)
     workload, network, device = comparison.workload, comparison.network, comparison.device
     options = dataclasses.replace(options, steps=min(options.steps, _SWEEP_STEPS))
     bandwidths = _around(network.bandwidth_gbps, BANDWIDTHS_GBPS)
     latencies = _around(network.latency_us, LATENCIES_US)
-    chosen = {label: algorithm for label, algorithm in chosen.items() if label not in comparison.refused}
-    name = f"{workload.name}-{network.name}"
+    chosen = {without_auto(label): algorithm for label, algorithm in chosen.items() if label not in comparison.refused}
+    if not chosen:
+        return []
+    name = f"{workload.name}-{network.name}".replace("/", "-")
     rows: list[dict[str, list[float]]] = []  # by latency, the speed-ups of each algorithm by bandwidth
     with progress_bar(f"drawing {name}", (len(chosen) + 1) * len(bandwidths) * len(latencies)) as progress:
         for latency_us in latencies:
@@ -168,7 +288,10 @@ def draw(
             rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all))
 
     def title(what: str) -> str:
-        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}"
+        ceiling = (
+            "" if math.isinf(network.ceiling_gbps) else f", {network.ceiling_gbps:g} Gbit/s at most by the transport"
+        )
+        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
 
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
     paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
@@ -205,12 +328,3 @@ def _best_of_row(row: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
 
 def _speedup(entry: tuple[str, float]) -> float:
     return -math.inf if math.isnan(entry[1]) else entry[1]
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on standard error, where that is a terminal; yields what is called after each of `total` parts."""
-    console = Console(stderr=True)
-    with Bar(*Bar.get_default_columns()[:-1], TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda _: bar.advance(task)

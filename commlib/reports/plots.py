@@ -1,35 +1,52 @@
 """The pictures of `commlib compare`: speed-ups by bandwidth and latency, the best algorithm, timelines of a step.
 
-matplotlib is needed (the extra `plot`); it draws without a display.
+matplotlib is needed (the extra `plot`); it draws without a display. How algorithms look is in families.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from commlib.errors import ConfigError
+from commlib.reports.families import Look, base_name, look
 from commlib.simulation.compare import Comparison
-from commlib.simulation.timeline import LANES, last_step
+from commlib.simulation.timeline import LANES, longest_step
 
-#: How many algorithms have a colour of their own in a picture; the others are grey.
-_MAX_COLOURS = 8
-_COLOURS = ("#4053d3", "#ddb310", "#b51d14", "#00beff", "#fb49b0", "#00b25d", "#7f4909", "#8c6bd6")
-_GREY = "#c4c4c4"
-#: Speed-ups below it are not shown.
+#: How many algorithms have a name in a picture of lines: the best of each family first.
+_MAX_NAMED = 14
+_GREY = "#d0d0d0"
+#: Speed-ups below it are not drawn where they are: an arrow says so.
 _LEAST_SPEEDUP = 0.1
-#: A timeline ends after this many times the step without communication.
-_LONGEST_STEP = 4.0
-_LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#ddb310", "network": "#4053d3"}
+#: A timeline ends after this many times the median of the steps in it, or where the longest does.
+_LONGEST_STEP = 1.5
+#: Steps that differ by less from the mean are alike.
+_ALIKE = 0.02
+_LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#e0a800", "network": "#3b6fb6"}
 _WAIT_COLOUR = "#f2f2f2"
+_FONT = 8
+
+
+def check() -> None:
+    """Look whether pictures can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'commlib[plot]'") from error
 
 
 def speedups(
-    by_algorithm: dict[str, list[float]], values: Sequence[float], axis: str, title: str, path: Path | str
+    by_algorithm: Mapping[str, Sequence[float]], values: Sequence[float], axis: str, title: str, path: Path | str
 ) -> None:
-    """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on a logarithmic axis.
+    """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on logarithmic axes.
+
+    Names stand at the end of the lines at which these are further apart.
 
     Args:
         by_algorithm: Speed-ups, one for each value; NaN where there is none.
@@ -38,35 +55,133 @@ def speedups(
         title: Above the picture.
         path: The PNG to write.
     """
-    figure, [ax] = _figure(8.0, 4.8)
-    colours = _colours(by_algorithm)
-    for name, line in sorted(by_algorithm.items(), key=lambda entry: entry[0] in colours):
-        is_shown = name in colours
-        ax.plot(
-            values, line, color=colours.get(name, _GREY), linewidth=2 if is_shown else 1, marker="o", markersize=3,
-            label=name if is_shown else None,
-        )  # fmt: skip
-    ax.axhline(1.0, color="black", linewidth=1, linestyle=":", label="DDP-style all-reduce")
-    if len(colours) < len(by_algorithm):
-        ax.plot([], [], color=_GREY, label=f"{len(by_algorithm) - len(colours)} others")
+    figure, [ax] = _figure(9.0, 6.0)
+    drawn = {name: line for name, line in by_algorithm.items() if not all(map(math.isnan, line))}
+    named = _named(drawn)
+    for name, line in drawn.items():
+        if name not in named:
+            ax.plot(values, line, color=_GREY, linewidth=0.8, zorder=1)
+    for name in named:
+        ax.plot(values, drawn[name], linewidth=1.6, markersize=5, zorder=3, **_line_style(look(name)))
+    ax.axhline(1.0, color="black", linewidth=1, linestyle=":", zorder=2)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xticks(values, [f"{value:g}" for value in values])
     ax.minorticks_off()
-    lowest, highest = ax.get_ylim()
-    ticks = [step * 10.0**power for power in range(-3, 5) for step in (1, 2, 5)]
-    ticks = [tick for tick in ticks if max(lowest, _LEAST_SPEEDUP) <= tick <= highest]
+    lowest, highest = _limits([drawn[name] for name in named])
+    ax.set_ylim(lowest, highest)
+    steps = (1, 2, 5) if highest > 20 * lowest else (1, 1.5, 2, 3, 4, 5, 7)
+    ticks = [tick for power in range(-2, 5) for step in steps if lowest <= (tick := step * 10.0**power) <= highest]
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.set_ylim(bottom=max(lowest, _LEAST_SPEEDUP))
-    ax.set(xlabel=axis, ylabel="speed-up of a step", title=title)
-    ax.grid(color="#e6e6e6")
-    # The legend follows the order of the lines at their highest end.
-    handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda idx: -_highest(by_algorithm.get(labels[idx], [0.0])))
-    ax.legend(
-        [handles[i] for i in order], [labels[i] for i in order], fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)
-    )
+    ax.set(xlabel=axis, ylabel="speed-up of a step over DDP-style all-reduce (dotted)")
+    ax.grid(color="#ececec", zorder=0)
+    _mark_clipped(ax, {name: drawn[name] for name in named}, values, lowest)
+    _name_ends(ax, {name: drawn[name] for name in named}, values)
+    notes = _notes(drawn, named, lowest)
+    ax.set_title("\n".join([title, *notes]), fontsize=10)
     _save(figure, path)
+
+
+def _named(drawn: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return whose lines have a name: the best form of the best of each family, then of the best algorithms."""
+    ranked = sorted(drawn, key=lambda name: -_mean_log(drawn[name]))
+    forms = list({base_name(name): name for name in reversed(ranked)}.values())
+    forms.sort(key=ranked.index)
+    first = {look(name).family: name for name in reversed(forms)}.values()
+    rest = [name for name in [*forms, *ranked] if name not in first]
+    return list(dict.fromkeys([*first, *rest]))[:_MAX_NAMED]
+
+
+def _mean_log(line: Sequence[float]) -> float:
+    known = [math.log(value) for value in line if value > 0]
+    return sum(known) / len(known) if known else -math.inf
+
+
+def _line_style(shown: Look) -> dict[str, Any]:
+    return {
+        "color": shown.colour,
+        "marker": shown.marker,
+        "linestyle": shown.dashes,
+        "markerfacecolor": "white" if shown.is_hollow else shown.colour,
+    }
+
+
+def _limits(lines: Iterable[Sequence[float]]) -> tuple[float, float]:
+    known = [value for line in lines for value in line if value >= _LEAST_SPEEDUP]
+    return max(min([*known, 0.9]) / 1.2, _LEAST_SPEEDUP), max([*known, 1.1]) * 1.2
+
+
+def _mark_clipped(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], lowest: float) -> None:
+    """Draw an arrow at the lower edge where a line is below it."""
+    for name, line in lines.items():
+        for value, speedup in zip(values, line, strict=True):
+            if speedup < lowest:
+                ax.annotate(
+                    "", (value, 0), (value, 0.035), xycoords=("data", "axes fraction"), zorder=4,
+                    arrowprops={"arrowstyle": "-|>", "color": look(name).colour},
+                )  # fmt: skip
+
+
+def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: float) -> list[str]:
+    """Return what the lines do not say by themselves."""
+    notes = []
+    if len(named) < len(drawn):
+        notes.append(f"grey: {len(drawn) - len(named)} others")
+    if any(look(name).is_hollow for name in named):
+        notes = ["; ".join([*notes, "hollow markers: hierarchical forms"])]
+    low = {name: min(value for value in line if not math.isnan(value)) for name, line in drawn.items()}
+    low = {name: value for name, value in low.items() if value < lowest}
+    if low:
+        slowest = min(low, key=low.__getitem__)
+        notes.append(f"not drawn where below {lowest:.2g}: {len(low)} of the lines, as {slowest} ({low[slowest]:.2g})")
+    return notes
+
+
+def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float]) -> None:
+    """Write names beside the picture, as near to the ends of their lines as they fit, joined to them."""
+    at_left = _spread(line[0] for line in lines.values()) > _spread(line[-1] for line in lines.values())
+    end, side = (0, -0.03) if at_left else (len(values) - 1, 1.03)
+    if at_left:
+        ax.yaxis.tick_right()
+        ax.yaxis.set_label_position("right")
+    low, high = map(math.log, ax.get_ylim())
+    at = {name: (math.log(line[end]) - low) / (high - low) for name, line in lines.items() if not math.isnan(line[end])}
+    at = {name: min(max(place, 0.0), 1.0) for name, place in at.items()}
+    apart = 1.45 * _FONT / (ax.figure.get_figheight() * 72 * 0.8)
+    order = sorted(at, key=lambda name: (at[name], lines[name][end]))
+    for name, place in zip(order, _spaced([at[name] for name in order], apart), strict=True):
+        colour = look(name).colour
+        ax.annotate(
+            name, (values[end], at[name]), (side, place), xycoords=("data", "axes fraction"),
+            textcoords="axes fraction", ha="right" if at_left else "left", va="center", fontsize=_FONT, color=colour,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (float(at_left), 0.5),
+                "shrinkA": 0, "shrinkB": 4},
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _spread(ends: Iterable[float]) -> float:
+    logs = [math.log(max(value, _LEAST_SPEEDUP)) for value in ends if not math.isnan(value)]
+    return max(logs) - min(logs) if logs else 0.0
+
+
+def _spaced(places: Sequence[float], apart: float) -> list[float]:
+    """Return ascending places, moved as little as makes them `apart` and, if there is room, keeps them within 0..1."""
+    groups: list[list[float]] = []  # of places that touch: their sum, their number, and where the first one stands
+    for place in places:
+        groups.append([place, 1, place])
+        while len(groups) > 1 and groups[-2][2] + groups[-2][1] * apart > groups[-1][2]:
+            total, count, _ = groups.pop()
+            groups[-1][0] += total
+            groups[-1][1] += count
+            mean = groups[-1][0] / groups[-1][1]
+            groups[-1][2] = mean - (groups[-1][1] - 1) * apart / 2
+    spaced = [start + idx * apart for _, count, start in groups for idx in range(int(count))]
+    for idx, place in enumerate(spaced):
+        spaced[idx] = max(place, idx * apart)
+    for idx in reversed(range(len(spaced))):
+        spaced[idx] = min(spaced[idx], max(1.0, (len(spaced) - 1) * apart) - (len(spaced) - 1 - idx) * apart)
+    return spaced
 
 
 def best(
@@ -86,79 +201,100 @@ def best(
         title: Above the picture.
         path: The PNG to write.
     """
-    names = sorted({name for grid in grids.values() for row in grid for name, _ in row})
-    colours = dict(zip(names, (*_COLOURS, *[_GREY] * len(names)), strict=False))
-    columns = min(2, len(grids))
-    rows = -(-len(grids) // columns)
-    size = (columns * (1.15 * len(bandwidths) + 1), rows * (0.6 * len(latencies) + 0.9) + 0.5)
+    columns = 2 if len(grids) % 2 == 0 else 1
+    rows = len(grids) // columns
+    size = (columns * (1.25 * len(bandwidths) + 0.6), rows * (0.62 * len(latencies) + 0.6) + 0.8)
     figure, axes = _figure(*size, rows=rows, columns=columns)
-    for ax in axes[len(grids) :]:
-        ax.set_visible(False)
-    for ax, (exactness, grid) in zip(axes, grids.items(), strict=False):
+    for ax, (exactness, grid) in zip(axes, grids.items(), strict=True):
         for y, row in enumerate(grid):
             for x, (name, speedup) in enumerate(row):
-                ax.add_patch(_rectangle(x - 0.5, y - 0.5, colours[name]))
-                text = f"{name.replace('(', chr(10) + '(')}\n{speedup:.3g}x"
-                ax.text(x, y, text, ha="center", va="center", fontsize=6, color=_ink(colours[name]))
+                colour = look(name).colour
+                ax.add_patch(_rectangle(x - 0.5, y - 0.5, colour))
+                text = f"{_broken(name)}\n{speedup:.3g}x"
+                ax.text(x, y, text, ha="center", va="center", fontsize=7, color=_ink(colour), linespacing=1.1)
         ax.set_xlim(-0.5, len(bandwidths) - 0.5)
         ax.set_ylim(-0.5, len(latencies) - 0.5)
         ax.set_xticks(range(len(bandwidths)), [f"{value:g}" for value in bandwidths])
         ax.set_yticks(range(len(latencies)), [f"{value:g}" for value in latencies])
         ax.set_title(f"allowed: {exactness}", fontsize=10)
-    figure.suptitle(title)
-    figure.supxlabel("bandwidth of a node, Gbit/s")
-    figure.supylabel("latency, us")
+    figure.suptitle(
+        f"{title}\n(a colour is a family of algorithms; x: times the speed of DDP-style all-reduce)", size=10
+    )
+    figure.supxlabel("bandwidth of a node, Gbit/s", size=10)
+    figure.supylabel("latency, us", size=10)
     _save(figure, path)
 
 
+def _broken(name: str) -> str:
+    """Break a name such that it fits into a cell."""
+    name = name.replace("(hierarchical=True)", "\n(hierarchical)").replace("(", "\n(").replace("\n\n", "\n")
+    return name.replace("low_precision_", "low_precision_\n").replace("hierarchical_local", "hierarchical_\nlocal")
+
+
 def timelines(comparison: Comparison, path: Path | str) -> None:
-    """Draw one step of each algorithm: what rank 0 computes, what local work communication has, what is on the wire."""
-    shown = [("DDP", comparison.ddp), *((row.algorithm, row.result) for row in comparison.rows)]
-    end_s = min(max(result.step_s for _, result in shown), _LONGEST_STEP * comparison.workload.step_s)
-    figure, [ax] = _figure(10.0, 0.55 * len(shown) + 1.4)
-    for place, (_, result) in enumerate(shown):
-        if result.step_s > end_s:
-            ax.text(end_s * 1e3, place, f"... {result.step_s * 1e3:,.0f} ms ", ha="right", va="center", fontsize=8)
-        for span in last_step(result):
+    """Draw one step of each algorithm in its fastest form: computation, local work of communication, the wire.
+
+    Where steps differ, as of algorithms with a period, it is the longest one, and the mean is said.
+    """
+    fastest = {base_name(row.algorithm): row for row in reversed(comparison.rows)}.values()
+    rows = sorted(fastest, key=lambda row: row.result.step_s)
+    shown = [("DDP-style all-reduce", comparison.ddp, 1), *((row.algorithm, row.result, row.cycle) for row in rows)]
+    steps = [longest_step(result) for _, result, _ in shown]
+    ends_s = [max((span.end_s for span in spans), default=0.0) for _, spans in steps]
+    end_s = _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s)
+    if end_s > 0.9 * max(ends_s):
+        end_s = max(ends_s)
+    figure, [ax] = _figure(11.0, 0.5 * len(shown) + 1.6)
+    for place, (_, spans) in enumerate(steps):
+        for span in spans:
             is_wait = span.name == "wait"
             ax.barh(
                 place + (LANES.index(span.lane) - 1) * 0.27, (span.end_s - span.start_s) * 1e3, left=span.start_s * 1e3,
                 height=0.25, color=_WAIT_COLOUR if is_wait else _LANE_COLOURS[span.lane],
                 edgecolor="white" if not is_wait else "#d0d0d0", linewidth=0.3,
             )  # fmt: skip
+        if ends_s[place] > end_s:
+            arrow = {"arrowstyle": "-|>", "color": "black"}
+            ax.annotate("", (end_s * 1.02e3, place), (end_s * 0.985e3, place), arrowprops=arrow, annotation_clip=False)
+        _, result, cycle = shown[place]
+        ax.text(
+            1.03, place, _step_in_words(steps[place][0], ends_s[place], result.step_s, cycle), va="center",
+            transform=ax.get_yaxis_transform(), fontsize=_FONT,
+        )  # fmt: skip
     for lane, colour in _LANE_COLOURS.items():
-        ax.barh(0, 0, color=colour, label=lane)
+        ax.barh(0, 0, color=colour, label=f"{lane} ({('above', 'middle', 'below')[LANES.index(lane)]})")
     ax.barh(0, 0, color=_WAIT_COLOUR, edgecolor="#d0d0d0", label="waiting")
-    ax.set_yticks(range(len(shown)), [name for name, _ in shown])
-    ax.invert_yaxis()
+    ax.set_yticks(range(len(shown)), [name for name, _, _ in shown])
+    ax.set_ylim(len(shown) - 0.45, -0.55)
     ax.set_xlim(0, end_s * 1e3)
-    title = f"One step of {comparison.workload.name} on {comparison.network.name}"
-    ax.set(xlabel="ms", title=title)
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    left_out = len(comparison.rows) - len(rows)
+    note = f"; {left_out} slower forms are not drawn" if left_out else ""
+    title = f"One step of {comparison.workload.name} on {comparison.network.name} (rank 0{note}; arrow: goes on)"
+    ax.set(xlabel="ms")
+    figure.suptitle(title, size=11)
+    ax.legend(fontsize=_FONT, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
     _save(figure, path)
 
 
-def _colours(by_algorithm: dict[str, list[float]]) -> dict[str, str]:
-    """Give a colour to the algorithms that are highest somewhere."""
-    ranked = sorted(by_algorithm, key=lambda name: -_highest(by_algorithm[name]))
-    return dict(zip(ranked[:_MAX_COLOURS], _COLOURS, strict=False))
-
-
-def _highest(line: Sequence[float]) -> float:
-    return max((value for value in line if not math.isnan(value)), default=-math.inf)
+def _step_in_words(place: int, length_s: float, mean_s: float, cycle: int) -> str:
+    """Say what a step takes and, where not all are alike, which one is drawn."""
+    mean = f"{mean_s * 1e3:,.1f} ms"
+    if cycle == 1 and abs(length_s / mean_s - 1) < _ALIKE:
+        return mean
+    which = f"step {place % cycle + 1} of {cycle}" if cycle > 1 else "the longest step"
+    return f"{mean} in the mean;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
 
 
 def _ink(colour: str) -> str:
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "white"
+    return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 125 else "white"
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'commlib[plot]'") from error
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)

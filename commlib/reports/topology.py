@@ -12,6 +12,7 @@ import numpy as np
 
 from commlib.errors import ConfigError
 from commlib.primitives.topology import Matrix, Topology
+from commlib.reports import targets
 
 #: Matrices of more ranks are not printed.
 _PRINTED_RANKS = 8
@@ -87,16 +88,33 @@ def describe(topology: Topology, world_size: int) -> str:
     return "\n".join(lines)
 
 
+def check_plot(path: str | Path) -> None:
+    """Try whether `plot` can write such a file.
+
+    Raises:
+        ConfigError: matplotlib is missing, does not know the kind of file, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'commlib[plot]'") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(
+            f"--plot: expected a file that ends in one of .{', .'.join(sorted(known))}, got {str(path)!r}"
+        )
+    targets.check_file(path, "--plot")
+
+
 def plot(topology: Topology, world_size: int, path: str | Path) -> None:
     """Draw the graphs of the first steps with their weights, and the decay of the distance to the mean, into a file.
 
     Raises:
         ConfigError: matplotlib is missing, or it cannot write such a file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'commlib[plot]'") from None
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     steps = _shown(topology, world_size)
     figure = Figure(figsize=(4.2 * (len(steps) + 1), 4.4), layout="constrained")
     axes = figure.subplots(1, len(steps) + 1, squeeze=False)[0]
@@ -105,10 +123,7 @@ def plot(topology: Topology, world_size: int, path: str | Path) -> None:
         axis.set_title(f"step {step}" if len(steps) > 1 else f"{world_size} ranks, every step")
     _draw_decay(axes[-1], topology, world_size)
     figure.suptitle(str(topology))
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    figure.savefig(path, dpi=120)
 
 
 def _shown(topology: Topology, world_size: int) -> range:

@@ -16,6 +16,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
+from commlib.simulation.options import check_options, options_of
 from commlib.simulation.simulator import Options, Result, simulate
 from commlib.simulation.workers import Map
 
@@ -35,12 +36,16 @@ class Prediction:
         exactness: What it may do to the optimisation (`commlib.algorithms.base.EXACTNESS`).
         result: What the simulation found.
         speedup: Steps of DDP-style all-reduce in the time of one step.
+        cycle: Steps after which the algorithm begins anew (`Channel.cycle`).
+        made_for: The optimizer that it is made for, "sgd" or "adam", with which alone it keeps up; else "any".
     """
 
     algorithm: str
     exactness: str
     result: Result
     speedup: float
+    cycle: int = 1
+    made_for: str = "any"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures, for JSON."""
@@ -48,6 +53,7 @@ class Prediction:
         return {
             "algorithm": self.algorithm,
             "exactness": self.exactness,
+            "made_for": self.made_for,
             "step_s": result.step_s,
             "samples_per_s": result.samples_per_s,
             "speedup": self.speedup,
@@ -115,13 +121,18 @@ def candidates(text: str = "all", exactness: str = "any", *, several_per_node: b
         several_per_node: Whether "all" contains the hierarchical form of the algorithms that have one.
 
     Raises:
-        ConfigError: An unknown name, option or class, or none that is left.
+        ConfigError: An unknown name, option or class, one that is named but wider than the class, or none that is left.
     """
     if exactness not in EXACTNESS:
         raise ConfigError(f"exactness: expected one of {', '.join(EXACTNESS)}, got {exactness!r}")
-    found = _all(several_per_node) if text.strip() == "all" else dict(map(_parsed, _listed(text)))
+    is_all = text.strip() == "all"
+    found = _all(several_per_node) if is_all else dict(map(_parsed, _listed(text)))
     allowed = EXACTNESS[: EXACTNESS.index(exactness) + 1]
-    chosen = {label: algorithm for label, algorithm in found.items() if algorithm.exactness in allowed}
+    wider = {label: algorithm.exactness for label, algorithm in found.items() if algorithm.exactness not in allowed}
+    if wider and not is_all:
+        shown = ", ".join(f"{label} ({of})" for label, of in wider.items())
+        raise ConfigError(f"algorithms: expected the class {exactness!r} or a narrower one, got {shown}")
+    chosen = {label: algorithm for label, algorithm in found.items() if label not in wider}
     if not chosen:
         raise ConfigError(f"algorithms: none of {text!r} is of the class {exactness!r} or a narrower one")
     return chosen
@@ -162,11 +173,18 @@ def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
         case ast.Name(id=name):
             return label, algorithms.create(name)
         case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
+            cls = algorithms.get(name)
             try:
                 options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
-                return label, algorithms.get(name)(**options)
+                check_options(cls, options)
+                return label, algorithms.create(cls(**options))
             except (TypeError, ValueError, CodecError) as error:
-                raise ConfigError(f"algorithms: {label!r}: {error}") from error
+                raise ConfigError(f"algorithms: {label!r}: {error}; {name} takes {options_of(cls)}") from error
+        case ast.Call(func=ast.Name(id=name)):
+            raise ConfigError(
+                f"algorithms: expected name(option=value), got {label!r}; {name} takes "
+                f"{options_of(algorithms.get(name))}"
+            )
     raise ConfigError(f"algorithms: expected a name or name(option=value), got {label!r}")
 
 
@@ -203,7 +221,14 @@ def compare(
     if isinstance(ddp, str):
         raise ConfigError(ddp)
     rows = [
-        Prediction(name, chosen[name].exactness, result, ddp.step_s / result.step_s)
+        Prediction(
+            name,
+            chosen[name].exactness,
+            result,
+            ddp.step_s / result.step_s,
+            cycle=chosen[name].channel.cycle,
+            made_for=getattr(chosen[name], "made_for", "any"),
+        )
         for name, result in outcomes.items()
         if isinstance(result, Result)
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +20,34 @@ def last_step(result: Result, rank: int = 0) -> list[Span]:
 
     Collectives that began before the step or end after it are cut at its ends.
     """
+    own, bounds_s = _steps(result, rank)
+    return _cut(own, bounds_s[-2], bounds_s[-1])
+
+
+def longest_step(result: Result, rank: int = 0) -> tuple[int, list[Span]]:
+    """Return which of the steps that count (`Result.steps_s`) is the longest, from 0 on, and what a rank did in it.
+
+    Of equally long ones it is the last; what is returned of it is as in `last_step`.
+    """
+    own, bounds_s = _steps(result, rank)
+    steps = list(itertools.pairwise(bounds_s))[-len(result.steps_s) :]
+    lengths_ns = [round((end_s - start_s) * 1e9) for start_s, end_s in steps]
+    place = max(range(len(steps)), key=lambda idx: (lengths_ns[idx], idx))
+    return place, _cut(own, *steps[place])
+
+
+def _steps(result: Result, rank: int) -> tuple[list[Span], list[float]]:
+    """Return what a rank did, and when its steps began and the last one ended."""
     own = [span for span in result.spans if span.rank == rank]
-    starts = sorted(span.start_s for span in own if span.name == "forward")
-    end = max((span.end_s for span in own if span.lane == "compute"), default=0.0)
-    start = starts[-1] if starts else 0.0
-    inside = [span for span in own if span.end_s > start and span.start_s < end]
+    starts_s = sorted(span.start_s for span in own if span.name == "forward") or [0.0]
+    return own, [*starts_s, max((span.end_s for span in own if span.lane == "compute"), default=0.0)]
+
+
+def _cut(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
     return [
-        Span(
-            span.lane,
-            span.name,
-            max(span.start_s, start) - start,
-            min(span.end_s, end) - start,
-            span.bucket,
-            span.rank,
-            span.nbytes,
-        )
-        for span in inside
+        dataclasses.replace(span, start_s=max(span.start_s, start_s) - start_s, end_s=min(span.end_s, end_s) - start_s)
+        for span in spans
+        if span.end_s > start_s and span.start_s < end_s
     ]
 
 

@@ -348,7 +348,9 @@ def test_arguments():
     assert len(step.parse_args(["--ddp-all"]).systems) == 11
 
 
-@pytest.mark.parametrize("arguments", [["--rate", "1gbit"], ["--latency-us", "9"], ["--systems", "ddp:nope"], ["--model", "nope"]])
+@pytest.mark.parametrize(
+    "arguments", [["--rate", "1gbit"], ["--latency-us", "9"], ["--systems", "ddp:nope"], ["--model", "nope"]]
+)
 def test_wrong_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         step.parse_args(arguments)

@@ -103,7 +103,7 @@ def test_the_command_measures_what_it_is_asked_for_and_prints_it(
         assert [row["system"] for row in found["rows"]] == ["none", "ddp", "signsgd"]
         assert (found["rate_bps"], found["links"]) == (200e6, "2 emulated hosts")
     else:
-        lines = [line.replace("│", " ").split() for line in result.stdout.splitlines()]
+        lines = [line.split() for line in result.stdout.splitlines()]
         assert ["signsgd", "500.0", "400.0", "-20.0%", "1.00"] in lines
         assert ["none", "250.0", "2.00"] in lines
 
@@ -115,9 +115,8 @@ def test_the_command_adds_latency_at_a_rate_and_for_a_network(monkeypatch: pytes
     (found,) = json.loads(result.stdout)
     assert (found["latency_us"], found["rtt_s"]) == (5000.0, 1e-3)
     for_a_network = emulation.Emulation("10gbps", 1e8, 50.0, rtt_s=1e-2, **{**MADE_UP, "latency_us": 5000.0})
-    assert emulation.table("vgg16", for_a_network).caption == (
-        "2 emulated hosts; a message takes 5000 us one way, whatever 10gbps's latency"
-    )
+    shown = " ".join(" ".join(emulation.table("vgg16", for_a_network, 100)).split())
+    assert "2 emulated hosts; a message takes 5000 us one way, whatever 10gbps's latency" in shown
 
 
 @needs_hosts
@@ -130,6 +129,25 @@ def test_hosts_have_the_latency_that_was_asked_for() -> None:
     assert found.found["network"]["latency_us"] > 3000  # what the ranks themselves have probed
     rows = {row.system: row for row in found.rows}
     assert rows["ddp"].step_s - rows["none"].step_s > 8e-3  # an all-reduce cannot take less than a round trip
+
+
+def test_steps_bucket_size_optimizer_and_network_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def emulate(workload: Any, targets: Any, systems: Any, setting: Any, progress: Any) -> list[emulation.Emulation]:
+        asked.update(workload=workload, targets=targets, setting=setting)
+        return made_up(workload, [1e8], systems, setting, progress)
+
+    monkeypatch.setattr(emulation, "emulate", emulate)
+    options = ["--steps", "7", "--bucket-cap-mb", "2", "--optimizer", "adamw", "--network", "10gbps"]
+    network = ["--efficiency", "0.5", "--ceiling-gbps", "2", "--nodes", "3", "--algorithms", "signsgd"]
+    result = CliRunner().invoke(app, ["compare", "--emulate", *options, *network], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert (asked["setting"].block, asked["setting"].bucket_cap_mb, asked["workload"].optimizer) == (7, 2.0, "adam")
+    (target,) = asked["targets"]
+    assert (target.efficiency, target.ceiling_gbps, target.nodes) == (0.5, 2.0, 3)
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "emulated hosts" in result.stderr
 
 
 @pytest.mark.slow
@@ -150,6 +168,14 @@ def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--emulate", "--rate", "200mbit", "--nodes", "2"], "network"),
         (["--rate", "200mbit"], "--rate"),
         (["--emulate", "--rate", "fast"], "fast"),
+        (["--emulate", "--rate", "200mbit", "--network", "wan"], "--network"),
+        (["--emulate", "--intra-gbps", "3"], "--intra-gbps"),
+        (["--emulate", "--wide"], "--wide"),
+        (["--emulate", "--trace", "x.json"], "--trace"),
+        (["--emulate", "--device", "cpu"], "--device"),
+        (["--emulate", "--algorithms", "topk", "--exactness", "8bit"], "topk"),
+        (["--emulate", "--algorithms", "auto", "--exactness", "exact"], "allow"),
+        (["--hosts", "2"], "--hosts"),
     ],
 )
 def test_options_that_would_be_ignored_are_errors(options: list[str], named: str) -> None:

@@ -40,7 +40,7 @@ def test_many_steps_are_found_without_taking_them() -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["topology", *arguments], terminal_width=200)
+    result = CliRunner().invoke(app, ["topology", *arguments], env={"COLUMNS": "200"})
     return result.exit_code, result.output
 
 
@@ -58,7 +58,7 @@ def test_the_command_prints_and_draws(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_is_said() -> None:
     for arguments, words in [
         (("rings",), "got 'rings'"),
-        (("ring", "--ranks", "0"), "expected 1 or more, got 0"),
+        (("ring", "--ranks", "0"), "expected a number above 0, got 0"),
         (("ring", "--plot", "/nowhere/at/all.png"), "all.png"),
         (("ring", "--plot", "a.unknown"), "unknown"),
     ]:

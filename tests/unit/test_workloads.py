@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from commlib.cli import app
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Layer, Workload
@@ -177,9 +180,30 @@ def test_a_step_without_backward_is_a_clear_error():
         profile_model(_Net(), lambda model: model(torch.ones(1, 64)))
 
 
-def test_mixed_dtypes_are_a_clear_error():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
-    with pytest.raises(ConfigError, match="one dtype"):
+class _Mixed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large = torch.nn.Linear(64, 64)
+        self.small = torch.nn.Linear(64, 2).double()
+        self.idle = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.small(self.large(x).double())
+
+
+def test_mixed_dtypes_count_as_that_of_most_elements_and_unused_parameters_as_ready_last():
+    workload = profile_model(_Mixed(), _step, steps=3)
+    assert workload.dtype == "fp32"
+    assert "130 elements of float64 count as fp32" in workload.source
+    assert "2 of 6 parameters got no gradient and count as ready last: idle.weight, idle.bias" in workload.source
+    assert workload.numel == 64 * 65 + 2 * 65 + 12
+    ready_s = dict(zip([name for name, _ in workload.parameters()], workload.ready_s(), strict=True))
+    assert ready_s["idle.weight"] == max(ready_s.values()) == pytest.approx(workload.backward_s)
+
+
+def test_dtypes_that_workloads_do_not_have_are_a_clear_error():
+    model = torch.nn.Linear(64, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match="complex64"):
         profile_model(model, _step)
 
 
@@ -192,6 +216,33 @@ def test_a_script_is_profiled(tmp_path):
     )
     workload = profile_script(script, batch_per_rank=4, steps=2)
     assert (workload.name, workload.numel, workload.optimizer) == ("mine", 18, "sgd")
+
+
+def test_a_script_finds_its_arguments_and_its_folder_and_is_not_main(tmp_path):
+    (tmp_path / "beside_the_script.py").write_text("width = 8\n")
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys, torch\nfrom beside_the_script import width\n"
+        "model = torch.nn.Linear(width, int(sys.argv[2]))\nassert sys.argv[:2] == [__file__, '--out']\n"
+        "def step(model):\n    assert sys.argv[2:] == ['3']\n    model(torch.ones(4, 8)).sum().backward()\n"
+        "if __name__ == '__main__':\n    raise SystemExit('it trained')\n"
+    )
+    before = sys.argv, list(sys.path)
+    assert profile_script(script, ["--out", "3"], steps=1).numel == 27
+    assert (sys.argv, sys.path) == before
+    output = tmp_path / "work.json"
+    result = CliRunner().invoke(app, ["profile", str(script), "--output", str(output), "--", "--out", "3"])
+    assert result.exit_code == 0, result.output
+    assert workloads.load(output).numel == 27
+
+
+def test_a_file_that_cannot_be_written_is_found_before_the_script_runs(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text("raise SystemExit('it ran')")
+    result = CliRunner().invoke(app, ["profile", str(script), "--output", str(tmp_path / "no" / "work.json")])
+    assert result.exit_code == 2
+    assert "--output" in result.output
+    assert "it ran" not in result.output
 
 
 @pytest.mark.parametrize("text", ["x = 1", "import torch\nmodel = torch.nn.Linear(1, 1)\nstep = 3"])

@@ -1,0 +1,46 @@
+"""What to use: the last lines of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commlib.algorithms.base import EXACTNESS
+from commlib.reports.families import without_auto
+from commlib.reports.tables import kept
+from commlib.simulation.compare import Comparison, Prediction
+
+#: Speed-ups that differ by less are alike: predictions are hardly better than that.
+_ALIKE = 1.05
+
+
+def advice(comparison: Comparison) -> str:
+    """Return what to use where how much is allowed, or that nothing pays, with the reason."""
+    best = list(_best_by_class(comparison))
+    ddp = comparison.ddp
+    exposed = ddp.exposed_s / ddp.step_s
+    share = f"{exposed:.0%} of DDP's step is not computation"
+    if not best:
+        if exposed < 1 - 1 / _ALIKE:
+            return f"Use allreduce, as DDP does: computation hides communication here ({share}), so nothing pays."
+        return f"Use allreduce, as DDP does: none of these is more than {_ALIKE - 1:.0%} faster, although {share}."
+    names = [kept(without_auto(row.algorithm)) for row in best]
+    fastest = "; ".join(
+        f"{row.exactness}: {name}, {kept(f'{row.speedup:.3g} times')} DDP's speed"
+        for row, name in zip(best, names, strict=True)
+    )
+    return f"Use what your training tolerates: {fastest}. The reason: {share}. A faster step may learn less."
+
+
+def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
+    """Yield the fastest of each class, from the narrowest on, that is faster than DDP and than narrower ones."""
+    to_beat = 1.0
+    for exactness in EXACTNESS:
+        rows = [row for row in comparison.rows if row.exactness == exactness and not is_misplaced(row, comparison)]
+        if rows and rows[0].speedup > to_beat * _ALIKE:
+            to_beat = rows[0].speedup
+            yield rows[0]
+
+
+def is_misplaced(row: Prediction, comparison: Comparison) -> bool:
+    """Return whether an algorithm is made for another optimizer than the workload's, and known to lose with it."""
+    return row.made_for not in ("any", comparison.workload.optimizer)

@@ -1,0 +1,73 @@
+"""Families of algorithms, and how all pictures draw them: a colour and a marker each, told apart without colour too."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: The families of docs/algorithms.md with their algorithms; each has its colour (Okabe and Ito's, and a dark red for
+#: the eighth) and marker in `_LOOKS`.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "full precision": ("allreduce",),
+    "quantized": ("bytegrad", "qsgd", "ef_quantized", "qadam"),
+    "sign": ("signsgd", "onebit_adam"),
+    "sparsified": ("topk", "randomk", "dgc"),
+    "low rank": ("powersgd",),
+    "local steps": ("local_sgd", "post_local_sgd", "hierarchical_local_sgd", "diloco", "streaming_diloco"),
+    "decentralized": ("decentralized", "low_precision_decentralized", "gossip"),
+    "in the background": ("async_averaging", "passive_gossip", "async_sgd", "hogwild"),
+}
+#: The family of algorithms that commlib does not know: a user's own.
+OTHER = "other"
+
+_LOOKS = {
+    "full precision": ("#000000", "o"),
+    "quantized": ("#0072b2", "s"),
+    "sign": ("#56b4e9", "D"),
+    "sparsified": ("#009e73", "^"),
+    "low rank": ("#d55e00", "v"),
+    "local steps": ("#e69f00", "P"),
+    "decentralized": ("#cc79a7", "X"),
+    "in the background": ("#882255", "*"),
+    OTHER: ("#777777", "h"),
+}
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_AUTO = re.compile(r"^auto(\(.*\))?: ")
+
+
+@dataclass(frozen=True)
+class Look:
+    """How an algorithm is drawn.
+
+    Attributes:
+        family: Its family's name.
+        colour: The family's.
+        marker: The family's.
+        dashes: The line's style: the algorithm's within its family.
+        is_hollow: Whether markers are: of hierarchical forms.
+    """
+
+    family: str
+    colour: str
+    marker: str
+    dashes: object
+    is_hollow: bool
+
+
+def without_auto(label: str) -> str:
+    """Return what `auto` chose of a label "auto: <name>", or the label."""
+    return _AUTO.sub("", label)
+
+
+def base_name(label: str) -> str:
+    """Return the registered name in a label such as "auto: topk(ratio=0.1)"."""
+    return without_auto(label).partition("(")[0]
+
+
+def look(label: str) -> Look:
+    """Return how an algorithm is drawn, by its label in tables."""
+    name = base_name(label)
+    family = next((family for family, members in FAMILIES.items() if name in members), OTHER)
+    colour, marker = _LOOKS[family]
+    place = FAMILIES[family].index(name) if family in FAMILIES else 0
+    return Look(family, colour, marker, _DASHES[place], "hierarchical=True" in label)

@@ -1,0 +1,120 @@
+"""Tables and text that fit the terminal: columns by the width, no name cut or broken in its middle."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+#: Columns where the output is no terminal and COLUMNS says nothing.
+DEFAULT_WIDTH = 80
+
+_GAP = 2
+_LEAST_NAME = 20
+#: What stands for a space at which no line may end, until lines are made.
+_HARD_SPACE = "\N{NO-BREAK SPACE}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Above it.
+        cells: One for each row.
+        left: Whether cells stand at its left end rather than at its right end.
+    """
+
+    title: str
+    cells: Sequence[str]
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        """The characters of the longest cell or title."""
+        return max(map(len, (self.title, *self.cells)))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console as wide as the terminal, or as COLUMNS says, or 80."""
+    return Console(width=terminal_width(), stderr=stderr, highlight=False)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; where standard output is none, COLUMNS, else 80."""
+    if sys.stdout.isatty():
+        return Console().width
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isascii() and asked.isdigit() and int(asked) > 0 else DEFAULT_WIDTH
+
+
+def fitted(columns: Sequence[Column], width: int, required: int, wide: bool = False) -> list[str]:
+    """Return the lines of a table: title, rule, rows.
+
+    Args:
+        columns: The first one holds names: where they do not fit, they go on in a further line. The others are never
+            narrowed; of those that are not required, as many are shown as fit, in their order.
+        width: Of the lines, in characters.
+        required: So many columns are always shown.
+        wide: Show all columns, whatever the width.
+    """
+    names, others = columns[0], list(columns[1:])
+    shown = others if wide else others[: required - 1]
+    for column in others[len(shown) :]:
+        if names.width + _total(shown) + _GAP + column.width > width:
+            break
+        shown.append(column)
+    limit = names.width if wide else max(_LEAST_NAME, min(names.width, width - _total(shown)))
+    lines = [_line(names.title.ljust(limit), [(column, column.title) for column in shown])]
+    lines.append("─" * (limit + _total(shown)))
+    for idx, name in enumerate(names.cells):
+        first, *rest = wrapped(name, limit, "    ")
+        lines.append(_line(first.ljust(limit), [(column, column.cells[idx]) for column in shown]))
+        lines += rest
+    return lines
+
+
+def _total(columns: Sequence[Column]) -> int:
+    return sum(_GAP + column.width for column in columns)
+
+
+def _line(name: str, cells: Sequence[tuple[Column, str]]) -> str:
+    padded = [cell.ljust(column.width) if column.left else cell.rjust(column.width) for column, cell in cells]
+    return (" " * _GAP).join([name, *padded]).rstrip()
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return a text in lines of at most `width` characters, with `indent` before all but the first.
+
+    Lines end at spaces; a word that is longer than a line ends after a slash, a comma or a bracket in it.
+    """
+    lines, line = [], ""
+    for gap, word in re.findall(r"( *)([^ ]+)", text):
+        for part in _pieces(word, width - len(indent)):
+            if line.strip() and len(line) + len(gap) + len(part) > width:
+                lines.append(line)
+                line, gap = indent, ""
+            line, gap = line + gap + part, ""
+    return [each.replace(_HARD_SPACE, " ") for each in (*lines, line)]
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    """Return a word, or where it is longer than `width` its parts."""
+    ends = rf"/,(\[{_HARD_SPACE}"
+    return [word] if len(word) <= width else re.findall(rf"[^{ends}]*[{ends}]|[^{ends}]+", word)
+
+
+def kept(name: str) -> str:
+    """Return a name such that `wrapped` keeps it in one line."""
+    return name.replace(" ", _HARD_SPACE)
+
+
+def show(lines: Sequence[str], to: Console, style: str = "") -> None:
+    """Print lines as they are."""
+    for line in lines:
+        to.print(Text(line, style), soft_wrap=True)
