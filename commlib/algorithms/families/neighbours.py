@@ -62,7 +62,7 @@ class NeighbourAveraging(Algorithm, Generic[E]):
                 stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, nodes.local)
                 like, begin, peers = stage.sum[: stage.count], stage.begin, nodes.across
                 self._stages[bucket.index] = stage
-            self.topology.matrix(peers.world_size)  # a topology that does not exist for so many ranks says so here
+            self.topology.neighbours(peers.rank, peers.world_size)  # one that does not exist for so many ranks says so
             self._workspaces[bucket.index] = self._make_workspace(like, begin, peers)
         self.load_state_dict(saved)
 
