@@ -190,6 +190,19 @@ class Algorithm:
         `begin` follows before the next step that is counted.
         """
 
+    def representatives(self, comm: Communicator) -> Sequence[int]:
+        """Return, for each rank, one that has as much to do in every round; few in all. What is simulated.
+
+        Unless an algorithm says otherwise, ranks with the same place in their nodes are alike where it knows nodes, and
+        all ranks where it does not, but for the last: what is cut into equal parts need not divide.
+
+        Args:
+            comm: The group, as rank 0 sees it.
+        """
+        if comm.nodes is None:
+            return _but_for_the_last(comm.world_size)
+        return by_place(_but_for_the_last(comm.nodes.across.world_size), comm.nodes.local.world_size)
+
     def divisor(self, comm: Communicator) -> float:
         """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.
 
@@ -229,3 +242,12 @@ class Algorithm:
     def shaped_state(self) -> Sequence[str]:
         """The entries of a portable state that hold one piece for each whole parameter: sharded as that, if it is."""
         return ()
+
+
+def by_place(nodes: Sequence[int], ranks_per_node: int) -> list[int]:
+    """Return the representatives of ranks, given those of nodes: the ranks with the same place in them."""
+    return [node * ranks_per_node + place for node in nodes for place in range(ranks_per_node)]
+
+
+def _but_for_the_last(count: int) -> list[int]:
+    return [0] * (count - 1) + [count - 1]

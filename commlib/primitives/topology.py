@@ -75,6 +75,10 @@ class Topology(ABC):
             matrix[rank, list(own.sources)] = list(own.sources.values())
         return matrix
 
+    def representatives(self, world_size: int) -> list[int]:
+        """Return, for each rank, one that has as many neighbours: in every step, or, of pairs, one of two in turn."""
+        return [0] * world_size
+
     def spectral_gap(self, world_size: int) -> float:
         """Return 1 - rho: in the long run the distance to the mean shrinks by rho per step.
 
@@ -178,6 +182,10 @@ class ShiftOne(Topology):
         """Return how many steps it takes that every two ranks meet."""
         return max(1, world_size - 1 + world_size % 2)
 
+    def representatives(self, world_size: int) -> list[int]:
+        """Return two ranks in turn, of which one at most rests."""
+        return [rank % 2 for rank in range(world_size)]
+
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
         size = self.period(world_size)
@@ -210,6 +218,10 @@ class RandomMatching(Topology):
 
     def period(self, world_size: int) -> None:
         """Return None: the pairs never repeat."""
+
+    def representatives(self, world_size: int) -> list[int]:
+        """Return two ranks in turn, of which one at most rests."""
+        return [rank % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
@@ -282,6 +294,12 @@ class Graph(Topology):
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", tuple((int(one), int(other)) for one, other in self.edges))
 
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the first rank with as many neighbours."""
+        first: dict[int, int] = {}
+        degrees = map(len, _adjacency(self.edges, world_size))
+        return [first.setdefault(degree, rank) for rank, degree in enumerate(degrees)]
+
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
         adjacent = _adjacency(self.edges, world_size)
@@ -316,6 +334,13 @@ class MixingMatrix(Topology):
         object.__setattr__(self, "rows", tuple(tuple(row) for row in matrix.tolist()))
         if self.spectral_gap(len(matrix)) <= _TOLERANCE:
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")
+
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the first rank with as many that it receives from and sends to."""
+        first: dict[tuple[int, int], int] = {}
+        is_used = np.array(self.rows) != 0
+        degrees = zip(is_used.sum(axis=1).tolist(), is_used.sum(axis=0).tolist(), strict=True)
+        return [first.setdefault(degree, rank) for rank, degree in enumerate(degrees)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""

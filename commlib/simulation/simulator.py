@@ -19,7 +19,8 @@ from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation import asynchronous
 from commlib.simulation.clock import Span
-from commlib.simulation.training import META, Options, Training, parameters_of, time_round
+from commlib.simulation.roles import Roles
+from commlib.simulation.training import META, Options, Training, parameters_of, roles_in, time_round
 
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
@@ -78,7 +79,8 @@ def simulate(
 ) -> Result:
     """Simulate training steps.
 
-    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks; see docs/simulator.md.
+    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks that do the same; see
+    docs/simulator.md.
 
     Args:
         workload: What is trained.
@@ -99,10 +101,11 @@ def simulate(
             "algorithm with rounds of requests to a communicator"
         )
     try:
-        if not prototype.channel.keeps_step and len(options.pace(network.world_size)) > 1:
+        if not prototype.channel.keeps_step and options.has_clocks_of_ranks:
             return _apart(workload, network, device, prototype, options)
-        plan = _plan(workload, network, device, prototype, options)
-        training = Training(workload, network, device, prototype, options, plan)
+        roles = roles_in(Training(workload, network, device, prototype, options), network, device, prototype, options)
+        plan = _plan(workload, network, device, prototype, options, roles)
+        training = Training(workload, network, device, prototype, options, plan, roles)
         return _measure(training, workload, network, prototype, options)
     except CommlibError:
         raise
@@ -142,36 +145,37 @@ def _measure(
     if num_warm_up:
         for _ in range(num_warm_up):
             training.step()
-        phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
+        phases["warm-up"] = training.time_s(driver.now_s) / num_warm_up
     cycle = channel.cycle
     for _ in range(2 * cycle):
         training.step()
     begin = _Totals.of(training)
-    ends_s = [begin.now_s.mean()]
+    ends_s = [training.time_s(begin.now_s)]
     count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled else 1)
     for _ in range(count):
         training.step()
-        ends_s.append(driver.now_s.mean())
+        ends_s.append(training.time_s(driver.now_s))
     end = _Totals.of(training)
-    step_s = (end.now_s - begin.now_s) / count
+    clocks_s = (end.now_s - begin.now_s) / count
+    step_s = training.time_s(clocks_s)
     compute_s = float((end.computed_s - begin.computed_s).mean()) / count
-    phases["steady"] = float(step_s.mean())
-    num_per_clock = network.world_size / len(step_s)
+    phases["steady"] = step_s
+    per_rank_s = clocks_s if options.has_clocks_of_ranks else np.full(network.world_size, step_s)
     return Result(
         algorithm=prototype.name,
         network=network.name,
         workload=workload.name,
         world_size=network.world_size,
-        step_s=float(step_s.mean()),
+        step_s=step_s,
         compute_s=compute_s,
-        exposed_s=float(step_s.mean()) - compute_s,
+        exposed_s=step_s - compute_s,
         waited_s=float((end.waited_s - begin.waited_s).mean()) / count,
         wire_bytes=(end.bytes_sent - begin.bytes_sent) / count,
         adapter_bytes=(end.adapter_bytes - begin.adapter_bytes) / count,
         memory_bytes=training.meter.allocated_bytes,
-        samples_per_s=float((workload.batch_per_rank / step_s).sum()) * num_per_clock,
+        samples_per_s=float((workload.batch_per_rank / per_rank_s).sum()),
         num_buckets=training.num_buckets,
-        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        steps_s=tuple(b - a for a, b in itertools.pairwise(ends_s)),
         phases=phases,
         spans=driver.spans,
     )
@@ -225,7 +229,9 @@ class _Totals:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Plan | None:
+def _plan(
+    workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options, roles: Roles
+) -> Plan | None:
     """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates.
 
     None where gradients are synchronised in the warm-up only.
@@ -240,10 +246,10 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
     found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
 
     def seconds(plan: Plan) -> float:
-        training = Training(workload, network, device, prototype, alike, plan)
+        training = Training(workload, network, device, prototype, alike, plan, roles)
         training.progress.step = prototype.channel.warmup_steps
         training.step()
-        return float(training.driver.now_s[0])
+        return training.time_s(training.driver.now_s)
 
     return min(found, key=seconds)
 
