@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from commlib.algorithms.channels import Channel, Gradients
+from commlib.errors import ConfigError
 from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.mailbox import Answer, Mailbox
@@ -143,6 +144,35 @@ class Runner:
         """Take over what `state_dict` returned."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What an exchange of an algorithm without rounds is, for those who cannot run it: a rank asks, its peers answer.
+
+    What a rank does in memory is told as the bytes that it reads and writes, each once.
+
+    Attributes:
+        peers: How many others a rank asks at once; as many ask it meanwhile.
+        question_bytes: To each of them.
+        answer_bytes: From each of them.
+        rest: How many times as long as an exchange took a rank rests after it, at least.
+        step_bytes: Read and written by the thread that trains in every step.
+        ask_bytes: The same, to prepare an exchange.
+        take_bytes: The same, to take its answers over.
+        beside_bytes: Read and written by other threads for an exchange, and for answering as many questions.
+        memory_bytes: What is kept beside parameters, gradients and the optimizer's state.
+    """
+
+    peers: int
+    question_bytes: int
+    answer_bytes: int
+    rest: float = 0.0
+    step_bytes: int = 0
+    ask_bytes: int = 0
+    take_bytes: int = 0
+    beside_bytes: int = 0
+    memory_bytes: int = 0
+
+
 class Algorithm:
     """A relaxation of data-parallel communication. Subclass it in a file named as the algorithm.
 
@@ -230,6 +260,18 @@ class Algorithm:
             ConfigError: The model, the optimizer or the group are not such that it can; alike on all ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} declares SelfRunning and must define attach()")
+
+    def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
+        """Return what an exchange is, for simulations: for algorithms whose channel is `SelfRunning`.
+
+        Args:
+            parameters: What is trained; only their sizes and types are looked at.
+            world_size: The number of ranks, two or more.
+
+        Raises:
+            ConfigError: It cannot be said, and why.
+        """
+        raise ConfigError(f"{self.name} talks to its peers by itself and does not say what it sends (traffic)")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's own state, tensors included."""

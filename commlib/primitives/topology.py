@@ -76,8 +76,11 @@ class Topology(ABC):
         return matrix
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return, for each rank, one that has as many neighbours: in every step, or, of pairs, one of two in turn."""
-        return [0] * world_size
+        """Return, for each rank, one that has as much to do, or more: as many neighbours, and those before it.
+
+        A sum in rank order that begins with another rank's value takes a copy more.
+        """
+        return [world_size - 1] * world_size
 
     def spectral_gap(self, world_size: int) -> float:
         """Return 1 - rho: in the long run the distance to the mean shrinks by rho per step.
@@ -183,8 +186,8 @@ class ShiftOne(Topology):
         return max(1, world_size - 1 + world_size % 2)
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return two ranks in turn, of which one at most rests."""
-        return [rank % 2 for rank in range(world_size)]
+        """Return the last two ranks in turn, of which one at most rests."""
+        return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
@@ -220,8 +223,8 @@ class RandomMatching(Topology):
         """Return None: the pairs never repeat."""
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return two ranks in turn, of which one at most rests."""
-        return [rank % 2 for rank in range(world_size)]
+        """Return the last two ranks in turn, of which one at most rests."""
+        return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
@@ -295,10 +298,10 @@ class Graph(Topology):
         object.__setattr__(self, "edges", tuple((int(one), int(other)) for one, other in self.edges))
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the first rank with as many neighbours."""
-        first: dict[int, int] = {}
-        degrees = map(len, _adjacency(self.edges, world_size))
-        return [first.setdefault(degree, rank) for rank, degree in enumerate(degrees)]
+        """Return the last rank with as many neighbours."""
+        degrees = [len(each) for each in _adjacency(self.edges, world_size)]
+        last = {degree: rank for rank, degree in enumerate(degrees)}
+        return [last[degree] for degree in degrees]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
@@ -336,11 +339,11 @@ class MixingMatrix(Topology):
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the first rank with as many that it receives from and sends to."""
-        first: dict[tuple[int, int], int] = {}
+        """Return the last rank with as many that it receives from and sends to."""
         is_used = np.array(self.rows) != 0
-        degrees = zip(is_used.sum(axis=1).tolist(), is_used.sum(axis=0).tolist(), strict=True)
-        return [first.setdefault(degree, rank) for rank, degree in enumerate(degrees)]
+        degrees = list(zip(is_used.sum(axis=1).tolist(), is_used.sum(axis=0).tolist(), strict=True))
+        last = {degree: rank for rank, degree in enumerate(degrees)}
+        return [last[degree] for degree in degrees]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""

@@ -179,6 +179,10 @@ class VirtualDriver(Driver):
             self._handle_next()
         return round_.done.is_set() and bool((self._of(round_).end_s <= self.now_s).all())
 
+    def end_of(self, round_: Round) -> np.ndarray:
+        """Return when a round ended that has arrived and was not waited for."""
+        return self._of(round_).end_s
+
     @override
     def close(self) -> None:
         self._lanes.clear()

@@ -88,6 +88,11 @@ class Meter(TorchDispatchMode):
         seconds, self._seconds = self._seconds, np.zeros_like(self._seconds)
         return seconds
 
+    def count(self, nbytes: int) -> None:
+        """Count a pass over memory that reads and writes so many bytes."""
+        if nbytes:
+            self._add(self._launch_s + nbytes * self._s_per_byte)
+
     def _add(self, seconds: float) -> None:
         if self._role is None:
             self._seconds += seconds

@@ -6,8 +6,8 @@ to do at every place and sends the same bytes, one is left. Where rounds vary, w
 leave a node out. The others, the roles, are simulated side by side: each has an algorithm object, a count of local work
 and of memory, and a clock; a collective waits for the last of those that take part.
 
-What a joint collective takes is what it takes the slowest role. Only collectives across nodes differ: there the ranks of
-a node share its adapter, which is busy for the sum of what they send.
+What a joint collective takes is what it takes the slowest role. Only collectives across nodes differ: there the ranks
+of a node share its adapter, which is busy for the sum of what they send.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class RoleLinks(Links):
         profile: The same.
         device: The same.
         roles: The ranks that requests come from.
-        num_clocks: As many as roles, or as ranks.
+        each_rank: Whether each rank has a clock; else each role.
     """
 
     def __init__(
-        self, network: Network, profile: TransportProfile, device: Device, roles: Roles, num_clocks: int
+        self, network: Network, profile: TransportProfile, device: Device, roles: Roles, *, each_rank: bool
     ) -> None:
         super().__init__(network, profile, device)
-        self._has_clock_of_role = num_clocks == len(roles.ranks) < network.world_size
+        self._each_rank = each_rank
         ranks = np.array(roles.ranks)
         self._nodes_of_roles = ranks // network.gpus_per_node
         # Roles with the same number wait for one another in a collective of that group.
@@ -122,7 +122,7 @@ class RoleLinks(Links):
 
     @override
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
-        if not self._has_clock_of_role:
+        if self._each_rank:
             slowest = (
                 max(request.parts, key=lambda part: self.cost(part).seconds) if isinstance(request, Joint) else request
             )

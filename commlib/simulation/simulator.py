@@ -11,6 +11,7 @@ import numpy as np
 
 from commlib import algorithms
 from commlib.algorithms.base import Algorithm
+from commlib.algorithms.channels import Channel
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import SCRATCH_SIZES, as_square, scratch_buckets
 from commlib.engine.planning.plan import Plan
@@ -26,6 +27,8 @@ from commlib.simulation.training import META, Options, Training, parameters_of, 
 _WARM_UP_STEPS = 2
 #: Periods that are simulated where not all of them need be alike: those of several steps, and rounds that vary.
 _LEAST_PERIODS = 16
+#: Steps in which an algorithm without rounds has to come to its third exchange.
+_MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -95,15 +98,10 @@ def simulate(
     options = options or Options()
     _check(options, network)
     prototype = algorithms.create(algorithm)
-    if not prototype.channel.has_rounds:
-        raise ConfigError(
-            f"simulate: {prototype.name} talks to its peers by itself, which has no virtual clock; expected an "
-            "algorithm with rounds of requests to a communicator"
-        )
     try:
         if not prototype.channel.keeps_step and options.has_clocks_of_ranks:
             return _apart(workload, network, device, prototype, options)
-        roles = roles_in(Training(workload, network, device, prototype, options), network, device, prototype, options)
+        roles = _roles(workload, network, device, prototype, options)
         plan = _plan(workload, network, device, prototype, options, roles)
         training = Training(workload, network, device, prototype, options, plan, roles)
         return _measure(training, workload, network, prototype, options)
@@ -113,6 +111,13 @@ def simulate(
         raise ConfigError(
             f"simulate: {prototype.name} failed on meta tensors, whose values nothing may ask for: {error}"
         ) from error
+
+
+def _roles(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
+    if not prototype.channel.has_rounds or network.world_size == 1:
+        return Roles.one(network.world_size)
+    training = Training(workload, network, device, prototype, replace(options, traced=()))
+    return roles_in(training, network, device, prototype, options)
 
 
 def _check(options: Options, network: Network) -> None:
@@ -146,12 +151,10 @@ def _measure(
         for _ in range(num_warm_up):
             training.step()
         phases["warm-up"] = training.time_s(driver.now_s) / num_warm_up
-    cycle = channel.cycle
-    for _ in range(2 * cycle):
-        training.step()
+    cycle = _get_going(training, channel)
     begin = _Totals.of(training)
     ends_s = [training.time_s(begin.now_s)]
-    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled else 1)
+    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled or cycle > 1 else 1)
     for _ in range(count):
         training.step()
         ends_s.append(training.time_s(driver.now_s))
@@ -181,21 +184,45 @@ def _measure(
     )
 
 
+def _get_going(training: Training, channel: Channel) -> int:
+    """Make steps until all periods are alike; return the steps of a period."""
+    if channel.has_rounds or training.is_alone:
+        for _ in range(2 * channel.cycle):
+            training.step()
+        return channel.cycle
+    taken_at: list[int] = []  # after how many steps, exchanges that take as long as they take
+    for number in range(_MOST_STEPS):
+        before = training.num_taken
+        training.step()
+        if training.num_taken > before:
+            taken_at.append(number)
+        if len(taken_at) == 3:
+            return taken_at[2] - taken_at[1]
+    raise ConfigError(f"simulate: three exchanges take more than {_MOST_STEPS} steps")
+
+
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
     """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (asynchronous.py)."""
     pace = options.pace(network.world_size)
     alike = replace(options, stragglers=None, jitter=0.0)
     training = Training(workload, network, device, prototype, alike)
     base = _measure(training, workload, network, prototype, alike)
-    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
-    overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     rng = np.random.default_rng(options.seed)
     steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
+    if not prototype.channel.has_rounds:  # no rank waits for another; each pays for its exchanges at its own pace
+        ends_s = np.cumsum(steps_s + base.exposed_s * pace[:, None], axis=1)
+        return _mean_of(base, workload, steps_s, ends_s, base.wire_bytes)
+    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
+    overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     outcome = asynchronous.run(prototype.channel, steps_s, round_s, overhead_s * pace)
-    step_s = outcome.ends_s[:, -1] / options.steps
-    wire_bytes = outcome.rounds_per_step * round_bytes
+    return _mean_of(base, workload, steps_s, outcome.ends_s, outcome.rounds_per_step * round_bytes)
+
+
+def _mean_of(base: Result, workload: Workload, steps_s: np.ndarray, ends_s: np.ndarray, wire_bytes: float) -> Result:
+    """Return the result of ranks whose steps [world_size, num_steps] compute so long and end then."""
+    step_s = ends_s[:, -1] / steps_s.shape[1]
     steady_s = float(step_s.mean())
-    ends_s = [0.0, *outcome.ends_s.mean(axis=0)]
+    mean_ends_s = [0.0, *ends_s.mean(axis=0)]
     return replace(
         base,
         step_s=steady_s,
@@ -205,7 +232,7 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
         wire_bytes=wire_bytes,
         adapter_bytes=base.adapter_bytes * wire_bytes / base.wire_bytes if base.wire_bytes else 0.0,
         samples_per_s=float((workload.batch_per_rank / step_s).sum()),
-        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(mean_ends_s)),
         phases={**base.phases, "steady": steady_s},
     )
 

@@ -26,6 +26,7 @@ from commlib.engine.rounds.task import Task
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links, TransportProfile
+from commlib.simulation.exchanges import Exchanges
 from commlib.simulation.meter import Meter
 from commlib.simulation.roles import Chorus, RoleLinks, Roles, find_roles
 from commlib.transport.simulated import SimulatedTransport
@@ -95,6 +96,7 @@ class Training:
         progress: Which step it is.
         computed_s: [num_clocks] What the computation has taken by itself.
         num_buckets: Of a round.
+        is_alone: Whether there is one rank.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Training:
         self.computed_s = np.zeros_like(self._pace)
         self.meter = Meter(device, len(roles.ranks))
         self._algorithm = _object_of(prototype, network, roles, self.meter)
-        links = RoleLinks(network, options.transport, device, roles, len(self._pace))
+        links = RoleLinks(network, options.transport, device, roles, each_rank=options.has_clocks_of_ranks)
         self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced, roles)
         self.line = line_on(network, self.driver, prototype)
         self._num_rounds = 0
@@ -126,7 +128,8 @@ class Training:
         self._gradients = [torch.empty_like(parameter.param) for parameter in self._parameters]
         self._ready_s = workload.ready_s()
         self._buckets: list[Bucket] = []
-        is_alone = network.world_size == 1 and prototype.channel.rests_alone
+        self.is_alone = network.world_size == 1
+        is_alone = self.is_alone and prototype.channel.rests_alone
         self._optimizer = self._make_optimizer(prototype, device)
         if self.progress.ever_syncs_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
@@ -155,9 +158,12 @@ class Training:
             if isinstance(self._algorithm.channel, Gradients):
                 self._algorithm.setup(context)
 
-    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | None:
+    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | Exchanges | None:
         connect = lambda: transport_on(network)  # noqa: E731
         with self.meter.active():
+            if not self._algorithm.channel.has_rounds:
+                parameters = [parameter.param for parameter in self._parameters]
+                return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.progress)
             return open_beside(self._algorithm, self._parameters, self.progress, self.line, settings, connect)
 
     @property
@@ -168,7 +174,12 @@ class Training:
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
         """The buckets of rounds over weights or state."""
-        return self._beside.buckets if self._beside is not None else ()
+        return self._beside.buckets if isinstance(self._beside, OpenChannel) else ()
+
+    @property
+    def num_taken(self) -> int:
+        """Exchanges of an algorithm without rounds so far."""
+        return self._beside.num_taken if isinstance(self._beside, Exchanges) else 0
 
     @property
     def context(self) -> Context:
