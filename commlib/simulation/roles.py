@@ -109,7 +109,7 @@ class RoleLinks(Links):
         """Return what a request costs, whoever else uses the links; of joint ones see [Note: roles]."""
         if not isinstance(request, Joint):
             return super().cost(request)
-        costs = [Cost() if part.is_empty() else super(RoleLinks, self).cost(part) for part in request.parts]
+        costs = [self._cost_of(part) for part in request.parts]
         slowest = max(costs, key=lambda cost: cost.seconds)
         adapter_s, seconds = slowest.adapter_s, slowest.seconds
         if request.group == "across":
@@ -119,6 +119,16 @@ class RoleLinks(Links):
             seconds = adapter_s + max(cost.seconds - cost.adapter_s for cost in costs)
         bytes_out = sum(share * cost.adapter_bytes for share, cost in zip(request.shares, costs, strict=True))
         return dataclasses.replace(slowest, seconds=seconds, adapter_s=adapter_s, adapter_bytes=bytes_out)
+
+    def _cost_of(self, part: Request) -> Cost:
+        """Return what one rank's part costs: of an exchange the longer of what it sends and what it receives."""
+        if part.is_empty():
+            return Cost()
+        cost = super().cost(part)
+        if not isinstance(part, Exchange):
+            return cost
+        back = super().cost(dataclasses.replace(part, sends=part.receives, receives=part.sends))
+        return cost if cost.seconds >= back.seconds else dataclasses.replace(back, adapter_bytes=cost.adapter_bytes)
 
     @override
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:

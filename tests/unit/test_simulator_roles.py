@@ -115,6 +115,25 @@ def test_ranks_that_ask_for_different_collectives_are_refused():
         run(model_of((1000, 1000)), NINE, Disagreeing())
 
 
+class Funnel(Algorithm):
+    """Inside a node all send what they have to the first rank, whose link it has to pass."""
+
+    channel = Gradients(hierarchical=True)
+
+    def communicate(self, bucket, comm):
+        assert comm.nodes is not None
+        local = comm.nodes.local
+        others = [(rank, torch.empty_like(bucket.flat)) for rank in range(1, local.world_size)]
+        yield local.exchange([], others) if local.rank == 0 else local.exchange([(0, bucket.flat)], [])
+
+
+def test_an_exchange_takes_what_the_busiest_rank_receives():
+    result = run(model_of((1000, 1000)), NINE, Funnel(), FREE, bucket_cap_mb=100)
+    flags_s = run(model_of((1,)), NINE, Funnel(), FREE, bucket_cap_mb=100).step_s - 0.031
+    assert result.step_s == pytest.approx(0.031 + flags_s + 2 * 4_000_000 / 1e10, rel=1e-4)
+    assert result.wire_bytes == pytest.approx(2 / 3 * 4_000_000, rel=1e-4)  # two of three ranks send
+
+
 def test_in_a_matching_that_leaves_a_rank_out_the_others_communicate():
     result = run(model_of((1000, 1000)), THREE, Gossip(overlap=False), FREE)
     exchange_s = 4_000_000 / 1e9 + 100e-6
