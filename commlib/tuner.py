@@ -286,7 +286,7 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
         each
         for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
         if each.exactness in allowed
-        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which cannot be simulated
+        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which has no buckets to plan for
         and (optimizer is not None or not each.channel.needs_optimizer)
         and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
     ]

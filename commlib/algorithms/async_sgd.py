@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.shard_client import (
     PULL,
@@ -27,7 +27,7 @@ from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 from commlib.primitives.order import Order, is_dense, order_of
-from commlib.transport.mailbox import Message
+from commlib.transport.mailbox import HEADER_BYTES, Message
 
 _log = logging.getLogger("commlib")
 
@@ -143,6 +143,30 @@ class AsyncSGD(Algorithm):
             max_staleness=4 * world_size if self.max_staleness is None else self.max_staleness,
             drops=self.on_stale == "drop",
             compensation=self.delay_compensation,
+        )
+
+    @override
+    def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
+        """See `Algorithm`: a shard to each owner and back, as each rank is the owner of one."""
+        numel = sum(parameter.numel() for parameter in parameters)
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        shard = nbytes // world_size if self.codec is None else self.codec.payload_bytes(-(-numel // world_size))
+        pushes_gradients = self.push == "gradients"
+        is_coded = self.codec is not None
+        return Traffic(
+            peers=world_size - 1,
+            question_bytes=HEADER_BYTES + shard,
+            answer_bytes=HEADER_BYTES + shard,
+            rest=self.rest,
+            step_bytes=3 * nbytes if pushes_gradients else 0,  # gradients are added up
+            # The origin; what has been done since, and the origin again. With a codec it is encoded, with feedback.
+            ask_bytes=(4 if pushes_gradients else 9) * nbytes + (3 * 4 * numel if is_coded else 0),
+            # W is changed, or the optimizer makes a step; W is copied, or its change encoded.
+            beside_bytes=(10 if pushes_gradients else 5) * nbytes + (3 * 4 * numel if is_coded else 0),
+            # Of the weights the origin is taken off, replaced, and added again.
+            take_bytes=8 * nbytes + (2 * 4 * numel if is_coded else 0),
+            # Origin, what is pending, sent and received, and the own shard; with a codec its errors, and W_r of all.
+            memory_bytes=4 * nbytes + nbytes // world_size + (2 * 4 * numel if is_coded else 0),
         )
 
     @override

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from commlib.algorithms.channels import Channel, Gradients
+from commlib.errors import ConfigError
 from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.mailbox import Answer, Mailbox
@@ -143,6 +144,35 @@ class Runner:
         """Take over what `state_dict` returned."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What an exchange of an algorithm without rounds is, for those who cannot run it: a rank asks, its peers answer.
+
+    What a rank does in memory is told as the bytes that it reads and writes, each once.
+
+    Attributes:
+        peers: How many others a rank asks at once; as many ask it meanwhile.
+        question_bytes: To each of them.
+        answer_bytes: From each of them.
+        rest: How many times as long as an exchange took a rank rests after it, at least.
+        step_bytes: Read and written by the thread that trains in every step.
+        ask_bytes: The same, to prepare an exchange.
+        take_bytes: The same, to take its answers over.
+        beside_bytes: Read and written by other threads for an exchange, and for answering as many questions.
+        memory_bytes: What is kept beside parameters, gradients and the optimizer's state.
+    """
+
+    peers: int
+    question_bytes: int
+    answer_bytes: int
+    rest: float = 0.0
+    step_bytes: int = 0
+    ask_bytes: int = 0
+    take_bytes: int = 0
+    beside_bytes: int = 0
+    memory_bytes: int = 0
+
+
 class Algorithm:
     """A relaxation of data-parallel communication. Subclass it in a file named as the algorithm.
 
@@ -190,6 +220,19 @@ class Algorithm:
         `begin` follows before the next step that is counted.
         """
 
+    def representatives(self, comm: Communicator) -> Sequence[int]:
+        """Return, for each rank, one that has as much to do in every round; few in all. What is simulated.
+
+        Unless an algorithm says otherwise, ranks with the same place in their nodes are alike where it knows nodes, and
+        all ranks where it does not, but for the last: what is cut into equal parts need not divide.
+
+        Args:
+            comm: The group, as rank 0 sees it.
+        """
+        if comm.nodes is None:
+            return _but_for_the_last(comm.world_size)
+        return by_place(_but_for_the_last(comm.nodes.across.world_size), comm.nodes.local.world_size)
+
     def divisor(self, comm: Communicator) -> float:
         """Return what a sum of gradients over the ranks is divided by in all: their number, for a mean.
 
@@ -218,6 +261,18 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} declares SelfRunning and must define attach()")
 
+    def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
+        """Return what an exchange is, for simulations: for algorithms whose channel is `SelfRunning`.
+
+        Args:
+            parameters: What is trained; only their sizes and types are looked at.
+            world_size: The number of ranks, two or more.
+
+        Raises:
+            ConfigError: It cannot be said, and why.
+        """
+        raise ConfigError(f"{self.name} talks to its peers by itself and does not say what it sends (traffic)")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's own state, tensors included."""
         return {}
@@ -229,3 +284,12 @@ class Algorithm:
     def shaped_state(self) -> Sequence[str]:
         """The entries of a portable state that hold one piece for each whole parameter: sharded as that, if it is."""
         return ()
+
+
+def by_place(nodes: Sequence[int], ranks_per_node: int) -> list[int]:
+    """Return the representatives of ranks, given those of nodes: the ranks with the same place in them."""
+    return [node * ranks_per_node + place for node in nodes for place in range(ranks_per_node)]
+
+
+def _but_for_the_last(count: int) -> list[int]:
+    return [0] * (count - 1) + [count - 1]

@@ -39,7 +39,7 @@ class Channel:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether it is made of rounds of requests to a communicator, so that it can be simulated."""
+        """Whether it is made of rounds of requests to a communicator; else `Algorithm.traffic` says what is sent."""
         return True
 
     @property

@@ -6,12 +6,13 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.published import Layout
 from commlib.errors import ConfigError
@@ -45,6 +46,12 @@ class Hogwild(Algorithm):
 
     portable = True
     channel = SelfRunning()
+
+    @override
+    def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
+        raise ConfigError(
+            "hogwild sends nothing: what ranks cost one another is in one machine's caches, which no network describes"
+        )
 
     @override
     def attach(self, attachment: Attachment) -> Runner:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Attachment, Runner
+from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.published import Copy, Published, Snapshot
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import mean_all
 from commlib.primitives.topology import RandomMatching
-from commlib.transport.mailbox import Message
+from commlib.transport.mailbox import HEADER_BYTES, Message
 
 #: Questions: for the copy of a number; for that, or the latest in its place.
 _FETCH, _FETCH_ANY = 1, 2
@@ -72,6 +72,20 @@ class PassiveGossip(Algorithm):
         self.period = period
         self.matching = RandomMatching(seed)
         self.limit_s = limit_s
+
+    @override
+    def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
+        """See `Algorithm`: a copy of the weights each way, as each of a pair asks the other."""
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        return Traffic(
+            peers=1,
+            question_bytes=HEADER_BYTES,
+            answer_bytes=HEADER_BYTES + nbytes,
+            ask_bytes=2 * nbytes,  # a copy is published
+            beside_bytes=3 * nbytes,  # the difference to the own one
+            take_bytes=3 * nbytes,  # which is added
+            memory_bytes=(_PATIENCE + 2) * nbytes,  # copies, and one that is received
+        )
 
     @override
     def attach(self, attachment: Attachment) -> Runner:

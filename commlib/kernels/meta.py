@@ -7,7 +7,7 @@ sparse ones; the functions are those of native_codecs.py and native_sparse.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,7 @@ class Kernel:
 
 
 _listeners: list[Callable[[Kernel], None]] = []
+_repeaters: list[Callable[[Hashable, Callable[[], object]], None]] = []
 
 
 @contextlib.contextmanager
@@ -50,6 +51,27 @@ def reporting(listener: Callable[[Kernel], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+@contextlib.contextmanager
+def repeating(repeater: Callable[[Hashable, Callable[[], object]], None]) -> Iterator[None]:
+    """Give `repeater` what `repeated` is called with within the context."""
+    _repeaters.append(repeater)
+    try:
+        yield
+    finally:
+        _repeaters.remove(repeater)
+
+
+def repeated(work: Callable[[], object], *key: Hashable) -> None:
+    """Do work on meta tensors that has no result and is always the same for a key: many small operations.
+
+    A simulator does it once and counts it again from then on.
+    """
+    if _repeaters:
+        _repeaters[-1](key, work)
+    else:
+        work()
 
 
 def encode(

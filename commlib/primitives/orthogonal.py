@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+from commlib.kernels import meta
 
 #: A column of which the part outside of the span of those before it is at most so many units in the last place of its
 #: length depends on them: that part is rounding noise.
@@ -27,6 +31,14 @@ def orthonormalise_(p: torch.Tensor) -> torch.Tensor:
     Returns:
         `p`.
     """
+    if p.is_meta:
+        meta.repeated(functools.partial(_orthonormalise, p), "orthonormalise_", p.shape, p.dtype)
+    else:
+        _orthonormalise(p)
+    return p
+
+
+def _orthonormalise(p: torch.Tensor) -> None:
     _scale_(p, p.abs().amax(dim=1, keepdim=True))  # so that squares neither overflow nor vanish
     for j in range(p.shape[2]):
         column, before = p[:, :, j : j + 1], p[:, :, :j]
@@ -45,7 +57,6 @@ def orthonormalise_(p: torch.Tensor) -> torch.Tensor:
                 column.copy_(torch.where(is_dependent, _substitute(column, j), column))
                 left = torch.where(is_dependent, _length(column), left)
             _scale_(column, left)
-    return p
 
 
 def _scale_(columns: torch.Tensor, by: torch.Tensor) -> None:

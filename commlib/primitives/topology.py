@@ -1,4 +1,4 @@
-"""Who averages with whom: mixing matrices over the ranks, and what each rank has to do for them.
+"""Who averages with whom: what each rank has to do, and the mixing matrix over the ranks that comes of it.
 
 A mixing matrix W [N, N] says that x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic),
 so the mean over the ranks stays what it was, and the ranks approach it. How fast, its spectral gap says: in the long
@@ -55,17 +55,32 @@ class Topology(ABC):
         return 1
 
     @abstractmethod
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """Return what `rank` has to do in a step: row and column of the matrix, without the matrix.
+
+        Raises:
+            ConfigError: The topology does not exist for so many ranks.
+        """
+
     def matrix(self, world_size: int, step: int = 0) -> Matrix:
         """Return W [world_size, world_size] float64 of a step, doubly stochastic.
 
         Raises:
             ConfigError: The topology does not exist for so many ranks.
         """
+        matrix = np.zeros((world_size, world_size))
+        for rank in range(world_size):
+            own = self.neighbours(rank, world_size, step)
+            matrix[rank, rank] = own.own
+            matrix[rank, list(own.sources)] = list(own.sources.values())
+        return matrix
 
-    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
-        """Return what `rank` has to do in a step: row and column of the matrix."""
-        period = self.period(world_size)
-        return _neighbours(self, rank, world_size, step if period is None else step % period)
+    def representatives(self, world_size: int) -> list[int]:
+        """Return, for each rank, one that has as much to do, or more: as many neighbours, and those before it.
+
+        A sum in rank order that begins with another rank's value takes a copy more.
+        """
+        return [world_size - 1] * world_size
 
     def spectral_gap(self, world_size: int) -> float:
         """Return 1 - rho: in the long run the distance to the mean shrinks by rho per step.
@@ -85,52 +100,42 @@ class Topology(ABC):
         return max(0.0, 1.0 - rho)
 
 
-@functools.lru_cache(maxsize=4096)
-def _neighbours(topology: Topology, rank: int, world_size: int, step: int) -> Neighbours:
-    matrix = topology.matrix(world_size, step)
-    sources = {int(j): float(matrix[rank, j]) for j in np.flatnonzero(matrix[rank]) if j != rank}
-    targets = tuple(int(i) for i in np.flatnonzero(matrix[:, rank]) if i != rank)
-    return Neighbours(float(matrix[rank, rank]), sources, targets)
+def _alike(rank: int, group: Iterable[int], weight: float, own: float) -> Neighbours:
+    """Return what a rank does that gives and takes the same weight to and from the others of a group."""
+    others = sorted(set(group) - {rank})
+    return Neighbours(own, dict.fromkeys(others, weight), tuple(others))
 
 
-def metropolis_hastings(world_size: int, edges: Iterable[tuple[int, int]]) -> Matrix:
-    """Return the weights of an undirected graph: W_ij = 1 / (1 + max(degree_i, degree_j)), the rest on the diagonal.
-
-    Xiao, Boyd, Lall, "A scheme for robust distributed sensor fusion based on average consensus" (2005).
-    """
-    adjacent = np.zeros((world_size, world_size), dtype=bool)
-    for one, other in edges:
-        adjacent[one, other] = adjacent[other, one] = one != other
-    degrees = adjacent.sum(axis=1)
-    matrix = np.where(adjacent, 1.0 / (1.0 + np.maximum.outer(degrees, degrees)), 0.0)
-    np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
-    return matrix
+def _paired(rank: int, partner: int) -> Neighbours:
+    """Return what a rank does that averages with its partner, or, where that is itself, rests."""
+    return _alike(rank, [partner], 0.5, 1.0 if partner == rank else 0.5)
 
 
-def _paired(world_size: int, pairs: Iterable[tuple[int, int]]) -> Matrix:
-    """Return the matrix in which the two of each pair average, and the others keep what they have."""
-    matrix = np.eye(world_size)
-    for one, other in pairs:
-        matrix[[[one], [other]], [one, other]] = 0.5
-    return matrix
+def _shifted(rank: int, world_size: int, hops: Sequence[int]) -> Neighbours:
+    """Return what a rank does that takes the values of those so many places on, all weights equal to its own."""
+    weight = 1.0 / (1 + len(hops))
+    sources = sorted((rank + hop) % world_size for hop in hops)
+    return Neighbours(weight, dict.fromkeys(sources, weight), tuple(sorted((rank - hop) % world_size for hop in hops)))
 
 
 @dataclass(frozen=True)
 class Ring(Topology):
     """Each rank averages with the two beside it, with equal weights (1/3; 1/2 where there are two ranks)."""
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
-        return metropolis_hastings(world_size, [(rank, (rank + 1) % world_size) for rank in range(world_size)])
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        beside = {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
+        weight = 1.0 / (1 + len(beside))
+        return _alike(rank, beside, weight, 1.0 - len(beside) * weight)
 
 
 @dataclass(frozen=True)
 class FullyConnected(Topology):
     """Each rank averages with all others: the mean in one step."""
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
-        return np.full((world_size, world_size), 1.0 / world_size)
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        return _alike(rank, range(world_size), 1.0 / world_size, 1.0 / world_size)
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,9 @@ class Exponential(Topology):
     Ying et al., "Exponential graph is provably efficient for decentralized deep training" (NeurIPS 2021).
     """
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
-        hops = [0, *(1 << k for k in range(_log2_ceil(world_size)))]
-        return sum((_shift(world_size, hop) for hop in hops), np.zeros((world_size, world_size))) / len(hops)
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        return _shifted(rank, world_size, [1 << k for k in range(_log2_ceil(world_size))])
 
 
 @dataclass(frozen=True)
@@ -159,10 +163,9 @@ class OnePeerExponential(Topology):
         """Return how many powers of two there are below the number of ranks."""
         return max(1, _log2_ceil(world_size))
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
-        hop = (1 << step % self.period(world_size)) % world_size
-        return (np.eye(world_size) + _shift(world_size, hop)) / 2
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        return _shifted(rank, world_size, [1 << step % self.period(world_size)] if world_size > 1 else [])
 
 
 @dataclass(frozen=True)
@@ -182,16 +185,20 @@ class ShiftOne(Topology):
         """Return how many steps it takes that every two ranks meet."""
         return max(1, world_size - 1 + world_size % 2)
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the last two ranks in turn, of which one at most rests."""
+        return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
+
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
         size = self.period(world_size)
         turn = step % size
         total = turn // 2 if turn % 2 == 0 else -1 - turn // 2
-        partner = [(total - rank) % size for rank in range(size)]
-        pairs = [(rank, other) for rank, other in enumerate(partner) if rank < other]
-        if world_size > size:
-            pairs += [(rank, world_size - 1) for rank, other in enumerate(partner) if rank == other]
-        return _paired(world_size, pairs)
+        last = world_size - 1
+        if rank == size:  # the last of an even number meets the one that is its own partner, 2 rank = total
+            return _paired(rank, total * (size + 1) // 2 % size)
+        partner = (total - rank) % size
+        return _paired(rank, last if partner == rank and world_size > size else partner)
 
 
 @dataclass(frozen=True)
@@ -215,11 +222,13 @@ class RandomMatching(Topology):
     def period(self, world_size: int) -> None:
         """Return None: the pairs never repeat."""
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`. The raw words of Philox are the same in every version of NumPy."""
-        words = np.random.Philox(key=self.seed, counter=[0, step, 0, 0]).random_raw(world_size)
-        order = np.argsort(words, kind="stable")
-        return _paired(world_size, zip(order[0::2].tolist(), order[1::2].tolist(), strict=False))
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the last two ranks in turn, of which one at most rests."""
+        return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
+
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        return _paired(rank, int(_matching(self.seed, world_size, step)[rank]))
 
     def spectral_gap(self, world_size: int) -> float:
         """Return 1 - rho, with rho^2 by which the expected squared distance to the mean shrinks per step.
@@ -256,12 +265,13 @@ class Grid(Topology):
         """Return the number of the grid's sides."""
         return len(self._sides(world_size))
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
         sides = self._sides(world_size)
         turn = step % len(sides)
-        factors = [np.full((n, n), 1.0 / n) if side == turn else np.eye(n) for side, n in enumerate(sides)]
-        return functools.reduce(np.kron, factors)
+        side, stride = sides[turn], math.prod(sides[turn + 1 :])
+        first = rank - rank // stride % side * stride
+        return _alike(rank, range(first, first + side * stride, stride), 1.0 / side, 1.0 / side)
 
     def _sides(self, world_size: int) -> tuple[int, ...]:
         if self.dims is None:
@@ -274,7 +284,9 @@ class Grid(Topology):
 
 @dataclass(frozen=True)
 class Graph(Topology):
-    """An undirected graph with Metropolis-Hastings weights.
+    """An undirected graph with Metropolis-Hastings weights: 1 / (1 + max(degree_i, degree_j)), the rest is the own one.
+
+    Xiao, Boyd, Lall, "A scheme for robust distributed sensor fusion based on average consensus" (2005).
 
     Args:
         edges: Pairs of ranks; every rank must be reachable from every other one.
@@ -285,15 +297,21 @@ class Graph(Topology):
     def __post_init__(self) -> None:
         object.__setattr__(self, "edges", tuple((int(one), int(other)) for one, other in self.edges))
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
-        outside = [edge for edge in self.edges if not all(0 <= rank < world_size for rank in edge)]
-        if outside:
-            raise ConfigError(f"Graph.edges: expected ranks from 0 to {world_size - 1}, got the edge {outside[0]}")
-        matrix = metropolis_hastings(world_size, self.edges)
-        if np.linalg.matrix_power(matrix, world_size).min() <= 0:
-            raise ConfigError(f"Graph.edges: expected a path between any two of {world_size} ranks; some have none")
-        return matrix
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the last rank with as many neighbours."""
+        degrees = [len(each) for each in _adjacency(self.edges, world_size)]
+        last = {degree: rank for rank, degree in enumerate(degrees)}
+        return [last[degree] for degree in degrees]
+
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
+        adjacent = _adjacency(self.edges, world_size)
+        degree = len(adjacent[rank])
+        row = np.zeros(world_size)
+        for peer in adjacent[rank]:
+            row[peer] = 1.0 / (1 + max(degree, len(adjacent[peer])))
+        sources = {peer: float(row[peer]) for peer in adjacent[rank]}
+        return Neighbours(float(1.0 - row.sum()), sources, adjacent[rank])
 
 
 @dataclass(frozen=True)
@@ -320,11 +338,21 @@ class MixingMatrix(Topology):
         if self.spectral_gap(len(matrix)) <= _TOLERANCE:
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")
 
-    def matrix(self, world_size: int, step: int = 0) -> Matrix:
-        """See `Topology.matrix`."""
+    def representatives(self, world_size: int) -> list[int]:
+        """Return the last rank with as many that it receives from and sends to."""
+        is_used = np.array(self.rows) != 0
+        degrees = list(zip(is_used.sum(axis=1).tolist(), is_used.sum(axis=0).tolist(), strict=True))
+        last = {degree: rank for rank, degree in enumerate(degrees)}
+        return [last[degree] for degree in degrees]
+
+    def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
+        """See `Topology.neighbours`."""
         if len(self.rows) != world_size:
             raise ConfigError(f"MixingMatrix: it is of {len(self.rows)} ranks, got {world_size}")
-        return np.array(self.rows)
+        row, column = self.rows[rank], [other[rank] for other in self.rows]
+        sources = {peer: weight for peer, weight in enumerate(row) if weight and peer != rank}
+        targets = tuple(peer for peer, weight in enumerate(column) if weight and peer != rank)
+        return Neighbours(row[rank], sources, targets)
 
 
 TOPOLOGIES: dict[str, type[Topology]] = {
@@ -356,6 +384,35 @@ def _log2_ceil(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-def _shift(world_size: int, hop: int) -> Matrix:
-    """Return the matrix with which rank i takes the value of rank i + hop."""
-    return np.roll(np.eye(world_size), hop, axis=1)
+@functools.lru_cache(maxsize=64)
+def _matching(seed: int, world_size: int, step: int) -> npt.NDArray[np.int64]:
+    """Return each rank's partner [world_size], itself where it rests.
+
+    The raw words of Philox are the same in every version of NumPy.
+    """
+    words = np.random.Philox(key=seed, counter=[0, step, 0, 0]).random_raw(world_size)
+    order = np.argsort(words, kind="stable")
+    partners = np.arange(world_size)
+    some, others = order[: world_size - 1 : 2], order[1::2]
+    partners[some], partners[others] = others, some
+    return partners
+
+
+@functools.lru_cache(maxsize=64)
+def _adjacency(edges: tuple[tuple[int, int], ...], world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return each rank's neighbours in a connected graph, ascending."""
+    outside = [edge for edge in edges if not all(0 <= rank < world_size for rank in edge)]
+    if outside:
+        raise ConfigError(f"Graph.edges: expected ranks from 0 to {world_size - 1}, got the edge {outside[0]}")
+    adjacent: list[set[int]] = [set() for _ in range(world_size)]
+    for one, other in edges:
+        if one != other:
+            adjacent[one].add(other)
+            adjacent[other].add(one)
+    reached, last = {0}, {0}
+    while last:
+        last = set().union(*(adjacent[rank] for rank in last)) - reached
+        reached |= last
+    if len(reached) < world_size:
+        raise ConfigError(f"Graph.edges: expected a path between any two of {world_size} ranks; some have none")
+    return tuple(tuple(sorted(each)) for each in adjacent)

@@ -1,8 +1,8 @@
 """The third driver: the same rounds in the same order as on a CPU thread or CUDA streams, on a virtual clock.
 
-[Note: virtual time] Times are vectors: one clock where all ranks are alike, else one for each. Whatever happens is
-handled in the order of its mean time over the ranks, so where ranks differ, that decides in which order a rank's local
-work is done. One rank's algorithm object stands for all of them.
+[Note: virtual time] Times are vectors: a clock for each role ([Note: roles] in `roles.py`), one where all ranks are
+alike, or one for each rank. Whatever happens is handled in the order of its mean time over the clocks, so where ranks
+differ, that decides in which order a rank's local work is done.
 
 A rank computes, and communicates beside it. Its communication does one piece of local work (a resumed generator) at a
 time, in the order in which they become possible. Local work and, on processors that carry the collectives, the
@@ -27,6 +27,7 @@ from commlib.errors import CommlibError
 from commlib.network.model import Device
 from commlib.simulation.collectives import Links
 from commlib.simulation.meter import Meter
+from commlib.simulation.roles import Roles
 from commlib.transport.base import Request, Transport
 
 
@@ -80,7 +81,8 @@ class VirtualDriver(Driver):
         meter: Tells the cost of local work.
         device: What a rank computes with.
         pace: [num_clocks] How much longer than the device's figures local work takes on each rank.
-        traced: Ranks (or clocks) whose spans are kept.
+        traced: Ranks whose spans are kept.
+        roles: The ranks whose work the meter counts, and whose clocks there are where not all ranks have one.
 
     Attributes:
         now_s: [num_clocks] The time of the computation on each rank.
@@ -89,13 +91,17 @@ class VirtualDriver(Driver):
         spans: What the traced ranks did.
     """
 
-    def __init__(self, links: Links, meter: Meter, device: Device, pace: np.ndarray, traced: tuple[int, ...]) -> None:
+    def __init__(
+        self, links: Links, meter: Meter, device: Device, pace: np.ndarray, traced: tuple[int, ...], roles: Roles
+    ) -> None:
         super().__init__()
         self._links = links
         self._meter = meter
         self._device = device
         self._pace = pace
-        self._traced = traced
+        is_of_ranks = len(pace) > len(roles.ranks)
+        self._role_of_clock = roles.of_rank if is_of_ranks else np.arange(len(pace))
+        self._traced = {rank: rank if is_of_ranks else int(roles.of_rank[rank]) for rank in traced}
         self.now_s = np.zeros_like(pace)
         self.waited_s = np.zeros_like(pace)
         self.adapter_bytes = 0.0
@@ -126,8 +132,8 @@ class VirtualDriver(Driver):
     def flush(self, name: str) -> None:
         """Let the computation take the time of what the meter has counted."""
         seconds = self._meter.take()
-        if seconds:
-            self.compute(seconds * self._pace, name)
+        if seconds.any():
+            self.compute(seconds[self._role_of_clock] * self._pace, name)
 
     def _slow_down(self, load: Load) -> None:
         """Move the end of the computation under way by what it loses to a load."""
@@ -173,6 +179,10 @@ class VirtualDriver(Driver):
             self._handle_next()
         return round_.done.is_set() and bool((self._of(round_).end_s <= self.now_s).all())
 
+    def end_of(self, round_: Round) -> np.ndarray:
+        """Return when a round ended that has arrived and was not waited for."""
+        return self._of(round_).end_s
+
     @override
     def close(self) -> None:
         self._lanes.clear()
@@ -212,14 +222,14 @@ class VirtualDriver(Driver):
                 progress.turn_s = np.maximum(progress.turn_s, end_s)
         return event
 
-    def _work(self, at_s: np.ndarray, seconds: float, task_idx: int) -> np.ndarray:
-        """Do local work as soon as the worker is free; return when it is done."""
-        if not seconds:
+    def _work(self, at_s: np.ndarray, seconds: np.ndarray, task_idx: int) -> np.ndarray:
+        """Do local work (seconds [num_roles]) as soon as the worker is free; return when it is done."""
+        if not seconds.any():
             return at_s
         start_s = np.maximum(at_s, self._worker_free_s)
         alone, beside = self._rates()
         computes = np.zeros_like(start_s, dtype=bool) if self._until_s is None else start_s < self._until_s
-        end_s = start_s + seconds * self._pace / np.where(computes, beside, alone)
+        end_s = start_s + seconds[self._role_of_clock] * self._pace / np.where(computes, beside, alone)
         self._worker_free_s = end_s
         self._add_load(start_s, end_s, self._share_of_work())
         self._note("local work", "work", start_s, end_s, task_idx)
@@ -268,7 +278,6 @@ class VirtualDriver(Driver):
     def _note(
         self, lane: str, name: str, start_s: np.ndarray, end_s: np.ndarray, bucket: int = -1, nbytes: float = 0.0
     ) -> None:
-        for rank in self._traced:
-            clock = rank if len(start_s) > 1 else 0
+        for rank, clock in self._traced.items():
             if end_s[clock] > start_s[clock]:
                 self.spans.append(Span(lane, name, float(start_s[clock]), float(end_s[clock]), bucket, rank, nbytes))

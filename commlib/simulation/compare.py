@@ -262,8 +262,10 @@ def sweep(
 def _simulate(
     workload: Workload, network: Network, device: Device, algorithm: Algorithm, options: Options
 ) -> Result | str:
-    """Return what is found, or why it cannot be."""
+    """Return what is found, or why it cannot be: what goes wrong with one algorithm does not end the others."""
     try:
         return simulate(workload, network, device, algorithm, options)
     except ConfigError as error:
         return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,15 +43,18 @@ class Meter(TorchDispatchMode):
 
     Args:
         device: What the operations run on.
+        num_roles: Ranks whose work is counted apart (`counting_for`); what is not of one of them is of all.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, num_roles: int = 1) -> None:
         super().__init__()
+        self._role: int | None = None
         self._device = device
         self._launch_s = device.launch_us * 1e-6
         self._s_per_byte = 1e-9 / device.memory_gbytes_s
-        self._seconds = 0.0
-        self._allocated: list[tuple[StorageWeakRef, int]] = []
+        self._seconds = np.zeros(num_roles)
+        self._repeated: dict[Hashable, float] = {}
+        self._allocated: list[tuple[StorageWeakRef, int, int | None]] = []  # with the role
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -63,23 +67,57 @@ class Meter(TorchDispatchMode):
 
         Tensors that would be made on the CPU are made on the meta device, unless a generator or a list gives values.
         """
-        with torch.no_grad(), meta.reporting(self._on_kernel), self:
+        with torch.no_grad(), meta.reporting(self._on_kernel), meta.repeating(self._repeat), self:
             yield
 
-    def seconds(self) -> float:
-        """Return the seconds since the last `take`."""
-        return self._seconds
+    @contextlib.contextmanager
+    def counting_for(self, role: int) -> Iterator[None]:
+        """Count within the context for one rank alone."""
+        self._role = role
+        try:
+            yield
+        finally:
+            self._role = None
 
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+    def seconds(self) -> np.ndarray:
+        """Return the seconds [num_roles] since the last `take`."""
+        return self._seconds.copy()
+
+    def take(self) -> np.ndarray:
+        """Return the seconds [num_roles] since the last call."""
+        seconds, self._seconds = self._seconds, np.zeros_like(self._seconds)
         return seconds
+
+    def count(self, nbytes: int) -> None:
+        """Count a pass over memory that reads and writes so many bytes."""
+        if nbytes:
+            self._add(self._launch_s + nbytes * self._s_per_byte)
+
+    def _add(self, seconds: float) -> None:
+        if self._role is None:
+            self._seconds += seconds
+        else:
+            self._seconds[self._role] += seconds
+
+    def _repeat(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Do work of a key and count it, or, where that was done before, count it again."""
+        if key not in self._repeated:
+            before, self._seconds = self._seconds, np.zeros_like(self._seconds)
+            work()
+            self._repeated[key] = float(self._seconds.max())
+            self._seconds = before
+        self._add(self._repeated[key])
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the tensors that were made while it was active and are alive."""
+        """Bytes of the tensors that were made while it was active and are alive, on the rank that has most."""
         self._allocated = [entry for entry in self._allocated if not entry[0].expired()]
-        return sum(nbytes for _, nbytes in self._allocated)
+        of_all = sum(nbytes for _, nbytes, role in self._allocated if role is None)
+        of_roles = [0] * len(self._seconds)
+        for _, nbytes, role in self._allocated:
+            if role is not None:
+                of_roles[role] += nbytes
+        return of_all + max(of_roles)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +137,7 @@ class Meter(TorchDispatchMode):
         else:
             assert known.make is not None
             result = known.make(args, kwargs)
-        self._seconds += self._seconds_of(known)
+        self._add(self._seconds_of(known))
         if not _changes(func):
             self._note(result)
         return result
@@ -114,12 +152,12 @@ class Meter(TorchDispatchMode):
         """Remember tensors that were made."""
         for tensor in _tensors(made):
             storage = tensor.untyped_storage()
-            self._allocated.append((StorageWeakRef(storage), storage.nbytes()))
+            self._allocated.append((StorageWeakRef(storage), storage.nbytes(), self._role))
 
     def _on_kernel(self, kernel: meta.Kernel) -> None:
         codec = "sparse" if kernel.codec == meta.SPARSE else by_id[kernel.codec].name
         fraction = self._device.codec_fraction(codec, kernel.name)
-        self._seconds += self._launch_s + kernel.nbytes * self._s_per_byte / fraction
+        self._add(self._launch_s + kernel.nbytes * self._s_per_byte / fraction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class _MeterClock(Clock):
         self._meter = meter
 
     def now(self) -> float:
-        return self._meter.seconds()
+        return float(self._meter.seconds()[0])
 
 
 def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: Clock) -> Callable[[], float]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from commlib import algorithms
 from commlib.algorithms.base import Algorithm
+from commlib.algorithms.channels import Channel
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import SCRATCH_SIZES, as_square, scratch_buckets
 from commlib.engine.planning.plan import Plan
@@ -19,12 +20,15 @@ from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation import asynchronous
 from commlib.simulation.clock import Span
-from commlib.simulation.training import META, Options, Training, parameters_of, time_round
+from commlib.simulation.roles import Roles
+from commlib.simulation.training import META, Options, Training, parameters_of, roles_in, time_round
 
 #: Steps of a warm-up that are simulated; all are alike.
 _WARM_UP_STEPS = 2
 #: Periods that are simulated where not all of them need be alike: those of several steps, and rounds that vary.
 _LEAST_PERIODS = 16
+#: Steps in which an algorithm without rounds has to come to its third exchange.
+_MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,8 @@ def simulate(
 ) -> Result:
     """Simulate training steps.
 
-    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks; see docs/simulator.md.
+    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks that do the same; see
+    docs/simulator.md.
 
     Args:
         workload: What is trained.
@@ -93,16 +98,12 @@ def simulate(
     options = options or Options()
     _check(options, network)
     prototype = algorithms.create(algorithm)
-    if not prototype.channel.has_rounds:
-        raise ConfigError(
-            f"simulate: {prototype.name} talks to its peers by itself, which has no virtual clock; expected an "
-            "algorithm with rounds of requests to a communicator"
-        )
     try:
-        if not prototype.channel.keeps_step and len(options.pace(network.world_size)) > 1:
+        if not prototype.channel.keeps_step and options.has_clocks_of_ranks:
             return _apart(workload, network, device, prototype, options)
-        plan = _plan(workload, network, device, prototype, options)
-        training = Training(workload, network, device, prototype, options, plan)
+        roles = _roles(workload, network, device, prototype, options)
+        plan = _plan(workload, network, device, prototype, options, roles)
+        training = Training(workload, network, device, prototype, options, plan, roles)
         return _measure(training, workload, network, prototype, options)
     except CommlibError:
         raise
@@ -110,6 +111,13 @@ def simulate(
         raise ConfigError(
             f"simulate: {prototype.name} failed on meta tensors, whose values nothing may ask for: {error}"
         ) from error
+
+
+def _roles(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
+    if not prototype.channel.has_rounds or network.world_size == 1:
+        return Roles.one(network.world_size)
+    training = Training(workload, network, device, prototype, replace(options, traced=()))
+    return roles_in(training, network, device, prototype, options)
 
 
 def _check(options: Options, network: Network) -> None:
@@ -142,39 +150,55 @@ def _measure(
     if num_warm_up:
         for _ in range(num_warm_up):
             training.step()
-        phases["warm-up"] = float(driver.now_s.mean()) / num_warm_up
-    cycle = channel.cycle
-    for _ in range(2 * cycle):
-        training.step()
+        phases["warm-up"] = training.time_s(driver.now_s) / num_warm_up
+    cycle = _get_going(training, channel)
     begin = _Totals.of(training)
-    ends_s = [begin.now_s.mean()]
-    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled else 1)
+    ends_s = [training.time_s(begin.now_s)]
+    count = cycle * max(math.ceil(options.steps / cycle), _LEAST_PERIODS if channel.is_sampled or cycle > 1 else 1)
     for _ in range(count):
         training.step()
-        ends_s.append(driver.now_s.mean())
+        ends_s.append(training.time_s(driver.now_s))
     end = _Totals.of(training)
-    step_s = (end.now_s - begin.now_s) / count
+    clocks_s = (end.now_s - begin.now_s) / count
+    step_s = training.time_s(clocks_s)
     compute_s = float((end.computed_s - begin.computed_s).mean()) / count
-    phases["steady"] = float(step_s.mean())
-    num_per_clock = network.world_size / len(step_s)
+    phases["steady"] = step_s
+    per_rank_s = clocks_s if options.has_clocks_of_ranks else np.full(network.world_size, step_s)
     return Result(
         algorithm=prototype.name,
         network=network.name,
         workload=workload.name,
         world_size=network.world_size,
-        step_s=float(step_s.mean()),
+        step_s=step_s,
         compute_s=compute_s,
-        exposed_s=float(step_s.mean()) - compute_s,
+        exposed_s=step_s - compute_s,
         waited_s=float((end.waited_s - begin.waited_s).mean()) / count,
         wire_bytes=(end.bytes_sent - begin.bytes_sent) / count,
         adapter_bytes=(end.adapter_bytes - begin.adapter_bytes) / count,
         memory_bytes=training.meter.allocated_bytes,
-        samples_per_s=float((workload.batch_per_rank / step_s).sum()) * num_per_clock,
+        samples_per_s=float((workload.batch_per_rank / per_rank_s).sum()),
         num_buckets=training.num_buckets,
-        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        steps_s=tuple(b - a for a, b in itertools.pairwise(ends_s)),
         phases=phases,
         spans=driver.spans,
     )
+
+
+def _get_going(training: Training, channel: Channel) -> int:
+    """Make steps until all periods are alike; return the steps of a period."""
+    if channel.has_rounds or training.is_alone:
+        for _ in range(2 * channel.cycle):
+            training.step()
+        return channel.cycle
+    taken_at: list[int] = []  # after how many steps, exchanges that take as long as they take
+    for number in range(_MOST_STEPS):
+        before = training.num_taken
+        training.step()
+        if training.num_taken > before:
+            taken_at.append(number)
+        if len(taken_at) == 3:
+            return taken_at[2] - taken_at[1]
+    raise ConfigError(f"simulate: three exchanges take more than {_MOST_STEPS} steps")
 
 
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
@@ -183,15 +207,22 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
     alike = replace(options, stragglers=None, jitter=0.0)
     training = Training(workload, network, device, prototype, alike)
     base = _measure(training, workload, network, prototype, alike)
-    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
-    overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     rng = np.random.default_rng(options.seed)
     steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
+    if not prototype.channel.has_rounds:  # no rank waits for another; each pays for its exchanges at its own pace
+        ends_s = np.cumsum(steps_s + base.exposed_s * pace[:, None], axis=1)
+        return _mean_of(base, workload, steps_s, ends_s, base.wire_bytes)
+    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
+    overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     outcome = asynchronous.run(prototype.channel, steps_s, round_s, overhead_s * pace)
-    step_s = outcome.ends_s[:, -1] / options.steps
-    wire_bytes = outcome.rounds_per_step * round_bytes
+    return _mean_of(base, workload, steps_s, outcome.ends_s, outcome.rounds_per_step * round_bytes)
+
+
+def _mean_of(base: Result, workload: Workload, steps_s: np.ndarray, ends_s: np.ndarray, wire_bytes: float) -> Result:
+    """Return the result of ranks whose steps [world_size, num_steps] compute so long and end then."""
+    step_s = ends_s[:, -1] / steps_s.shape[1]
     steady_s = float(step_s.mean())
-    ends_s = [0.0, *outcome.ends_s.mean(axis=0)]
+    mean_ends_s = [0.0, *ends_s.mean(axis=0)]
     return replace(
         base,
         step_s=steady_s,
@@ -201,7 +232,7 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
         wire_bytes=wire_bytes,
         adapter_bytes=base.adapter_bytes * wire_bytes / base.wire_bytes if base.wire_bytes else 0.0,
         samples_per_s=float((workload.batch_per_rank / step_s).sum()),
-        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(ends_s)),
+        steps_s=tuple(float(b - a) for a, b in itertools.pairwise(mean_ends_s)),
         phases={**base.phases, "steady": steady_s},
     )
 
@@ -225,7 +256,9 @@ class _Totals:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _plan(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Plan | None:
+def _plan(
+    workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options, roles: Roles
+) -> Plan | None:
     """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates.
 
     None where gradients are synchronised in the warm-up only.
@@ -240,10 +273,10 @@ def _plan(workload: Workload, network: Network, device: Device, prototype: Algor
     found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
 
     def seconds(plan: Plan) -> float:
-        training = Training(workload, network, device, prototype, alike, plan)
+        training = Training(workload, network, device, prototype, alike, plan, roles)
         training.progress.step = prototype.channel.warmup_steps
         training.step()
-        return float(training.driver.now_s[0])
+        return training.time_s(training.driver.now_s)
 
     return min(found, key=seconds)
 

@@ -26,7 +26,9 @@ from commlib.engine.rounds.task import Task
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links, TransportProfile
+from commlib.simulation.exchanges import Exchanges
 from commlib.simulation.meter import Meter
+from commlib.simulation.roles import Chorus, RoleLinks, Roles, find_roles
 from commlib.transport.simulated import SimulatedTransport
 
 META = torch.device("meta")
@@ -62,10 +64,15 @@ class Options:
         cap_mb = self.bucket_cap_mb or self.transport.bucket_cap_mb
         return None if cap_mb is None else int(cap_mb * 2**20)
 
-    def pace(self, world_size: int) -> np.ndarray:
-        """Return how many times longer each rank computes; one number where all are alike at all times."""
-        if not self.stragglers and not self.jitter:
-            return np.ones(1)
+    @property
+    def has_clocks_of_ranks(self) -> bool:
+        """Whether each rank has a clock, as they compute differently long."""
+        return bool(self.stragglers or self.jitter)
+
+    def pace(self, world_size: int, num_roles: int = 1) -> np.ndarray:
+        """Return how many times longer each rank computes; a number for each role where they do so alike."""
+        if not self.has_clocks_of_ranks:
+            return np.ones(num_roles)
         pace = np.ones(world_size)
         for rank, factor in (self.stragglers or {}).items():
             pace[rank] = factor
@@ -73,7 +80,7 @@ class Options:
 
 
 class Training:
-    """A wrapped model, without the model. One algorithm object stands for those of all ranks.
+    """A wrapped model, without the model. The algorithm has an object for each role ([Note: roles] in `roles.py`).
 
     Args:
         workload: What is trained.
@@ -82,12 +89,14 @@ class Training:
         prototype: The algorithm; copied.
         options: How the simulation is made.
         plan: The buckets of gradients; None where there are none, or none is chosen.
+        roles: Whose objects there are; None for rank 0's.
 
     Attributes:
         driver: The clocks.
         progress: Which step it is.
         computed_s: [num_clocks] What the computation has taken by itself.
         num_buckets: Of a round.
+        is_alone: Whether there is one rank.
     """
 
     def __init__(
@@ -98,26 +107,30 @@ class Training:
         prototype: Algorithm,
         options: Options,
         plan: Plan | None = None,
+        roles: Roles | None = None,
     ) -> None:
         self._workload = workload
-        self._algorithm = copy.deepcopy(prototype)
+        roles = roles or Roles.one(network.world_size)
         self._warm_up = AllReduce()
         self._jitter = options.jitter
         self._rng = np.random.default_rng(options.seed)
-        self._pace = options.pace(network.world_size)
+        self._pace = options.pace(network.world_size, len(roles.ranks))
+        self._has_clock_of_rank = options.has_clocks_of_ranks
         self.progress = Progress(prototype.channel)
         self.computed_s = np.zeros_like(self._pace)
-        self.meter = Meter(device)
-        links = Links(network, options.transport, device)
-        self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced)
+        self.meter = Meter(device, len(roles.ranks))
+        self._algorithm = _object_of(prototype, network, roles, self.meter)
+        links = RoleLinks(network, options.transport, device, roles, each_rank=options.has_clocks_of_ranks)
+        self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced, roles)
         self.line = line_on(network, self.driver, prototype)
         self._num_rounds = 0
         self._parameters = parameters_of(workload, prototype)
         self._gradients = [torch.empty_like(parameter.param) for parameter in self._parameters]
         self._ready_s = workload.ready_s()
         self._buckets: list[Bucket] = []
-        is_alone = network.world_size == 1 and prototype.channel.rests_alone
-        self._optimizer = self._make_optimizer(device)
+        self.is_alone = network.world_size == 1
+        is_alone = self.is_alone and prototype.channel.rests_alone
+        self._optimizer = self._make_optimizer(prototype, device)
         if self.progress.ever_syncs_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
             self._make_buckets(plan)
@@ -125,11 +138,11 @@ class Training:
         self._beside = self._open_beside(network, settings)
         self.meter.take()
 
-    def _make_optimizer(self, device: Device) -> torch.optim.Optimizer:
+    def _make_optimizer(self, prototype: Algorithm, device: Device) -> torch.optim.Optimizer:
         """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
-        kind: Any = self._algorithm.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
+        kind: Any = prototype.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
-        if self._algorithm.channel.reads_state:
+        if prototype.channel.reads_state:
             self._receive_gradients()
             with Meter(device).active():  # of whose count nothing is used; it knows operations faster than torch
                 optimizer.step()
@@ -145,9 +158,12 @@ class Training:
             if isinstance(self._algorithm.channel, Gradients):
                 self._algorithm.setup(context)
 
-    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | None:
+    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | Exchanges | None:
         connect = lambda: transport_on(network)  # noqa: E731
         with self.meter.active():
+            if not self._algorithm.channel.has_rounds:
+                parameters = [parameter.param for parameter in self._parameters]
+                return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.progress)
             return open_beside(self._algorithm, self._parameters, self.progress, self.line, settings, connect)
 
     @property
@@ -158,7 +174,21 @@ class Training:
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
         """The buckets of rounds over weights or state."""
-        return self._beside.buckets if self._beside is not None else ()
+        return self._beside.buckets if isinstance(self._beside, OpenChannel) else ()
+
+    @property
+    def num_taken(self) -> int:
+        """Exchanges of an algorithm without rounds so far."""
+        return self._beside.num_taken if isinstance(self._beside, Exchanges) else 0
+
+    @property
+    def context(self) -> Context:
+        """What the algorithm is told of its buckets."""
+        return Context(self.line.comm, self.weight_buckets or self._buckets, META, self._optimizer)
+
+    def time_s(self, clocks_s: np.ndarray) -> float:
+        """Return the time of clocks: of roles that of the last, else the mean over the ranks."""
+        return float(clocks_s.mean() if self._has_clock_of_rank else clocks_s.max())
 
     @property
     def bytes_sent(self) -> float:
@@ -172,13 +202,12 @@ class Training:
             pace = pace * self._rng.lognormal(0.0, self._jitter, len(pace))
         workload, driver = self._workload, self.driver
         self.computed_s = self.computed_s + workload.step_s * pace
-        driver.compute(workload.forward_s * pace, "forward")
-        if self._buckets and self.progress.syncs_gradients:
-            with self.meter.active():
+        with self.meter.active():  # also in forward, beside which rounds in the background go on
+            driver.compute(workload.forward_s * pace, "forward")
+            if self._buckets and self.progress.syncs_gradients:
                 self._backward(pace)
-        else:
-            driver.compute(workload.backward_s * pace, "backward")
-        with self.meter.active():
+            else:
+                driver.compute(workload.backward_s * pace, "backward")
             if self._beside is not None:
                 self._beside.begin_step()
             driver.compute(workload.optimizer_s * pace, "optimizer")
@@ -222,7 +251,8 @@ def time_round(
     channel = algorithm.channel
     assert isinstance(channel, Gradients | Weights)
     meter = Meter(device)
-    driver = VirtualDriver(Links(network, options.transport, device), meter, device, np.ones(1), ())
+    links, roles = Links(network, options.transport, device), Roles.one(network.world_size)
+    driver = VirtualDriver(links, meter, device, np.ones(1), (), roles)
     line = line_on(network, driver, prototype)
     with meter.active():
         algorithm.setup(Context(line.comm, buckets, META))
@@ -230,6 +260,16 @@ def time_round(
         tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, line.comm)) for bucket in buckets]
         driver.run(line.transport, tasks, channel.window)
     return float(driver.now_s[0]), line.transport.bytes_sent
+
+
+def roles_in(training: Training, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
+    """Return the ranks that have roles of their own with the buckets of a training."""
+    return find_roles(network, Links(network, options.transport, device), device, prototype, training.context)
+
+
+def _object_of(prototype: Algorithm, network: Network, roles: Roles, meter: Meter) -> Algorithm:
+    """Return the algorithm's object: rank 0's own, or those of several roles."""
+    return copy.deepcopy(prototype) if roles.ranks == (0,) else Chorus(prototype, network, roles, meter)
 
 
 def line_on(network: Network, driver: VirtualDriver, algorithm: Algorithm) -> Line:

@@ -45,6 +45,8 @@ from commlib.transport.rendezvous import name_of
 _log = logging.getLogger("commlib")
 
 _HEADER = struct.Struct("<4sBqIQ")  # magic, kind, number, number of terms, bytes of payload
+#: What a message takes beside its payload.
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"CMM1"
 _LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
 

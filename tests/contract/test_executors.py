@@ -21,6 +21,7 @@ from commlib.network.presets import device, network
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links
 from commlib.simulation.meter import Meter
+from commlib.simulation.roles import Roles
 from commlib.transport.base import AllReduce, Communication, Request
 from commlib.transport.simulated import SimulatedTransport
 
@@ -68,7 +69,7 @@ def virtual() -> Driver:
     """Make the simulator's driver, for two ranks that are alike."""
     own = device("v100")
     links = Links(network("10gbps", nodes=2, gpus_per_node=1), NCCL, own)
-    return VirtualDriver(links, Meter(own), own, np.ones(1), ())
+    return VirtualDriver(links, Meter(own), own, np.ones(1), (), Roles.one(2))
 
 
 MAKERS: dict[str, Callable[[], Driver]] = {

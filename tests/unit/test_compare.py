@@ -119,17 +119,17 @@ def test_ddp_moves_all_gradients_over_the_adapter():
 
 
 def test_what_cannot_be_simulated_is_named_with_its_reason():
-    comparison = compared("allreduce, async_sgd")
+    comparison = compared("allreduce, hogwild")
     assert [row.algorithm for row in comparison.rows] == ["allreduce"]
-    assert "by itself" in comparison.refused["async_sgd"]
+    assert "sends nothing" in comparison.refused["hogwild"]
 
 
 def test_speedups_grow_as_the_network_slows_down():
     networks = [dataclasses.replace(NETWORK, bandwidth_gbps=value) for value in (100.0, 10.0, 1.0)]
-    chosen = compare.candidates("bytegrad(hierarchical=True), async_sgd")
+    chosen = compare.candidates("bytegrad(hierarchical=True), hogwild")
     swept = compare.sweep(SMALL, networks, presets.device("v100"), chosen, OPTIONS)
     assert swept["bytegrad(hierarchical=True)"] == sorted(swept["bytegrad(hierarchical=True)"])
-    assert all(math.isnan(value) for value in swept["async_sgd"])
+    assert all(math.isnan(value) for value in swept["hogwild"])
 
 
 def test_the_table_has_every_algorithm(small):
@@ -141,12 +141,12 @@ def test_the_table_has_every_algorithm(small):
 
 
 def test_json_is_for_machines(small):
-    result = run("--workload", small, "--network", "h100-400g", "--algorithms", "bytegrad,async_sgd", "--json")
+    result = run("--workload", small, "--network", "h100-400g", "--algorithms", "bytegrad,hogwild", "--json")
     [comparison] = json.loads(result.stdout)
     [row] = comparison["rows"]
     assert row["algorithm"] == "bytegrad"
     assert row["speedup"] == pytest.approx(comparison["ddp"]["step_s"] / row["step_s"])
-    assert list(comparison["refused"]) == ["async_sgd"]
+    assert list(comparison["refused"]) == ["hogwild"]
     assert comparison["network"]["ceiling_gbps"] is None
 
 
@@ -197,7 +197,7 @@ def test_pictures_and_trace(small, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "BANDWIDTHS_GBPS", (1.0, 10.0))
     monkeypatch.setattr(report, "LATENCIES_US", (25.0, 1000.0))
-    arguments = ["--network", "10gbps", "--nodes", "2", "--algorithms", "allreduce,bytegrad,powersgd,async_sgd"]
+    arguments = ["--network", "10gbps", "--nodes", "2", "--algorithms", "allreduce,bytegrad,powersgd,hogwild"]
     result = run("--workload", small, *arguments, "--plot", str(tmp_path), "--trace", str(tmp_path / "trace.json"))
     assert result.exit_code == 0, result.output
     names = {path.name for path in tmp_path.glob("*.png")}

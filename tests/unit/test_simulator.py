@@ -356,7 +356,9 @@ def test_alike_ranks_are_simulated_once_with_the_same_result(name, network):
     if not algorithms.create(name).channel.keeps_step:  # another way of simulating it, with simpler costs
         assert each.step_s == pytest.approx(one.step_s, rel=0.05)
         return
-    assert each.step_s == pytest.approx(one.step_s, rel=1e-12)
+    # Where ranks differ, one is the slowest of them and each their mean.
+    varies = getattr(algorithms.create(name).channel, "varies", False)
+    assert each.step_s == pytest.approx(one.step_s, rel=1e-3 if varies else 1e-12)
     assert (each.wire_bytes, each.adapter_bytes) == (one.wire_bytes, one.adapter_bytes)
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -72,6 +73,113 @@ def test_every_send_has_its_receive(name: str, world_size: int) -> None:
             np.testing.assert_array_equal(row, matrix[rank])
             assert all(rank in everyone[peer].sources for peer in own.targets)
             assert rank not in own.sources
+
+
+def metropolis_hastings(world_size: int, edges: Iterable[tuple[int, int]]) -> topologies.Matrix:
+    adjacent = np.zeros((world_size, world_size), dtype=bool)
+    for one, other in edges:
+        adjacent[one, other] = adjacent[other, one] = one != other
+    degrees = adjacent.sum(axis=1)
+    matrix = np.where(adjacent, 1.0 / (1.0 + np.maximum.outer(degrees, degrees)), 0.0)
+    np.fill_diagonal(matrix, 1.0 - matrix.sum(axis=1))
+    return matrix
+
+
+def paired(world_size: int, pairs: Iterable[tuple[int, int]]) -> topologies.Matrix:
+    matrix = np.eye(world_size)
+    for one, other in pairs:
+        matrix[[[one], [other]], [one, other]] = 0.5
+    return matrix
+
+
+def shift(world_size: int, hop: int) -> topologies.Matrix:
+    return np.roll(np.eye(world_size), hop, axis=1)
+
+
+def tournament(world_size: int, step: int) -> topologies.Matrix:
+    size = max(1, world_size - 1 + world_size % 2)
+    turn = step % size
+    total = turn // 2 if turn % 2 == 0 else -1 - turn // 2
+    partner = [(total - rank) % size for rank in range(size)]
+    pairs = [(rank, other) for rank, other in enumerate(partner) if rank < other]
+    resting = [rank for rank, other in enumerate(partner) if rank == other]
+    return paired(world_size, pairs + ([(resting[0], world_size - 1)] if world_size > size else []))
+
+
+def matched(world_size: int, step: int) -> topologies.Matrix:
+    order = np.argsort(np.random.Philox(key=0, counter=[0, step, 0, 0]).random_raw(world_size), kind="stable")
+    return paired(world_size, zip(order[0::2].tolist(), order[1::2].tolist(), strict=False))
+
+
+def grid(world_size: int, step: int) -> topologies.Matrix:
+    short = next(side for side in range(math.isqrt(world_size), 0, -1) if world_size % side == 0)
+    sides = (short, world_size // short) if short > 1 else (world_size,)
+    factors = [np.full((n, n), 1.0 / n) if idx == step % len(sides) else np.eye(n) for idx, n in enumerate(sides)]
+    return functools.reduce(np.kron, factors)
+
+
+def hops_of(world_size: int) -> list[int]:
+    return [1 << k for k in range((world_size - 1).bit_length())]
+
+
+def circle(world_size: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+
+
+#: Each topology's matrix as a whole, without its neighbours.
+DENSE = {
+    "exponential": lambda n, _: (
+        sum((shift(n, hop) for hop in [0, *hops_of(n)]), np.zeros((n, n))) / (1 + len(hops_of(n)))
+    ),
+    "fully_connected": lambda n, _: np.full((n, n), 1.0 / n),
+    "grid": grid,
+    "one_peer_exponential": lambda n, step: (
+        (np.eye(n) + shift(n, (hops_of(n) or [0])[step % max(1, len(hops_of(n)))])) / 2
+    ),
+    "random_matching": matched,
+    "ring": lambda n, _: metropolis_hastings(n, circle(n)),
+    "shift_one": tournament,
+}
+
+
+def check_rows_and_columns(topology: Topology, expected: topologies.Matrix, step: int) -> None:
+    """Bit for bit."""
+    world_size = len(expected)
+    np.testing.assert_array_equal(topology.matrix(world_size, step), expected)
+    for rank in range(world_size):
+        own = topology.neighbours(rank, world_size, step)
+        others = [peer for peer in range(world_size) if peer != rank]
+        assert own.own == expected[rank, rank]
+        assert list(own.sources.items()) == [(peer, expected[rank, peer]) for peer in others if expected[rank, peer]]
+        assert own.targets == tuple(peer for peer in others if expected[peer, rank])
+
+
+@NAMED
+def test_each_rank_has_row_and_column_of_the_matrix(name: str) -> None:
+    for world_size in range(1, 34):
+        for step in (*range(12), 1000):
+            check_rows_and_columns(topologies.create(name), DENSE[name](world_size, step), step)
+
+
+@pytest.mark.parametrize("world_size", range(1, 34))
+def test_each_rank_has_row_and_column_of_a_users_graph_and_matrix(world_size: int) -> None:
+    drawn = np.random.default_rng(world_size).integers(0, world_size, (2 * world_size, 2))
+    edges = [*circle(world_size), *((int(one), int(other)) for one, other in drawn)]
+    expected = metropolis_hastings(world_size, edges)
+    check_rows_and_columns(Graph(tuple(edges)), expected, 0)
+    check_rows_and_columns(MixingMatrix(expected), expected, 0)
+    check_rows_and_columns(MixingMatrix(DENSE["exponential"](world_size, 0)), DENSE["exponential"](world_size, 0), 0)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [*map(topologies.create, sorted(TOPOLOGIES)), Graph(tuple(circle(1 << 15)))],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_neighbours_of_one_of_many_ranks_need_no_matrix(topology: Topology) -> None:
+    world_size = 1 << 15  # whose matrix takes 8 GB
+    own = topology.neighbours(world_size - 1, world_size, 5)
+    assert own.own + sum(own.sources.values()) == pytest.approx(1.0)
 
 
 @NAMED

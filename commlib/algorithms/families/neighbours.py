@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context, Part
+from commlib.algorithms.base import Algorithm, BucketView, Context, Part, by_place
 from commlib.algorithms.channels import Weights
 from commlib.primitives import topology as topologies
 from commlib.primitives.hierarchical import NodeStage, hierarchical
@@ -62,7 +62,7 @@ class NeighbourAveraging(Algorithm, Generic[E]):
                 stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, nodes.local)
                 like, begin, peers = stage.sum[: stage.count], stage.begin, nodes.across
                 self._stages[bucket.index] = stage
-            self.topology.matrix(peers.world_size)  # a topology that does not exist for so many ranks says so here
+            self.topology.neighbours(peers.rank, peers.world_size)  # one that does not exist for so many ranks says so
             self._workspaces[bucket.index] = self._make_workspace(like, begin, peers)
         self.load_state_dict(saved)
 
@@ -81,6 +81,12 @@ class NeighbourAveraging(Algorithm, Generic[E]):
             yield from self._mix(own, workspace, neighbours, across)
 
         yield from hierarchical(bucket.flat, stage, local, mix_nodes)
+
+    @override
+    def representatives(self, comm: Communicator) -> Sequence[int]:
+        if comm.nodes is None:
+            return self.topology.representatives(comm.world_size)
+        return by_place(self.topology.representatives(comm.nodes.across.world_size), comm.nodes.local.world_size)
 
     def _neighbours(self, peers: Communicator, step: int) -> Neighbours:
         return self.topology.neighbours(peers.rank, peers.world_size, step)
