@@ -1,7 +1,7 @@
 // The drivers of blocktopk.
 //
-// [Note: a bound from maxima] The k-th largest of the maxima of groups of a block is a magnitude that k elements reach at
-// least, and few more do: only these are looked at closely. What is named does not depend on it.
+// [Note: a bound from maxima] The k-th largest of the maxima of groups of a block is a magnitude that at least k
+// elements reach, and few more: only these are looked at closely. What is named does not depend on it.
 #include "block_top_k.h"
 
 #include <algorithm>
@@ -146,8 +146,7 @@ void replace_residuals(const SparseSource& source, std::size_t begin, std::size_
   kernels().scan(source, begin, begin + count, none);
   for (std::size_t i = 0; i < named.count; ++i) {
     const std::uint32_t at = index_of(named.keys[i]);
-    const bool is_finite =
-        magnitude_of(named.keys[i]) < scalar_math::kInfinityBits && decoded[i] - decoded[i] == 0.0f;
+    const bool is_finite = magnitude_of(named.keys[i]) < scalar_math::kInfinityBits && decoded[i] - decoded[i] == 0.0f;
     residual[at] = is_finite ? (values[at] - decoded[i]) * source.gamma : before[i];
   }
 }

@@ -39,6 +39,7 @@ from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
+from commlib.algorithms.sparse_loco import SparseLoCo
 from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
 from commlib.errors import ConfigError
@@ -74,6 +75,7 @@ __all__ = [
     "RandomK",
     "SelfRunning",
     "SignSGD",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "TopK",
     "Weights",

@@ -233,11 +233,14 @@ class Threshold(PairsCodec):
 class BlockTopK(SparseCodec):
     """The elements of largest magnitude of each block of 4,096: 12 bits of index and 2 of value for each.
 
-    The value is a sign and which of two levels of the block it has: the mean of the named magnitudes that reach the mean
-    of all of them, or that of the others. Among equals those of lower index are named, whatever the threads.
+    The value is a sign and which of two levels of the block it has: the mean of the named magnitudes that reach the
+    mean of all of them, or that of the others. Among equals those of lower index are named, whatever the threads.
 
     Args:
         kept: Elements named of each block (of a shorter last one all, if it has no more), 1 to 4,096.
+
+    Attributes:
+        block: Elements of a block.
 
     Error: of a named element at most the width of its class of magnitudes, and 2^-8 of its level; of the others what
         they are, at most the smallest magnitude that is named.
@@ -246,6 +249,7 @@ class BlockTopK(SparseCodec):
 
     id = 16
     name = "blocktopk"
+    block: ClassVar[int] = checks.TOP_K_BLOCK
 
     def __init__(self, kept: int = 64) -> None:
         checks.check_kept(kept)
@@ -253,7 +257,7 @@ class BlockTopK(SparseCodec):
 
     @override
     def places(self, numel: int) -> int:
-        full, rest = divmod(numel, checks.TOP_K_BLOCK)
+        full, rest = divmod(numel, self.block)
         return full * self.kept + min(self.kept, rest)
 
     @override

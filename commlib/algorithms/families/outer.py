@@ -5,56 +5,61 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import BucketView, Context
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.families.compressed import Compressed, Workspace
 from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
+from commlib.primitives.low_precision import LowPrecisionWorkspace
 from commlib.primitives.parts import Pieces, cut, placed
 from commlib.transport.base import Communication, Communicator
 
 _NOTHING = CompressionPolicy(skip=("*",))
 
 
-class OuterSGD(Quantized):
+class ForgetfulWorkspace(Workspace, Protocol):
+    """A workspace that can begin anew."""
+
+    def forget(self) -> None:
+        """Drop the residuals."""
+        ...
+
+
+W = TypeVar("W", bound=ForgetfulWorkspace)
+
+
+class Outer(Compressed[W]):
     """At the end of every period, a step of SGD on the common weights along the mean of what the ranks moved.
 
-    With x the common weights, x_r those that rank r came to, C the codec (or nothing), u the outer momentum:
+    With x the common weights, x_r those that rank r came to, u the outer momentum:
 
-        g = C(1/N sum_r C(x - x_r)),   u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
+        g = what `_average` makes of all x - x_r,   u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
 
     which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. The first x is what the ranks
     hold before the first step after the warm-up: what `wrap` broadcast. All ranks hold the same x and u at all times.
-    With lr = 1, m = 0 and no codec the new x is the mean of the x_r, and neither x nor u is kept.
+    With lr = 1 and m = 0 the new x of what is not compressed is the mean of the x_r, and neither x nor u is kept.
 
-    Args:
-        lr: The outer learning rate.
-        momentum: The outer momentum m, in [0, 1).
-        nesterov: Whether it is Nesterov's.
-        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
-        compress: With a codec: which parameters are compressed; the others travel in full precision.
-        **channel: The fields of its `Weights`.
+    It comes before another `Compressed` among the bases, whose `_average` it drives; `_set_outer` follows that one's
+    constructor.
     """
 
-    def __init__(
-        self,
-        *,
-        lr: float = 1.0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        codec: BlockCodec | str | None,
-        feedback: bool | None,
-        compress: Callable[[str, torch.Tensor], bool],
-        **channel: Any,
-    ) -> None:
+    def _set_outer(self, *, lr: float, momentum: float, nesterov: bool, channel: Weights) -> None:
+        """Check and keep the options.
+
+        Args:
+            lr: The outer learning rate.
+            momentum: The outer momentum m, in [0, 1).
+            nesterov: Whether it is Nesterov's.
+            channel: When there are rounds.
+        """
         name = type(self).__name__
         if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
             raise ConfigError(
@@ -63,21 +68,11 @@ class OuterSGD(Quantized):
             )
         if nesterov and momentum == 0:
             raise ConfigError(f"{name}: nesterov=True needs outer_momentum > 0, got outer_momentum=0")
-        if feedback and codec is None:
-            raise ConfigError(f"{name}: feedback=True needs a codec, whose errors it feeds back; got codec=None")
-        super().__init__(
-            codec or Int8(),  # which compresses nothing where there is none
-            op="mean",
-            feedback=codec is not None if feedback is None else feedback,
-            seed=None,
-            compress=_NOTHING if codec is None else compress,
-        )
         self.exactness = "any"  # ranks move apart between rounds
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov
-        self.channel = Weights(**channel)
-        self.portable = codec is None
+        self.channel = channel
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
@@ -172,6 +167,45 @@ class OuterSGD(Quantized):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
         return saved
+
+
+class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
+    """`Outer` with a block codec C, or nothing, on the wire: g = C(1/N sum_r C(x - x_r)).
+
+    Args:
+        lr: The outer learning rate.
+        momentum: The outer momentum m, in [0, 1).
+        nesterov: Whether it is Nesterov's.
+        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
+        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        compress: With a codec: which parameters are compressed; the others travel in full precision.
+        **channel: The fields of its `Weights`.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        codec: BlockCodec | str | None,
+        feedback: bool | None,
+        compress: Callable[[str, torch.Tensor], bool],
+        **channel: Any,
+    ) -> None:
+        if feedback and codec is None:
+            raise ConfigError(
+                f"{type(self).__name__}: feedback=True needs a codec, whose errors it feeds back; got codec=None"
+            )
+        super().__init__(
+            codec or Int8(),  # which compresses nothing where there is none
+            op="mean",
+            feedback=codec is not None if feedback is None else feedback,
+            seed=None,
+            compress=_NOTHING if codec is None else compress,
+        )
+        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, channel=Weights(**channel))
+        self.portable = codec is None
 
 
 def _of(buckets: Iterable[BucketView], pieces: Pieces) -> Pieces:
