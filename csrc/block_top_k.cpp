@@ -74,11 +74,13 @@ struct Levels {
   Bits16 low, high;
 };
 
-// The mean of each of the two classes of magnitudes, those that reach the mean of all and the others.
+// The mean of each of the two classes of magnitudes, those that reach the mean of all and the others; where some are 0,
+// these are a class by themselves.
 Levels levels_of(const Named& named) {
   float terms[kTopKBlock];
-  Bits32 largest = 0;
+  Bits32 smallest = ~Bits32{0}, largest = 0;
   for (std::size_t i = 0; i < named.count; ++i) {
+    smallest = std::min(smallest, magnitude_of(named.keys[i]));
     largest = std::max(largest, magnitude_of(named.keys[i]));
     terms[i] = scalar_math::from_bits(magnitude_of(named.keys[i]));
   }
@@ -86,20 +88,20 @@ Levels levels_of(const Named& named) {
   if (largest >= scalar_math::kWidestRangeBits || scalar_math::to_bits(sum) >= scalar_math::kInfinityBits) {
     return {scalar_math::from_bits(scalar_math::kInfinityBits), scalar_math::kNanScale, scalar_math::kNanScale};
   }
-  const float mean = sum / static_cast<float>(named.count);
+  const float least_high = smallest == 0 ? scalar_math::from_bits(1) : sum / static_cast<float>(named.count);
   Bits16 levels[2];
   for (const bool is_high : {false, true}) {
     std::size_t size = 0;
     for (std::size_t i = 0; i < named.count; ++i) {
       const float magnitude = scalar_math::from_bits(magnitude_of(named.keys[i]));
-      const bool is_in = (magnitude >= mean) == is_high;
+      const bool is_in = (magnitude >= least_high) == is_high;
       terms[i] = is_in ? magnitude : 0.0f;
       size += is_in;
     }
     const float total = folded_sum(terms, named.count);
     levels[is_high] = size == 0 ? Bits16{0} : scalar_math::bf16_nearest(total / static_cast<float>(size));
   }
-  return {mean, levels[0], levels[1]};
+  return {least_high, levels[0], levels[1]};
 }
 
 float value_of(unsigned code, const Bits16* levels) {

@@ -234,7 +234,8 @@ class BlockTopK(SparseCodec):
     """The elements of largest magnitude of each block of 4,096: 12 bits of index and 2 of value for each.
 
     The value is a sign and which of two levels of the block it has: the mean of the named magnitudes that reach the
-    mean of all of them, or that of the others. Among equals those of lower index are named, whatever the threads.
+    mean of all of them, or that of the others (0, if some are 0: all but these then have the other level). Among
+    equals those of lower index are named, whatever the threads.
 
     Args:
         kept: Elements named of each block (of a shorter last one all, if it has no more), 1 to 4,096.

@@ -156,7 +156,7 @@ def _levels_and_codes(values: Floats) -> tuple[npt.NDArray[np.uint16], Bytes]:
     total = _folded_sum(magnitude)
     if magnitude_bits(values).max() >= _TOO_LARGE or not np.isfinite(total):
         return np.full(2, 0x7FC0, np.uint16), np.zeros(len(values), np.uint8)
-    is_high = magnitude >= total / F32(len(values))
+    is_high = magnitude >= total / F32(len(values)) if magnitude.all() else magnitude > 0
     means = [
         _folded_sum(np.where(chosen, magnitude, F32(0))) / F32(max(1, chosen.sum())) for chosen in (~is_high, is_high)
     ]

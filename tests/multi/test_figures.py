@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "passive_gossip": {"period": 2},
     "post_local_sgd": {"period": 2, "warmup_steps": 2},
     "qadam": {"warmup_steps": 2},
+    "sparse_loco": {"period": 2},
     "streaming_diloco": {"period": 4, "fragments": 2, "delay": 1},
 }
 NAMES = [name for name in algorithms.list() if name != "auto"]

@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "post_local_sgd": {"warmup_steps": 2, "period": 2},
     "qadam": {"warmup_steps": 2},
     "randomk": {"ratio": 1.0},
+    "sparse_loco": {"period": 2, "kept": 4096},
     "streaming_diloco": {"period": 2, "fragments": 1, "delay": 1},
     "topk": {"ratio": 1.0},
 }

@@ -16,6 +16,7 @@ from torch import nn
 import commlib
 from commlib import algorithms
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import BlockTopK
 from commlib.replica import replica_of
 from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
@@ -82,7 +83,7 @@ def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
     numel = sum(p.numel() for p in parameters)
     names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
     names |= {"r": getattr(algorithm, "rank", 0), "ratio": getattr(algorithm, "ratio", 0)}
-    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec):
+    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec | BlockTopK):
         names["b"] = codec.payload_bytes(numel) / numel
     if (topology := getattr(algorithm, "topology", None)) is not None:
         names["d"] = len(topology.neighbours(0, size, 0).sources)

@@ -85,6 +85,17 @@ def test_the_largest_of_each_block_are_named_with_their_sign_and_the_mean_of_the
             np.testing.assert_allclose(sent[chosen], exact[chosen].mean(), rtol=2.0**-8)
 
 
+def test_what_is_zero_stays_zero() -> None:
+    x = np.zeros(4096, F32)
+    x[[7, 9, 4000]] = 1.0, -3.0, 2.0
+    expected = np.zeros(4096, F32)
+    expected[[7, 9, 4000]] = 2.0, -2.0, 2.0
+    residual = torch.zeros(4096)
+    payload = encoded(BlockTopK(), x, Feedback(residual))
+    np.testing.assert_array_equal(bits(decoded(BlockTopK(), payload, 4096)), bits(expected))
+    np.testing.assert_array_equal(residual.numpy(), x - expected)
+
+
 def test_the_bytes_follow_from_the_number_of_elements() -> None:
     codec = BlockTopK()
     assert codec.payload_bytes(0) == 0
