@@ -31,6 +31,7 @@ from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from commlib.algorithms.noloco import NoLoCo
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.post_local_sgd import PostLocalSGD
@@ -66,6 +67,7 @@ __all__ = [
     "Hogwild",
     "LocalSGD",
     "LowPrecisionDecentralized",
+    "NoLoCo",
     "OneBitAdam",
     "OptimizerState",
     "PassiveGossip",

@@ -63,8 +63,8 @@ class SparseLoCo(Outer[SparseWorkspace], Sparse):
         if not 0 <= error_decay <= 1:
             raise ConfigError(f"SparseLoCo.error_decay: expected 0 <= error_decay <= 1, got {error_decay}")
         super().__init__(BlockTopK(kept), op="mean", compress=compress)
-        channel = Weights(period=period, delay=delay, warmup_steps=warmup_steps)
-        self._set_outer(lr=outer_lr, momentum=0.0, nesterov=False, channel=channel)
+        self._set_outer(lr=outer_lr)
+        self.channel = Weights(period=period, delay=delay, warmup_steps=warmup_steps)
         self.kept = kept
         self.error_decay = error_decay
 

@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"period": 2},
     "hierarchical_local_sgd": {"period": 2, "global_every": 1},
     "local_sgd": {"period": 2},
+    "noloco": {"period": 2},
     "onebit_adam": {"warmup_steps": 2},
     "passive_gossip": {"period": 2},
     "post_local_sgd": {"period": 2, "warmup_steps": 2},

@@ -25,7 +25,7 @@ from tests.multi.test_relaxations import two_nodes
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 COLUMN = "extra memory"
 #: The algorithms whose first rounds are late: steps until they hold all that they will.
-STEPS = {"passive_gossip": 33, "streaming_diloco": 12}
+STEPS = {"noloco": 101, "passive_gossip": 33, "streaming_diloco": 12}
 #: Bytes an element: biases, flags, padding, and the chunk that is smaller than others.
 TOLERANCE = 0.02
 WIDTH = 700

@@ -1,4 +1,4 @@
-"""What local SGD and DiLoCo share: ranks that move on their own, and a common step along the mean of their ways."""
+"""What local SGD, DiLoCo and their like share: ranks that move on their own, and steps along the mean of their ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.families.compressed import Compressed, Workspace
 from commlib.algorithms.families.policy import CompressionPolicy
@@ -36,29 +36,26 @@ class ForgetfulWorkspace(Workspace, Protocol):
 W = TypeVar("W", bound=ForgetfulWorkspace)
 
 
-class Outer(Compressed[W]):
-    """At the end of every period, a step of SGD on the common weights along the mean of what the ranks moved.
+class OuterStep(Algorithm):
+    """Keeps the weights from which ranks set out, and at the end of a period makes a step of SGD with them.
 
-    With x the common weights, x_r those that rank r came to, u the outer momentum:
+    With x these weights, g what a subclass makes of the ways that the ranks went from them, u the outer momentum:
 
-        g = what `_average` makes of all x - x_r,   u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
+        u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
 
     which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. The first x is what the ranks
-    hold before the first step after the warm-up: what `wrap` broadcast. All ranks hold the same x and u at all times.
-    With lr = 1 and m = 0 the new x of what is not compressed is the mean of the x_r, and neither x nor u is kept.
+    hold before the first step after the warm-up: what `wrap` broadcast.
 
-    It comes before another `Compressed` among the bases, whose `_average` it drives; `_set_outer` follows that one's
-    constructor.
+    It comes first among the bases; `_set_outer` follows the other one's constructor.
     """
 
-    def _set_outer(self, *, lr: float, momentum: float, nesterov: bool, channel: Weights) -> None:
+    def _set_outer(self, *, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
         """Check and keep the options.
 
         Args:
             lr: The outer learning rate.
             momentum: The outer momentum m, in [0, 1).
             nesterov: Whether it is Nesterov's.
-            channel: When there are rounds.
         """
         name = type(self).__name__
         if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
@@ -72,7 +69,6 @@ class Outer(Compressed[W]):
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov
-        self.channel = channel
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
@@ -85,8 +81,7 @@ class Outer(Compressed[W]):
         self._common.clear()
         self._velocity.clear()
         self._loaded = {"common": {}, "velocity": {}}
-        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
-        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+        super().setup(context)
         self._loaded = {kind: _of(self._buckets.values(), pieces) for kind, pieces in saved.items()}
 
     @override
@@ -94,18 +89,14 @@ class Outer(Compressed[W]):
         self._common.clear()
         self._velocity.clear()
         self._loaded = {kind: {} for kind in self._loaded}
-        for workspace in self._workspaces.values():
-            workspace.forget()
-        for stage in self._stages.values():
-            stage.owed = None
 
     def _has_common(self, bucket: BucketView) -> bool:
-        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
-        return bucket.group == "compressed" or not is_mean
+        """Return whether steps are made with the weights of a bucket."""
+        return True
 
     @override
     def begin(self, bucket: BucketView) -> None:
-        """Keep the weights as the common ones, but for parameters of which an earlier plan or a checkpoint has them."""
+        """Keep the weights as those, but for parameters of which an earlier plan or a checkpoint has them."""
         if not self._has_common(bucket):
             return
         common = self._common[bucket.index] = bucket.flat.clone()
@@ -120,17 +111,8 @@ class Outer(Compressed[W]):
             if piece is not None:
                 values[part.start : part.start + part.numel] = placed(piece, part)[1]
 
-    @override
-    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        if not self._has_common(bucket):
-            yield from super().communicate(bucket, comm)
-            return
-        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
-        yield from super().communicate(bucket, comm)
-        self._step(bucket)
-
     def _step(self, bucket: BucketView) -> None:
-        """Step along the mean in `bucket.flat`, and leave the common weights there."""
+        """Step along g in `bucket.flat`, and leave the new x there."""
         common, gradient = self._common[bucket.index], bucket.flat
         if self.outer_momentum:
             velocity = self._velocity[bucket.index].mul_(self.outer_momentum).add_(gradient)
@@ -140,8 +122,7 @@ class Outer(Compressed[W]):
     @property
     @override
     def shaped_state(self) -> tuple[str, ...]:
-        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
-        return () if is_mean else ("common", "velocity") if self.outer_momentum else ("common",)
+        return ("common", "velocity") if self.outer_momentum else ("common",)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -167,6 +148,50 @@ class Outer(Compressed[W]):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
         return saved
+
+
+class Outer(OuterStep, Compressed[W]):
+    """An `OuterStep` whose g is what `_average` makes of all x - x_r, with x_r the weights that rank r came to.
+
+    All ranks hold the same x and u at all times. With lr = 1 and m = 0 the new x of what is not compressed is the mean
+    of the x_r, and neither x nor u is kept. It comes before another `Compressed` among the bases, whose `_average` it
+    drives.
+    """
+
+    @override
+    def setup(self, context: Context) -> None:
+        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
+        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+
+    @override
+    def forget(self) -> None:
+        super().forget()
+        for workspace in self._workspaces.values():
+            workspace.forget()
+        for stage in self._stages.values():
+            stage.owed = None
+
+    @override
+    def _has_common(self, bucket: BucketView) -> bool:
+        return bucket.group == "compressed" or not self._is_mean
+
+    @property
+    def _is_mean(self) -> bool:
+        return self.outer_lr == 1 and self.outer_momentum == 0
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        if not self._has_common(bucket):
+            yield from super().communicate(bucket, comm)
+            return
+        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
+        yield from super().communicate(bucket, comm)
+        self._step(bucket)
+
+    @property
+    @override
+    def shaped_state(self) -> tuple[str, ...]:
+        return () if self._is_mean else super().shaped_state
 
 
 class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
@@ -204,7 +229,8 @@ class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
             seed=None,
             compress=_NOTHING if codec is None else compress,
         )
-        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, channel=Weights(**channel))
+        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov)
+        self.channel = Weights(**channel)
         self.portable = codec is None
 
 
