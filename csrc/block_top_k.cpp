@@ -171,9 +171,9 @@ bool for_each_named(const std::uint8_t* payload, const BlockTopKLayout& layout, 
 }
 
 void zero_gaps(const BlockTopKLayout& layout, std::uint8_t* payload) {
-  std::memset(payload + layout.levels_end(), 0, layout.indices_at - layout.levels_end());
-  std::memset(payload + layout.indices_end(), 0, layout.codes_at - layout.indices_end());
-  std::memset(payload + layout.codes_end(), 0, layout.nbytes - layout.codes_end());
+  std::memset(payload + layout.levels_end, 0, layout.indices_at - layout.levels_end);
+  std::memset(payload + layout.indices_end, 0, layout.codes_at - layout.indices_end);
+  std::memset(payload + layout.codes_end, 0, layout.nbytes - layout.codes_end);
 }
 
 }  // namespace

@@ -9,37 +9,29 @@
 
 namespace commlib {
 
-// Where the sections of a payload are: two levels (bf16) for each block, indices, codes.
+// Where the sections of a payload are: two levels (bf16) for each block, indices, codes; and where they end, before
+// they are filled up with zeros.
 struct BlockTopKLayout {
-  std::size_t numel, kept, num_blocks, indices_at, codes_at, nbytes;
+  std::size_t numel, kept, num_blocks, levels_end, indices_at, indices_end, codes_at, codes_end, nbytes;
 
   BlockTopKLayout(std::size_t elements, std::size_t most)
       : numel(elements), kept(most), num_blocks((elements + kTopKBlock - 1) / kTopKBlock) {
     const std::size_t full = numel / kTopKBlock, last = std::min(kept, numel % kTopKBlock);
-    indices_at = aligned(4 * num_blocks);
-    codes_at = aligned(indices_end(full, last));
-    nbytes = aligned(codes_end(full, last));
+    levels_end = 4 * num_blocks;
+    indices_at = aligned(levels_end);
+    indices_end = indices_at + full * index_bytes(kept) + index_bytes(last);
+    codes_at = aligned(indices_end);
+    codes_end = codes_at + full * code_bytes(kept) + code_bytes(last);
+    nbytes = aligned(codes_end);
   }
   std::size_t elements_of(std::size_t block) const { return std::min(kTopKBlock, numel - block * kTopKBlock); }
   std::size_t places_of(std::size_t block) const { return std::min(kept, elements_of(block)); }
   std::size_t levels_of(std::size_t block) const { return 4 * block; }
   std::size_t indices_of(std::size_t block) const { return indices_at + block * index_bytes(kept); }
   std::size_t codes_of(std::size_t block) const { return codes_at + block * code_bytes(kept); }
-  // Where what the sections hold ends, before they are filled up with zeros.
-  std::size_t levels_end() const { return 4 * num_blocks; }
-  std::size_t indices_end() const { return indices_end(numel / kTopKBlock, std::min(kept, numel % kTopKBlock)); }
-  std::size_t codes_end() const { return codes_end(numel / kTopKBlock, std::min(kept, numel % kTopKBlock)); }
 
   static std::size_t index_bytes(std::size_t places) { return (12 * places + 7) / 8; }
   static std::size_t code_bytes(std::size_t places) { return (2 * places + 7) / 8; }
-
- private:
-  std::size_t indices_end(std::size_t full, std::size_t last) const {
-    return indices_at + full * index_bytes(kept) + index_bytes(last);
-  }
-  std::size_t codes_end(std::size_t full, std::size_t last) const {
-    return codes_at + full * code_bytes(kept) + code_bytes(last);
-  }
 };
 
 // Writes a whole payload that names `layout.kept` elements of each block, 1 to kTopKBlock.

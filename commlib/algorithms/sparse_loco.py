@@ -31,7 +31,7 @@ class SparseLoCo(Outer[SparseWorkspace], Sparse):
     user's; AdamW in the paper. Without `delay` the replicas are identical after every outer step.
 
     Args:
-        period: Inner steps from one outer step to the next (H); 15 to 100 in the paper.
+        period: Inner steps from one outer step to the next (H).
         kept: Elements sent of each 4,096 (k), 1 to 4,096.
         error_decay: What the error feedback keeps from one outer step to the next, from 0 to 1.
         outer_lr: The outer learning rate.
