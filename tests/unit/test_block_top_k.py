@@ -59,7 +59,7 @@ def test_bytes_values_and_residuals_are_the_references(isa: str, kept: int, beta
 @pytest.mark.timeout(1800)
 @settings(deadline=None, max_examples=CASES)
 @given(st.integers(0, 9000), st.integers(1, 300), st.integers(0, 2**31), st.sampled_from([1, 3, 1000]))
-def test_anything_is_encoded_as_the_reference_does(numel: int, kept: int, seed: int, levels: int) -> None:
+def test_an_encoding_of_anything_is_the_references(numel: int, kept: int, seed: int, levels: int) -> None:
     rng = np.random.default_rng(seed)
     x = (rng.integers(-levels, levels + 1, numel) / 7).astype(F32)
     np.testing.assert_array_equal(encoded(BlockTopK(kept), x), reference_ops.block_top_k_payload(x, kept))
