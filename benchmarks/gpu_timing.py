@@ -35,7 +35,7 @@ def goal_of(kernel: str, codec: str) -> float | None:
     """Return which fraction of the copy's rate a kernel is to reach at LARGE elements; None where none is set."""
     if kernel == "encode + feedback":
         return _FEEDBACK_GOALS.get(codec)
-    is_dense = codec not in ("topk", "randomk", "threshold", "hadamard", "-")
+    is_dense = codec not in ("topk", "randomk", "threshold", "blocktopk", "hadamard", "-")
     return _GOALS.get(kernel) if is_dense else None
 
 

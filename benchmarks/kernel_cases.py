@@ -90,7 +90,8 @@ def kernels_of(name: str, tensors: Tensors) -> list[Kernel]:
     codec = codecs.by_name[name]
     if not issubclass(codec, codecs.SparseCodec):
         return _block(codec(), tensors)
-    return _sparse(codec(THRESHOLD, RATIO) if codec is codecs.Threshold else codec(RATIO), tensors)
+    options = {codecs.Threshold: (THRESHOLD, RATIO), codecs.BlockTopK: ()}.get(codec, (RATIO,))
+    return _sparse(codec(*options), tensors)
 
 
 def _bytes(nbytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_top_k.h"
 #include "codec.h"
 #include "sparse.h"
 
@@ -233,6 +234,31 @@ std::int64_t decode_sparse_at(const Payloads& payloads, std::size_t places, bool
   return -1;
 }
 
+void encode_block_top_k_at(Address x, int type, std::size_t numel, std::size_t kept, const Feedback& feedback,
+                           Address out, int num_threads) {
+  const SparseSource source = sparse_source(x, type, numel, feedback);
+  const py::gil_scoped_release released;
+  encode_block_top_k(source, {numel, kept}, reinterpret_cast<std::uint8_t*>(out), num_threads);
+}
+
+// Returns what decode_sparse_at does.
+std::int64_t decode_block_top_k_at(const Payloads& payloads, std::size_t kept, bool adds, float weight, Address out,
+                                   std::size_t numel, int num_threads) {
+  const BlockTopKLayout layout(numel, kept);
+  const auto& inputs = rows(payloads, layout.nbytes);
+  const py::gil_scoped_release released;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!block_top_k_is_valid(inputs[i], layout, num_threads)) return static_cast<std::int64_t>(i);
+  }
+  auto* to = reinterpret_cast<float*>(out);
+  if (adds) {
+    for (const std::uint8_t* input : inputs) add_block_top_k(input, layout, weight, to, num_threads);
+  } else {
+    sum_block_top_k(inputs.data(), inputs.size(), layout, payloads.divisor, to, num_threads);
+  }
+  return -1;
+}
+
 // Returns whether all of the gradient is finite.
 bool encode_momentum_at(Address gradient, int type, std::size_t numel, const Velocity& velocity, std::size_t places,
                         const Feedback& feedback, Address out, int num_threads) {
@@ -267,6 +293,13 @@ void bind_codecs(py::module_& module) {
   module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
              py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
   module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("places"), py::arg("adds"),
+             py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
+  module.def(
+      "block_top_k_bytes", [](std::size_t numel, std::size_t kept) { return BlockTopKLayout(numel, kept).nbytes; },
+      py::arg("numel"), py::arg("kept"));
+  module.def("encode_block_top_k", &encode_block_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"),
+             py::arg("kept"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("decode_block_top_k", &decode_block_top_k_at, py::arg("payloads"), py::arg("kept"), py::arg("adds"),
              py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
   module.def("encode_momentum", &encode_momentum_at, py::arg("gradient"), py::arg("type"), py::arg("numel"),
              py::arg("velocity"), py::arg("places"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));

@@ -61,10 +61,20 @@ using GatherFn = void (*)(const SparseSource& source, const std::uint32_t* indic
 using AccumulateFn = bool (*)(const void* x, DType type, float decay, float factor, float* sums, std::size_t begin,
                               std::size_t end);
 
+// v of at most kTopKBlock elements, which may be x itself or in `buffer`; of a whole block, the largest magnitudes of
+// kGroups groups of its elements too.
+inline constexpr std::size_t kTopKBlock = 4096, kGroups = 256;
+using BlockValuesFn = const float* (*)(const SparseSource& source, std::size_t begin, std::size_t count, float* buffer,
+                                       std::uint32_t* maxima);
+// Appends those with low <= bits of |v| to `keys`, in order and by their places in `v`; returns how many.
+using FindFn = std::size_t (*)(const float* v, std::size_t count, std::uint32_t low, Key* keys);
+
 struct SparseKernels {
   ScanFn scan;
   GatherFn gather;
   AccumulateFn accumulate;
+  BlockValuesFn block_values;
+  FindFn find;
 };
 
 // Where the values of a payload begin, behind the indices, and where they end.

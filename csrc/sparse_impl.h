@@ -101,6 +101,30 @@ static bool accumulate_elements(const void* x, DType type, float decay, float fa
   return largest < kInfinityBits;
 }
 
+static const float* block_values(const SparseSource& source, std::size_t begin, std::size_t count, float* buffer,
+                                 Bits32* maxima) {
+  const std::size_t size = element_bytes(source.type);
+  prefetch_behind(static_cast<const Byte*>(source.x) + begin * size, count * size);
+  if (source.residual != nullptr) prefetch_behind(source.residual + begin, count * sizeof(float));
+  const float* v = compensate(source.x, source.type, source.residual, source.beta, begin, count, buffer);
+  if (count < kTopKBlock) return v;
+  int largest[kGroups] = {};  // as ints, which more processors compare; magnitudes have no sign
+  for (std::size_t at = 0; at < kTopKBlock; at += kGroups) {
+    for (std::size_t i = 0; i < kGroups; ++i) {
+      const int magnitude = static_cast<int>(to_bits(v[at + i]) & kMagnitude);
+      largest[i] = magnitude > largest[i] ? magnitude : largest[i];
+    }
+  }
+  for (std::size_t i = 0; i < kGroups; ++i) maxima[i] = static_cast<Bits32>(largest[i]);
+  return v;
+}
+
+static std::size_t find_elements(const float* v, std::size_t count, Bits32 low, Key* keys) {
+  Scan scan = {low, 0x80000000u, false, keys, count, 0};
+  append_hits(v, 0, count, scan);
+  return scan.count;
+}
+
 static inline SparseKernels make_sparse_kernels() {
-  return {&scan_elements, &gather_elements, &accumulate_elements};
+  return {&scan_elements, &gather_elements, &accumulate_elements, &block_values, &find_elements};
 }

@@ -1,9 +1,10 @@
 # Sourced: builds the extension in another way, in a copy of the tree, so that the extension in use stays what it is.
 
 kernel_tests=(tests/unit/test_block_codecs.py tests/unit/test_sparse_codecs.py tests/unit/test_rotation.py
-  tests/unit/test_wire_files.py tests/unit/test_native.py)
+  tests/unit/test_block_top_k.py tests/unit/test_wire_files.py tests/unit/test_native.py)
 short_kernel_tests=(tests/unit/test_rotation.py tests/unit/test_wire_files.py tests/unit/test_block_codecs.py
-  tests/unit/test_sparse_codecs.py -k 'not any_floats and not of_anything and not past_the_caches and not 300000')
+  tests/unit/test_sparse_codecs.py tests/unit/test_block_top_k.py
+  -k 'not any_floats and not of_anything and not past_the_caches and not 300000')
 
 # build_variant NAME CXXFLAGS LDFLAGS: builds it in out/NAME and goes there. Objects are kept for the next time.
 build_variant() {

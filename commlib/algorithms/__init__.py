@@ -31,6 +31,7 @@ from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from commlib.algorithms.noloco import NoLoCo
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.post_local_sgd import PostLocalSGD
@@ -39,6 +40,7 @@ from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
+from commlib.algorithms.sparse_loco import SparseLoCo
 from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
 from commlib.errors import ConfigError
@@ -65,6 +67,7 @@ __all__ = [
     "Hogwild",
     "LocalSGD",
     "LowPrecisionDecentralized",
+    "NoLoCo",
     "OneBitAdam",
     "OptimizerState",
     "PassiveGossip",
@@ -74,6 +77,7 @@ __all__ = [
     "RandomK",
     "SelfRunning",
     "SignSGD",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "TopK",
     "Weights",

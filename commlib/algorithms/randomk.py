@@ -60,6 +60,7 @@ class RandomK(Sparse):
         comm: Communicator,
         peers: Communicator,
     ) -> Communication:
+        assert isinstance(self.codec, codecs.RandomK)
         yield from centralized_aligned_sparse(
             tensor,
             workspace,

@@ -7,12 +7,13 @@ from commlib.codecs.envelope import Envelope, open_envelope, seal
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
 from commlib.codecs.integer import Int2, Int4, Int8, UInt8Bagua, UInt8MinMax
 from commlib.codecs.registry import block_codec, by_id, by_name
-from commlib.codecs.sparse import RandomK, SparseCodec, Threshold, TopK, raise_if_damaged
+from commlib.codecs.sparse import BlockTopK, PairsCodec, RandomK, SparseCodec, Threshold, TopK, raise_if_damaged
 
 __all__ = [
     "BF16",
     "FP16",
     "BlockCodec",
+    "BlockTopK",
     "Envelope",
     "Feedback",
     "Fp8E4M3",
@@ -23,6 +24,7 @@ __all__ = [
     "MxFp4",
     "MxFp8",
     "OneBit",
+    "PairsCodec",
     "Random",
     "RandomK",
     "SparseCodec",

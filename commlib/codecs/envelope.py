@@ -12,7 +12,7 @@ from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import by_id
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import CodecError
-from commlib.kernels import native_codecs, native_sparse
+from commlib.kernels import native_codecs
 
 _MAGIC = b"CMLB"
 _VERSION = 1
@@ -27,7 +27,7 @@ class Envelope:
     Attributes:
         codec: The id of the codec.
         numel: Elements of the chunk.
-        places: Places of a sparse payload, else 0.
+        places: Places of a sparse payload (of `blocktopk`: of a full block), else 0.
         payload: [bytes] uint8, a copy aligned for the decoders.
     """
 
@@ -43,7 +43,7 @@ def seal(codec: BlockCodec | SparseCodec, payload: torch.Tensor, numel: int) -> 
     Raises:
         CodecError: The payload is not one of `numel` elements.
     """
-    places = codec.places(numel) if isinstance(codec, SparseCodec) else 0
+    places = codec.capacity(numel) if isinstance(codec, SparseCodec) else 0
     expected = codec.payload_bytes(numel)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise CodecError(f"payload: expected {expected} bytes of uint8, got {payload.numel()} of {payload.dtype}")
@@ -79,9 +79,7 @@ def open_envelope(data: bytes) -> Envelope:
     if codec_version != kind.version:
         raise CodecError(f"header: expected version {kind.version} of codec {codec}, got {codec_version}")
     is_sparse = issubclass(kind, SparseCodec)
-    if is_sparse and places > numel:
-        raise CodecError(f"header: expected at most {numel} places, got {places}")
-    expected = native_sparse.payload_bytes(places) if is_sparse else native_codecs.payload_bytes(codec, numel)
+    expected = kind.bytes_of(numel, places) if is_sparse else native_codecs.payload_bytes(codec, numel)
     if nbytes != expected:
         raise CodecError(f"payload: expected {expected} bytes for {numel} elements, got {nbytes}")
     payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -7,11 +7,11 @@ import difflib
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
 from commlib.codecs.integer import Int2, Int4, Int8, UInt8Bagua, UInt8MinMax
-from commlib.codecs.sparse import RandomK, SparseCodec, Threshold, TopK
+from commlib.codecs.sparse import BlockTopK, RandomK, SparseCodec, Threshold, TopK
 from commlib.errors import ConfigError
 
 _BLOCK_CODECS = (Int8, UInt8MinMax, UInt8Bagua, Int4, Int2, OneBit, Fp8E4M3, Fp8E5M2, MxFp8, MxFp4, BF16, FP16)
-_CODECS = (*_BLOCK_CODECS, TopK, RandomK, Threshold)
+_CODECS = (*_BLOCK_CODECS, TopK, RandomK, Threshold, BlockTopK)
 
 by_id: dict[int, type[BlockCodec | SparseCodec]] = {codec.id: codec for codec in _CODECS}
 """Every codec by its number on the wire."""

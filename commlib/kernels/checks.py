@@ -18,7 +18,9 @@ from commlib.errors import CodecError
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 CPU = torch.device("cpu")
 MOST_SPARSE_ELEMENTS = 2**32 - 2
-"""Elements that a chunk of a sparse codec may have."""
+"""Elements that a chunk of a sparse codec of pairs may have."""
+TOP_K_BLOCK = 4096
+"""Elements of a block of `blocktopk`: what 12 bits tell apart."""
 
 
 @dataclass(frozen=True)
@@ -309,3 +311,17 @@ def check_sparse_decoding(payloads: torch.Tensor, nbytes: int, out: torch.Tensor
     count = check_payloads(payloads, nbytes, device)
     check_apart(("out", out), ("payloads", payloads))
     return count
+
+
+def check_kept(kept: int) -> None:
+    """Raise unless a payload of `blocktopk` may name so many elements of each block."""
+    if not 1 <= kept <= TOP_K_BLOCK:
+        raise CodecError(f"kept: expected 1..{TOP_K_BLOCK} (the elements of a block), got {kept}")
+
+
+def check_block_encoding(
+    x: torch.Tensor, nbytes: int, out: torch.Tensor, feedback: Feedback | None, device: torch.device = CPU
+) -> None:
+    """Raise unless a chunk, its payload of so many bytes, and the residual are what `blocktopk` takes."""
+    check_values("x", x, device)
+    check_encoded(out, nbytes, ("x", x), x.numel(), feedback, device)

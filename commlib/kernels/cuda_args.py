@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commlib.kernels.checks import Random
+from commlib.kernels.checks import TOP_K_BLOCK, Random
 
 WARPS_PER_BLOCK = 8
 THREADS = 32 * WARPS_PER_BLOCK
@@ -261,6 +261,49 @@ class SparseDecodeArgs(ctypes.Structure):
         ("divisor", _Float),
         ("weight", _Float),
     )
+
+
+class BlockTopKLayout(ctypes.Structure):
+    """Where the sections of a payload of `blocktopk` are."""
+
+    _fields_ = (("numel", _Size), ("indices_at", _Size), ("codes_at", _Size), ("nbytes", _Size), ("kept", _Int))
+
+
+class BlockTopKArgs(ctypes.Structure):
+    """Of `encode_block_top_k`."""
+
+    _fields_ = (
+        ("layout", BlockTopKLayout),
+        ("x", _Pointer),
+        ("residual", _Pointer),
+        ("out", _Pointer),
+        ("beta", _Float),
+        ("gamma", _Float),
+    )
+
+
+class BlockTopKDecodeArgs(ctypes.Structure):
+    """Of `sum_block_top_k` and `add_block_top_k`."""
+
+    _fields_ = (
+        ("layout", BlockTopKLayout),
+        ("inputs", _Pointer),
+        ("out", _Pointer),
+        ("damage", _Pointer),
+        ("num_inputs", _Int),
+        ("divisor", _Float),
+        ("weight", _Float),
+    )
+
+
+def block_top_k_layout(numel: int, kept: int) -> BlockTopKLayout:
+    """Return where the sections of a payload of `numel` elements are that names `kept` of each block."""
+    full, rest = divmod(numel, TOP_K_BLOCK)
+    last = min(kept, rest)
+    indices_at = aligned(4 * (full + (rest > 0)))
+    codes_at = aligned(indices_at + full * ((12 * kept + 7) // 8) + (12 * last + 7) // 8)
+    nbytes = aligned(codes_at + full * ((2 * kept + 7) // 8) + (2 * last + 7) // 8)
+    return BlockTopKLayout(numel, indices_at, codes_at, nbytes, kept)
 
 
 def chunks_of(shape: Shape, numel: int, chunk: int) -> Chunks:

@@ -18,12 +18,15 @@ from commlib.kernels.checks import CPU, Feedback, Random
 from commlib.kernels.cuda_args import (
     THREADS,
     TYPES,
+    BlockTopKArgs,
+    BlockTopKDecodeArgs,
     Kernel,
     Selection,
     SparseArgs,
     SparseDecodeArgs,
     Status,
     aligned,
+    block_top_k_layout,
     blocks_of,
     random_source,
 )
@@ -131,6 +134,57 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
     cuda.launch(_ADD, min(_MOST_BLOCKS, blocks_of(places, THREADS)), args, device)
 
 
+def block_top_k_bytes(numel: int, kept: int) -> int:
+    """Return the bytes of a payload of `numel` elements that names `kept` of each block.
+
+    Raises:
+        CodecError: Not such numbers.
+    """
+    checks.check_numel(numel)
+    checks.check_kept(kept)
+    return block_top_k_layout(numel, kept).nbytes
+
+
+def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+    """Name the `kept` elements of largest magnitude of each block; as `native_sparse.encode_block_top_k`, on a device.
+
+    Raises:
+        CodecError: As `encode_top_k`.
+    """
+    device = cuda.device_of("out", out)
+    checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback, device)
+    layout = block_top_k_layout(x.numel(), kept)
+    args = BlockTopKArgs(layout=layout, x=x.data_ptr(), out=out.data_ptr(), beta=1.0, gamma=1.0)
+    if feedback is not None:
+        args.residual, args.beta, args.gamma = feedback.residual.data_ptr(), feedback.beta, feedback.gamma
+    kernel = block_top_k_kernel(TYPES[x.dtype], feedback is not None)
+    cuda.launch(kernel, blocks_of(x.numel(), checks.TOP_K_BLOCK), args, device)
+
+
+def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+    """Write the sum of the payloads of one chunk, divided; as `native_sparse.sum_block_top_k`, on a CUDA device.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    args, device = _block_decode_args(payloads, kept, out)
+    args.divisor = divisor
+    cuda.launch(_SUM_BLOCKS, blocks_of(out.numel(), checks.TOP_K_BLOCK), args, device)
+
+
+def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("weight", weight)
+    args, device = _block_decode_args(payload.view(1, -1), kept, out)
+    args.weight = weight
+    cuda.launch(_ADD_BLOCKS, blocks_of(out.numel(), checks.TOP_K_BLOCK), args, device)
+
+
 def raise_if_damaged(device: torch.device) -> None:
     """Wait for torch's current stream of `device`; raise if a payload that it decoded since the last call was damaged.
 
@@ -188,6 +242,17 @@ def _decode_args(payloads: torch.Tensor, places: int, out: torch.Tensor) -> tupl
     return args, device
 
 
+def _block_decode_args(
+    payloads: torch.Tensor, kept: int, out: torch.Tensor
+) -> tuple[BlockTopKDecodeArgs, torch.device]:
+    device = cuda.device_of("out", out)
+    count = checks.check_sparse_decoding(payloads, block_top_k_bytes(out.numel(), kept), out, device)
+    args = BlockTopKDecodeArgs(inputs=payloads.data_ptr(), out=out.data_ptr(), damage=_damage(device).data_ptr())
+    args.layout, args.num_inputs = block_top_k_layout(out.numel(), kept), count
+    args.divisor, args.weight = 1.0, 1.0
+    return args, device
+
+
 @functools.cache
 def _damage(device: torch.device) -> torch.Tensor:
     """Return the place where kernels on `device` leave the number of a damaged payload."""
@@ -201,6 +266,8 @@ def _damage(device: torch.device) -> torch.Tensor:
 
 _SUM = Kernel("sparse_kernels.h", "sum_sparse", "SparseDecodeArgs")
 _ADD = Kernel("sparse_kernels.h", "add_sparse", "SparseDecodeArgs")
+_SUM_BLOCKS = Kernel("block_top_k_kernels.h", "sum_block_top_k", "BlockTopKDecodeArgs")
+_ADD_BLOCKS = Kernel("block_top_k_kernels.h", "add_block_top_k", "BlockTopKDecodeArgs")
 _CLEAR_SENT = Kernel("sparse_kernels.h", "clear_sent", "SparseArgs")
 _FILL_UNUSED = Kernel("sparse_kernels.h", "fill_unused", "SparseArgs")
 
@@ -225,13 +292,18 @@ def keep_kernel(source: str) -> Kernel:
     return Kernel("sparse_kernels.h", f"keep_all<{source}>", "SparseArgs")
 
 
+def block_top_k_kernel(source: str, has_feedback: bool) -> Kernel:
+    """Return the kernel that encodes with `blocktopk`."""
+    return Kernel("block_top_k_kernels.h", f"encode_block_top_k<{source}, {_flag(has_feedback)}>", "BlockTopKArgs")
+
+
 def all_kernels(source: str) -> list[Kernel]:
     """Return every kernel for inputs of one type."""
-    kernels = [_SUM, _ADD, _CLEAR_SENT, _FILL_UNUSED, keep_kernel(source)]
+    kernels = [_SUM, _ADD, _SUM_BLOCKS, _ADD_BLOCKS, _CLEAR_SENT, _FILL_UNUSED, keep_kernel(source)]
     for has in (False, True):
         kernels += [digit_kernel(source, has, number) for number in range(3)]
         kernels += [compact_kernel(source, has, goal) for goal in ("kCandidates", "kTopK", "kThreshold")]
-        kernels.append(random_kernel(source, has))
+        kernels += [random_kernel(source, has), block_top_k_kernel(source, has)]
     return kernels
 
 

@@ -16,6 +16,7 @@ import torch
 from commlib.kernels import checks
 from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.native_codecs import payload_bytes
+from commlib.kernels.native_sparse import block_top_k_bytes
 from commlib.kernels.native_sparse import payload_bytes as sparse_payload_bytes
 
 META = torch.device("meta")
@@ -164,6 +165,30 @@ class Sparse:
         """Report the addition of the named elements."""
         checks.check_sparse_decoding(payload.view(1, -1), sparse_payload_bytes(places), out, META)
         _report("decode_sparse", SPARSE, payload.nbytes + 8 * places)
+
+    @staticmethod
+    def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+        """Report the choice of the largest elements of each block."""
+        checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback, META)
+        _report("encode_top_k", SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback))
+
+    @staticmethod
+    def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+        """Report the decoding of a sum of payloads, as `decode_sum`."""
+        count = checks.check_sparse_decoding(payloads, block_top_k_bytes(out.numel(), kept), out, META)
+        _report("decode_sparse", SPARSE, payloads.nbytes + out.nbytes + 8 * count * _places(kept, out))
+
+    @staticmethod
+    def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
+        """Report the addition of the named elements."""
+        checks.check_sparse_decoding(payload.view(1, -1), block_top_k_bytes(out.numel(), kept), out, META)
+        _report("decode_sparse", SPARSE, payload.nbytes + 8 * _places(kept, out))
+
+
+def _places(kept: int, x: torch.Tensor) -> int:
+    """Return how many elements of `x` a payload of `blocktopk` names."""
+    full, rest = divmod(x.numel(), checks.TOP_K_BLOCK)
+    return full * kept + min(kept, rest)
 
 
 def _encode_sparse(name: str, x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None) -> None:

@@ -1,6 +1,7 @@
 """The crossing into the C++ loops of the sparse codecs; like native.py, it checks every tensor whose address it passes.
 
-A payload names at most `places` elements of one chunk, by index and value (docs/wire_format.md).
+A payload names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
+(docs/wire_format.md).
 """
 
 from __future__ import annotations
@@ -98,6 +99,68 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
     """
     checks.check_number("weight", weight)
     _decode(payload.view(1, -1), places, out, 1.0, adds=True, weight=weight)
+
+
+def block_top_k_bytes(numel: int, kept: int) -> int:
+    """Return the bytes of a payload of `numel` elements that names `kept` of each block.
+
+    Raises:
+        CodecError: Not such numbers.
+    """
+    checks.check_numel(numel)
+    checks.check_kept(kept)
+    return load().block_top_k_bytes(numel, kept)
+
+
+def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
+    """Name the `kept` elements of largest magnitude of each block; among equals those of lower index.
+
+    Args:
+        x: [numel] fp32, bf16, fp16 or fp64.
+        kept: 1 to 4,096.
+        out: [block_top_k_bytes(numel, kept)] uint8, aligned to 16 bytes.
+        feedback: Error feedback, if any.
+
+    Raises:
+        CodecError: An argument is not as described. Nothing was written.
+    """
+    checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback)
+    address, code, native = x.data_ptr(), DTYPE_CODES[x.dtype], native_feedback(feedback)
+    load().encode_block_top_k(address, code, x.numel(), kept, native, out.data_ptr(), torch.get_num_threads())
+
+
+def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
+    """Write the sum of the payloads of one chunk, in their order, divided by `divisor`; see `decode_sum`.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    _decode_block_top_k(payloads, kept, out, divisor, adds=False, weight=1.0)
+
+
+def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+
+    Raises:
+        CodecError: As `decode_sum`.
+    """
+    checks.check_number("weight", weight)
+    _decode_block_top_k(payload.view(1, -1), kept, out, 1.0, adds=True, weight=weight)
+
+
+def _decode_block_top_k(
+    payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
+) -> None:
+    numel = out.numel()
+    count = checks.check_sparse_decoding(payloads, block_top_k_bytes(numel, kept), out)
+    terms, threads = load().Payloads(payloads.data_ptr(), count, divisor), torch.get_num_threads()
+    wrong = load().decode_block_top_k(terms, kept, adds, weight, out.data_ptr(), numel, threads)
+    if wrong >= 0:
+        raise CodecError(
+            f"payload {wrong}: expected ascending indices within each block; the bytes were damaged, or encoded for "
+            "another number of elements"
+        )
 
 
 def _decode(

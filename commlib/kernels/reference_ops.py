@@ -18,9 +18,12 @@ from commlib.kernels.reference import (
     bf16_value,
     canonical,
     magnitude_bits,
+    pack_codes,
+    unpack_codes,
 )
 
 _LARGEST_PIECE = 256
+_TOO_LARGE = np.uint32(0x7F000000)  # bits of 2**127
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
@@ -94,6 +97,89 @@ def sparse_values(payload: Bytes, places: int, numel: int) -> Floats:
     out = np.zeros(numel, F32)
     out[named] = canonical(value[:count] + F32(0))
     return out
+
+
+# --- blocktopk --------------------------------------------------------------------------------------------------------
+
+TOP_K_BLOCK = 4096
+
+
+def block_top_k_sections(numel: int, kept: int) -> tuple[int, int, int]:
+    """Return where indices and codes begin in a payload of `blocktopk` (levels begin at 0), and its size."""
+    full, rest = divmod(numel, TOP_K_BLOCK)
+    last = min(kept, rest)
+    indices_at = -(-4 * (full + (rest > 0)) // 16) * 16
+    codes_at = -(-(indices_at + full * -(-12 * kept // 8) + -(-12 * last // 8)) // 16) * 16
+    return indices_at, codes_at, -(-(codes_at + full * -(-2 * kept // 8) + -(-2 * last // 8)) // 16) * 16
+
+
+def block_top_k_payload(x: Floats, kept: int) -> Bytes:
+    """Return the payload of `blocktopk`, which names `kept` elements of each block."""
+    index_at, code_at, size = block_top_k_sections(len(x), kept)
+    payload = np.zeros(size, np.uint8)
+    for number, start in enumerate(range(0, len(x), TOP_K_BLOCK)):
+        block = x[start : start + TOP_K_BLOCK]
+        named = top_k(block, kept)
+        levels, codes = _levels_and_codes(canonical(block[named]))
+        indices, packed = _pack_12_bits(named), pack_codes(codes, 2)
+        payload[4 * number : 4 * number + 4] = levels.view(np.uint8)
+        payload[index_at : index_at + len(indices)] = indices
+        payload[code_at : code_at + len(packed)] = packed
+        index_at, code_at = index_at + len(indices), code_at + len(packed)
+    return payload
+
+
+def block_top_k_values(payload: Bytes, kept: int, numel: int) -> Floats:
+    """Return the [numel] decoded values of a payload of `blocktopk`.
+
+    Raises:
+        ValueError: The indices of a block are out of range or do not ascend.
+    """
+    out = np.zeros(numel, F32)
+    index_at, code_at, _ = block_top_k_sections(numel, kept)
+    for number, start in enumerate(range(0, numel, TOP_K_BLOCK)):
+        block = out[start : start + TOP_K_BLOCK]
+        places = min(kept, len(block))
+        named = _unpack_12_bits(payload[index_at:], places)
+        codes = unpack_codes(payload[code_at : code_at + -(-2 * places // 8)], 2, places)
+        index_at, code_at = index_at + -(-12 * places // 8), code_at + -(-2 * places // 8)
+        if (named >= len(block)).any() or (np.diff(named) <= 0).any():
+            raise ValueError("the indices of a block must ascend and lie within it")
+        levels = payload[4 * number : 4 * number + 4].view(np.uint16)
+        bits = bf16_value(levels[codes & 1]).view(np.uint32) ^ (codes >> 1).astype(np.uint32) << np.uint32(31)
+        block[named] = canonical(bits.astype(np.uint32).view(F32) + F32(0))
+    return out
+
+
+def _levels_and_codes(values: Floats) -> tuple[npt.NDArray[np.uint16], Bytes]:
+    magnitude = np.abs(values)
+    total = _folded_sum(magnitude)
+    if magnitude_bits(values).max() >= _TOO_LARGE or not np.isfinite(total):
+        return np.full(2, 0x7FC0, np.uint16), np.zeros(len(values), np.uint8)
+    is_high = magnitude >= total / F32(len(values)) if magnitude.all() else magnitude > 0
+    means = [
+        _folded_sum(np.where(chosen, magnitude, F32(0))) / F32(max(1, chosen.sum())) for chosen in (~is_high, is_high)
+    ]
+    return bf16_bits(np.array(means, F32)), np.signbit(values).astype(np.uint8) * np.uint8(2) + is_high
+
+
+def _folded_sum(terms: Floats) -> F32:
+    fold = np.zeros(1 << (len(terms) - 1).bit_length(), F32)
+    fold[: len(terms)] = terms
+    with np.errstate(all="ignore"):
+        while len(fold) > 1:
+            fold = fold[: len(fold) // 2] + fold[len(fold) // 2 :]
+    return fold[0]
+
+
+def _pack_12_bits(indices: npt.NDArray[np.int64]) -> Bytes:
+    bits = (indices[:, None] >> np.arange(12)) & 1
+    return np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")
+
+
+def _unpack_12_bits(packed: Bytes, count: int) -> npt.NDArray[np.int64]:
+    bits = np.unpackbits(packed, count=12 * count, bitorder="little").reshape(count, 12)
+    return bits.astype(np.int64) @ (1 << np.arange(12))
 
 
 # --- error feedback, sums ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from commlib.codecs.base import Feedback, Random
-from commlib.codecs.sparse import SparseCodec, TopK
+from commlib.codecs.sparse import PairsCodec, SparseCodec, TopK
 from commlib.kernels import native_ops
 from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, pasted, split_at
@@ -68,6 +68,10 @@ class SparseWorkspace:
         if total is not tensor:
             tensor.copy_(total)
 
+    def forget(self) -> None:
+        """Set the residual to zero."""
+        self.residual.zero_()
+
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return a copy of the residual by parameter."""
         return {"worker": cut(self.residual, self.begin, parts)}
@@ -97,7 +101,7 @@ def centralized_sparse(
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's buffers and residual.
-        codec: `TopK` or `Threshold`.
+        codec: Any but `RandomK`.
         comm: The group.
         divisor: A true division of the sum.
         scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
@@ -112,7 +116,7 @@ def centralized_sparse(
 def centralized_aligned_sparse(
     tensor: torch.Tensor,
     workspace: SparseWorkspace,
-    codec: SparseCodec,
+    codec: PairsCodec,
     comm: Communicator,
     random: Random,
     *,

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from commlib.codecs.base import BlockCodec, Feedback, Random
 from commlib.codecs.registry import by_name
-from commlib.codecs.sparse import SparseCodec
+from commlib.codecs.sparse import PairsCodec, SparseCodec
 from commlib.errors import CodecError
 
 SIZES = (0, 1, 2, 31, 32, 33, 127, 255, 257, 511, 513, 4099, 70_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BLOCK = [name for name, cls in by_name.items() if issubclass(cls, BlockCodec)]
-SPARSE = [name for name, cls in by_name.items() if issubclass(cls, SparseCodec)]
+PAIRS = [name for name, cls in by_name.items() if issubclass(cls, PairsCodec)]
 SOURCE = Random(seed=11, step=3, rank=0, stage=1)
 
 
 def make(name: str, ratio: float = 0.1) -> Any:
-    """Make a codec with options that its constructor has."""
+    """Make a codec with options that its constructor has; `ratio` is the part of the elements that are named."""
     options = inspect.signature(by_name[name]).parameters
-    found = {"ratio": ratio, "threshold": 1e-3}
+    found = {"ratio": ratio, "threshold": 1e-3, "kept": round(4096 * ratio)}
     return by_name[name](**{key: value for key, value in found.items() if key in options})
 
 
@@ -115,7 +115,7 @@ def test_the_error_is_within_the_bound_of_the_docstring(name: str) -> None:
         assert (error <= bound * (1 + 1e-6)).all(), f"{numel}: error {float((error - bound).max())} above the bound"
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", PAIRS)
 def test_named_elements_are_exact_and_others_zero(name: str) -> None:
     codec = make(name)
     for numel in SIZES:

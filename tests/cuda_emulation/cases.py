@@ -342,6 +342,58 @@ def check_sparse_sums(device: torch.device) -> None:
     cuda_sparse.raise_if_damaged(device)
 
 
+def check_block_top_k(kept: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    for numel in (0, 1, 3, 65, 4095, 4096, 4097, 9000):
+        rng = np.random.default_rng(numel)
+        nbytes = cuda_sparse.block_top_k_bytes(numel, kept)
+        for label, x in distributions(rng, numel):
+            tensor, residual = torch.from_numpy(x).to(dtype), (rng.standard_normal(numel) * 0.1).astype(F32)
+            plain = tensor.float().numpy()
+            v = reference_ops.compensated(plain, residual, 0.95)
+            payload = reference_ops.block_top_k_payload(v, kept)
+            values = reference_ops.block_top_k_values(payload, kept, numel)
+            own, out = Guarded(residual, device), payload_room(nbytes, device)
+            feedback = Feedback(own.tensor, 0.95, -1.5)
+            cuda_sparse.encode_block_top_k(Guarded(tensor, device).tensor, kept, out.tensor, feedback)
+            equal(out.numpy(), payload, f"{label}, {numel}")
+            equal(own.numpy(), reference_ops.new_residual(v, values, residual, -1.5), f"{label}, {numel}")
+            cuda_sparse.encode_block_top_k(Guarded(tensor, device).tensor, kept, out.tensor)
+            equal(out.numpy(), reference_ops.block_top_k_payload(plain, kept), f"{label}, {numel}")
+
+
+def check_block_top_k_sums(device: torch.device) -> None:
+    rng, numel, kept = np.random.default_rng(3), 9000, 300
+    xs = [rng.integers(-3, 4, numel).astype(F32) for _ in range(4)]
+    xs[1][10] = np.nan
+    payloads = np.stack([reference_ops.block_top_k_payload(x, kept) for x in xs])
+    decoded = [reference_ops.block_top_k_values(payload, kept, numel) for payload in payloads]
+    for count in (1, 4):
+        for divisor in (1.0, 4.0, -4.0):
+            out = Guarded(np.full(numel, 3, F32), device)
+            cuda_sparse.sum_block_top_k(Guarded(payloads[:count], device).tensor, kept, out.tensor, divisor)
+            equal(out.numpy(), reference_ops.decode_sum(decoded[:count], divisor))
+    added = Guarded(xs[0], device)
+    cuda_sparse.add_block_top_k(Guarded(payloads[2], device).tensor, kept, added.tensor, 0.3)
+    equal(added.numpy(), reference_ops.decode_add(xs[0], decoded[2], 0.3))
+    cuda_sparse.raise_if_damaged(device)
+
+
+def check_block_top_k_damage(device: torch.device) -> None:
+    """Any bytes: nothing outside is touched, and the device remembers indices that are out of order."""
+    rng, numel, kept = np.random.default_rng(5), 5000, 64
+    for _ in range(20):
+        noise = Guarded(rng.integers(0, 256, cuda_sparse.block_top_k_bytes(numel, kept), dtype=np.uint8), device)
+        out = Guarded(np.zeros(numel, F32), device)
+        for decode in (
+            lambda noise=noise, out=out: cuda_sparse.sum_block_top_k(noise.tensor.view(1, -1), kept, out.tensor),
+            lambda noise=noise, out=out: cuda_sparse.add_block_top_k(noise.tensor, kept, out.tensor),
+        ):
+            decode()
+            out.check()
+            with pytest.raises(CodecError, match="payload 0 of a decoding"):
+                cuda_sparse.raise_if_damaged(device)
+
+
 def check_many_payloads(device: torch.device) -> None:
     """More of them than a block of threads searches at once."""
     rng, numel, places, count = np.random.default_rng(4), 500, 20, 150

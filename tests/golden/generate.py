@@ -1,8 +1,8 @@
 """Writes the golden files from the NumPy reference: python tests/golden/generate.py
 
 They are examples for writers of decoders, and hold the bytes fixed: a change here is a new version of a codec.
-input.f32 is the chunk (little-endian fp32; uint8_bagua takes 0 for its NaN); <codec>.cmlb is its payload with the
-header of docs/wire_format.md, and <codec>.f32 what that decodes to.
+input.f32 is the chunk (little-endian fp32; uint8_bagua and blocktopk take 0 for its NaN); <codec>.cmlb is its payload
+with the header of docs/wire_format.md, and <codec>.f32 what that decodes to.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from commlib.kernels.reference import BLOCK_CODECS, F32, Stream
 
 HERE = Path(__file__).parent
 PLACES = 7
+KEPT = 65
 THRESHOLD = 2.0
 STREAM = Stream(seed=42, step=1, rank=2, stage=3, offset=5)
 
@@ -53,6 +54,9 @@ def payloads(x: np.ndarray) -> dict[str, tuple[int, int, np.ndarray, np.ndarray]
     ):
         payload = reference_ops.sparse_payload(x, named, PLACES)
         made[name] = (idx, PLACES, payload, reference_ops.sparse_values(payload, PLACES, len(x)))
+    numbers = np.where(np.isnan(x), F32(0), x)  # one NaN is that of all that a block names
+    payload = reference_ops.block_top_k_payload(numbers, KEPT)
+    made["blocktopk"] = (16, KEPT, payload, reference_ops.block_top_k_values(payload, KEPT, len(x)))
     return made
 
 

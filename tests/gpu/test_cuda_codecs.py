@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from commlib.codecs import BF16, Int4, Int8, OneBit, RandomK, Threshold, TopK, UInt8MinMax, by_name
+from commlib.codecs import BF16, BlockTopK, Int4, Int8, OneBit, RandomK, Threshold, TopK, UInt8MinMax, by_name
 from commlib.errors import CodecError
 from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs
 from commlib.kernels.checks import Feedback, Random
@@ -116,6 +116,14 @@ def test_sparse_decoding(device: torch.device) -> None:
     cases.check_damage(device)
 
 
+@pytest.mark.parametrize("dtype", cases.TYPES)
+def test_block_top_k(dtype: torch.dtype, device: torch.device) -> None:
+    for kept in (1, 64, 4096):
+        cases.check_block_top_k(kept, device, dtype)
+    cases.check_block_top_k_sums(device)
+    cases.check_block_top_k_damage(device)
+
+
 @pytest.mark.parametrize("name", IDS)
 def test_large_tensors_give_the_cpu_s_bytes(name: str, device: torch.device) -> None:
     x = torch.randn(20_000_003, device=device)
@@ -179,7 +187,7 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
         with no_waiting():
             use()
         assert waits_of(use) == []
-    for codec in (TopK(0.01), RandomK(0.01), Threshold(2.0)):
+    for codec in (TopK(0.01), RandomK(0.01), Threshold(2.0), BlockTopK()):
         payload = torch.empty(codec.payload_bytes(100_000), dtype=torch.uint8, device=device)
 
         def use_sparse(codec=codec, payload=payload) -> None:

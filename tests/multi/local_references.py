@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commlib.kernels import reference_ops
 from tests.multi.common import Mlp, data, seeded, sgd
-from tests.multi.relaxation_references import ByName, QuantizedReference
+from tests.multi.relaxation_references import ByName, Floats, QuantizedReference
 
 #: Maps the round, what each rank sends by name, and the names in each bucket, to the average.
 Average = Callable[[int, Sequence[ByName], Sequence[Sequence[str]]], ByName]
@@ -132,6 +132,42 @@ class OuterReference:
                     own[name].add_(common - copy[name])
                 else:
                     own[name].copy_(self.mixing * own[name] + (1 - self.mixing) * common)
+
+
+class SparseAverage:
+    """What SparseLoCo averages: the error feedback decays, then takes the differences; what is sent leaves it.
+
+    Args:
+        world_size: The number of replicas.
+        kept: Elements sent of each block.
+        error_decay: What of the error feedback is kept.
+    """
+
+    def __init__(self, world_size: int, kept: int, error_decay: float) -> None:
+        self.kept, self.error_decay = kept, np.float32(error_decay)
+        self.errors: list[ByName] = [{} for _ in range(world_size)]
+
+    def __call__(self, _: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the mean of what all ranks send of each bucket."""
+        averaged: ByName = {}
+        for names in buckets:
+            ends = np.cumsum([len(by_rank[0][name]) for name in names])
+            sent = [
+                self._sent(rank, np.concatenate([own[name] for name in names]), names, ends[:-1])
+                for rank, own in enumerate(by_rank)
+            ]
+            total = reference_ops.decode_sum(sent, len(sent))
+            averaged |= dict(zip(names, np.split(total, ends[:-1]), strict=True))
+        return averaged
+
+    def _sent(self, rank: int, moved: Floats, names: Sequence[str], cuts: Any) -> Floats:
+        zeros = dict(zip(names, np.split(np.zeros_like(moved), cuts), strict=True))
+        error = np.concatenate([self.errors[rank].get(name, zeros[name]) for name in names])
+        error = moved + self.error_decay * error
+        payload = reference_ops.block_top_k_payload(error, self.kept)
+        sent = reference_ops.block_top_k_values(payload, self.kept, len(error))
+        self.errors[rank] |= dict(zip(names, np.split(error - sent, cuts), strict=True))
+        return sent
 
 
 def quantized(codec: Any, world_size: int, *, feedback: bool) -> Average:

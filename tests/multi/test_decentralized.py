@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commlib
-from commlib.algorithms import Algorithm, Decentralized, Gossip, LowPrecisionDecentralized
+from commlib.algorithms import Algorithm, Decentralized, Gossip, LowPrecisionDecentralized, NoLoCo
 from commlib.codecs import Int4, Int8, OneBit, UInt8MinMax
 from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
@@ -176,6 +176,28 @@ class DcdReference:
         return self.x[bucket]
 
 
+class NoLoCoReference:
+    """Slow weights and a momentum of every rank; what both of a pair moved, and the mean of their slow weights.
+
+    Args:
+        slow: By bucket, the weights that the ranks begin with, [N, numel].
+        topology: The pairs.
+        lr: The outer learning rate.
+        momentum: The outer momentum.
+    """
+
+    def __init__(self, slow: list[Floats], topology: Topology, lr: float, momentum: float) -> None:
+        self.slow, self.topology, self.lr, self.momentum = slow, topology, lr, momentum
+        self.velocity = [np.zeros_like(each) for each in slow]
+
+    def __call__(self, x: Floats, round_: int, bucket: int) -> Floats:
+        pairs, slow = self.topology.matrix(len(x), round_), self.slow[bucket]
+        moved, pull = pairs @ (x - slow), pairs @ slow - slow
+        self.velocity[bucket] = self.momentum * self.velocity[bucket] + self.lr * (moved + pull)
+        self.slow[bucket] = slow + self.velocity[bucket]
+        return self.slow[bucket]
+
+
 def matrix_mix(topology: Topology) -> Callable[[Floats, int, int], Floats]:
     return lambda x, round_, bucket: topology.matrix(len(x), round_) @ x
 
@@ -252,6 +274,48 @@ def test_dcd_psgd(overlap: bool) -> None:
 @pytest.mark.parametrize("period", [1, 4])
 def test_gossip(period: int) -> None:
     check(Gossip(period=period, seed=11), matrix_mix(RandomMatching(11)), period=period)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 3},
+        {"period": 1, "outer_lr": 0.5, "outer_momentum": 0.8},
+        {"period": 2, "outer_lr": 0.9, "outer_momentum": 0.0},
+        {"period": 3, "overlap": True},
+    ],
+    ids=str,
+)
+def test_noloco(options: dict[str, Any]) -> None:
+    algorithm = NoLoCo(seed=13, **options)
+    model, optimizer = start(algorithm, bucket_cap_mb=SMALL_BUCKET_MB)
+    reference = Replicas(
+        double_mlp, layout(model), lambda x, *_: x, period=options["period"], overlap=options.get("overlap", False)
+    )
+    lr, momentum = algorithm.outer_lr, algorithm.outer_momentum
+    reference.mix = NoLoCoReference(reference.values(), RandomMatching(13), lr, momentum)
+    train(model, optimizer, range(STEPS))
+    replica_of(model).engine.drain()
+    reference.train(range(STEPS))
+    reference.take()
+    reference.assert_like(model, 1e-9)
+
+
+@on_ranks(4)
+def test_noloco_sends_the_weights_to_one_rank_and_the_replicas_stay_near_each_other() -> None:
+    model, optimizer = start(NoLoCo(period=2))
+    before = commlib.stats(model).wire_bytes
+    train(model, optimizer, range(10))
+    assert commlib.stats(model).wire_bytes - before == 5 * sum(p.nbytes for p in model.parameters())
+    own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    rows = torch.stack(everyone)
+    alone = Replicas(double_mlp, layout(model), lambda x, *_: x)
+    alone.train(range(10))
+    apart = np.concatenate(alone.values(), axis=1).std(axis=0).mean()
+    assert 0 < float(rows.std(dim=0, correction=0).mean()) < apart
 
 
 @on_ranks(3, slow=(2,))
@@ -448,8 +512,10 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
         LowPrecisionDecentralized(),
         LowPrecisionDecentralized(method="dcd", overlap=False, period=2),
         Gossip(period=2, seed=3),
+        NoLoCo(period=2, seed=3),
+        NoLoCo(period=4, seed=3, overlap=True),
     ],
-    ids=["decentralized", "choco", "dcd", "gossip"],
+    ids=["decentralized", "choco", "dcd", "gossip", "noloco", "noloco in the background"],
 )
 def test_a_resumed_run_is_bit_identical(algorithm: Algorithm, build: Callable[[], nn.Module]) -> None:
     whole, optimizer = start(algorithm, build, bucket_cap_mb=SMALL_BUCKET_MB)

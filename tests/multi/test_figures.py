@@ -37,10 +37,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"period": 2},
     "hierarchical_local_sgd": {"period": 2, "global_every": 1},
     "local_sgd": {"period": 2},
+    "noloco": {"period": 2},
     "onebit_adam": {"warmup_steps": 2},
     "passive_gossip": {"period": 2},
     "post_local_sgd": {"period": 2, "warmup_steps": 2},
     "qadam": {"warmup_steps": 2},
+    "sparse_loco": {"period": 2},
     "streaming_diloco": {"period": 4, "fragments": 2, "delay": 1},
 }
 NAMES = [name for name in algorithms.list() if name != "auto"]

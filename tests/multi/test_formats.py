@@ -57,11 +57,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
     "hierarchical_local_sgd": {"period": 2, "global_every": 1},
     "local_sgd": {"period": 2},
+    "noloco": {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
     "onebit_adam": {"warmup_steps": 2},
     "passive_gossip": {"period": 1},
     "post_local_sgd": {"warmup_steps": 2, "period": 2},
     "qadam": {"warmup_steps": 2},
     "randomk": {"ratio": 1.0},
+    "sparse_loco": {"period": 2, "kept": 4096},
     "streaming_diloco": {"period": 2, "fragments": 1, "delay": 1},
     "topk": {"ratio": 1.0},
 }
@@ -177,6 +179,14 @@ def diloco_distance(period: int, outer_lr: float, outer_momentum: float) -> floa
     return x
 
 
+def noloco_distance(period: int, outer_lr: float, outer_momentum: float) -> float:
+    x = u = 0.0
+    for _ in range(STEPS // period):
+        u = outer_momentum * u + 2.0 * period
+        x += outer_lr * u
+    return x
+
+
 def expected_distance(name: str, parameter: Tensor) -> tuple[float, float]:
     """Return from where to where weights go along the pattern, in learning rates."""
     if name == "dgc" and not MATRICES("", parameter):  # what is sent has no momentum left, as all is sent
@@ -188,6 +198,9 @@ def expected_distance(name: str, parameter: Tensor) -> tuple[float, float]:
         return 4 * STEPS, 4 * STEPS
     if name == "diloco":
         distance = diloco_distance(**OPTIONS["diloco"])
+        return distance, distance
+    if name == "noloco":
+        distance = noloco_distance(**OPTIONS["noloco"])
         return distance, distance
     if name == "passive_gossip":
         return STEPS, 3 * STEPS  # between the ranks

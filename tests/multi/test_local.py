@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commlib
-from commlib.algorithms import Algorithm, DiLoCo, HierarchicalLocalSGD, LocalSGD, PostLocalSGD, StreamingDiLoCo
+from commlib.algorithms import (
+    Algorithm,
+    DiLoCo,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    PostLocalSGD,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
 from commlib.codecs import Int4, Int8, OneBit
 from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
@@ -33,7 +41,7 @@ from tests.multi.common import (
     train,
     wrap,
 )
-from tests.multi.local_references import OuterReference, mean, quantized
+from tests.multi.local_references import Average, OuterReference, SparseAverage, mean, quantized
 from tests.multi.pool import on_ranks, run_ranks
 from tests.multi.test_relaxations import two_nodes
 
@@ -50,8 +58,11 @@ def plain_step(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-# By name: the algorithm; its codec and whether errors are fed back; the outer optimizer; the reference's other options.
-CASES: dict[str, tuple[Callable[[], Algorithm], tuple[str, bool] | None, Any, dict[str, Any]]] = {
+# The algorithm; what makes the average on so many ranks, or its codec and whether errors are fed back; the outer
+# optimizer; the reference's other options.
+Case = tuple[Callable[[], Algorithm], Callable[[int], Average] | tuple[str, bool] | None, Any, dict[str, Any]]
+
+CASES: dict[str, Case] = {
     "local_sgd": (lambda: LocalSGD(period=3), None, None, {"period": 3}),
     "local_sgd, every step": (lambda: LocalSGD(period=1), None, None, {"period": 1}),
     "local_sgd, 8 bits": (lambda: LocalSGD(period=3, codec=Int8()), ("int8", True), plain_step, {"period": 3}),
@@ -97,6 +108,40 @@ CASES: dict[str, tuple[Callable[[], Algorithm], tuple[str, bool] | None, Any, di
     ),
 }
 
+# With few elements sent of buckets of a few hundred.
+SPARSE_CASES: dict[str, Case] = {
+    "sparse_loco": (
+        lambda: SparseLoCo(period=3, kept=16),
+        lambda size: SparseAverage(size, 16, 0.95),
+        plain_step,
+        {"period": 3},
+    ),
+    "sparse_loco, every step": (
+        lambda: SparseLoCo(period=1, kept=5, error_decay=0.5),
+        lambda size: SparseAverage(size, 5, 0.5),
+        plain_step,
+        {"period": 1},
+    ),
+    "sparse_loco, half a step": (
+        lambda: SparseLoCo(period=4, kept=64, error_decay=1.0, outer_lr=0.5, warmup_steps=2),
+        lambda size: SparseAverage(size, 64, 1.0),
+        lambda params: torch.optim.SGD(params, lr=0.5),
+        {"period": 4, "warm_up": 2},
+    ),
+    "sparse_loco, in the background": (
+        lambda: SparseLoCo(period=3, kept=16, delay=2),
+        lambda size: SparseAverage(size, 16, 0.95),
+        plain_step,
+        {"period": 3, "delay": 2},
+    ),
+    "sparse_loco, in the background throughout": (
+        lambda: SparseLoCo(period=3, kept=16, delay=3),
+        lambda size: SparseAverage(size, 16, 0.95),
+        plain_step,
+        {"period": 3, "delay": 3},
+    ),
+}
+
 
 def wrapped(algorithm: Algorithm, seed: int = 7, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = seeded(Mlp, seed)
@@ -135,7 +180,13 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
-    check_against_reference(case)
+    check_against_reference(*CASES[case])
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("case", SPARSE_CASES)
+def test_sparse_weights_follow_the_equations(case: str) -> None:
+    check_against_reference(*SPARSE_CASES[case], num_steps=50)
 
 
 @on_ranks(8)
@@ -144,19 +195,27 @@ def test_weights_follow_the_equations(case: str) -> None:
     ["diloco, 4 bits", *(pytest.param(c, marks=pytest.mark.slow) for c in ("local_sgd", "diloco", "streaming_diloco"))],
 )
 def test_weights_follow_the_equations_on_eight_ranks(case: str) -> None:
-    check_against_reference(case)
+    check_against_reference(*CASES[case])
 
 
-def check_against_reference(case: str) -> None:
+def check_against_reference(
+    make: Callable[[], Algorithm],
+    codec: Callable[[int], Average] | tuple[str, bool] | None,
+    outer: Any,
+    options: dict[str, Any],
+    num_steps: int = 20,
+) -> None:
     """Step by step over five rounds and more: equal bits where the order of a sum is the same."""
-    make, codec, outer, options = CASES[case]
     model, optimizer = wrapped(make())
     size, rank = dist.get_world_size(), dist.get_rank()
-    average = mean if codec is None else quantized(BLOCK_CODECS[codec[0]], size, feedback=codec[1])
+    if isinstance(codec, tuple):
+        average = quantized(BLOCK_CODECS[codec[0]], size, feedback=codec[1])
+    else:
+        average = mean if codec is None else codec(size)
     reference = OuterReference(size, fragments_of(model), outer=outer, average=average, **options)
     exact = (codec is not None or is_exact()) and not options.get("mixing") and not options.get("warm_up")
     num_taken = 0
-    for step in range(options.get("warm_up", 0) + 20):
+    for step in range(options.get("warm_up", 0) + num_steps):
         before = commlib.stats(model).wire_bytes
         num_rounds = reference.num_rounds
         one_step(model, optimizer, step)
@@ -172,9 +231,9 @@ def check_against_reference(case: str) -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits"])
+@pytest.mark.parametrize("case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits", "sparse_loco"])
 def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> None:
-    make, _, _, options = CASES[case]
+    make, _, _, options = (CASES | SPARSE_CASES)[case]
     model, optimizer = wrapped(make())
     for step in range(1, 13):
         one_step(model, optimizer, step)
@@ -236,6 +295,8 @@ RESUMED = {
     "diloco": lambda: DiLoCo(period=3),
     "diloco, 4 bits": lambda: DiLoCo(period=3, codec=Int4()),
     "streaming_diloco": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2),
+    "sparse_loco": lambda: SparseLoCo(period=3, kept=16),
+    "sparse_loco, in the background": lambda: SparseLoCo(period=3, kept=16, delay=2),
 }
 
 
@@ -271,6 +332,23 @@ def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
 
 
 @on_ranks(2)
+def test_anchors_and_errors_of_sparse_loco_survive_another_plan() -> None:
+    whole, optimizer = wrapped(SparseLoCo(period=3, kept=16))
+    train(whole, mlp_loss, 7, optimizer)
+    saved = saved_of(whole, optimizer)
+    model, own = resumed(SparseLoCo(period=3, kept=16), saved, bucket_cap_mb=1.0)
+    assert len(fragments_of(model)[0]) == 1 < len(fragments_of(whole)[0])
+    one_step(model, own, 7)
+    again = saved_of(model, own)[2]["state"]
+    for kind in ("common", "worker"):
+        assert saved[2]["state"][kind].keys() == again[kind].keys() == dict(model.named_parameters()).keys()
+        for name, (start, values) in saved[2]["state"][kind].items():
+            assert values.any()
+            assert again[kind][name][0] == start
+            assert torch.equal(again[kind][name][1], values)
+
+
+@on_ranks(2)
 def test_state_survives_another_plan() -> None:
     whole, optimizer = wrapped(DiLoCo(period=3))
     train(whole, mlp_loss, 7, optimizer)
@@ -281,8 +359,8 @@ def test_state_survives_another_plan() -> None:
     assert_same_trace(train(model, lambda m, s: mlp_loss(m, s + 7), 8, own), rest, exact=True)
 
 
-def train_and_save(codec: Any, consensus: bool) -> tuple[Any, Any, Any]:
-    model, optimizer = wrapped(DiLoCo(period=3, codec=codec))
+def train_and_save(name: str, consensus: bool) -> tuple[Any, Any, Any]:
+    model, optimizer = wrapped(RESUMED[name]())
     train(model, mlp_loss, 7, optimizer)
     if consensus:
         commlib.synchronize(model)
@@ -304,7 +382,7 @@ def resume_and_train(saved: tuple[Any, Any, Any]) -> Any:
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (2, 4)])
 def test_another_number_of_ranks_goes_on_from_the_same_global_weights_and_momentum(before: int, after: int) -> None:
-    states = run_ranks(train_and_save, before, None, True)
+    states = run_ranks(train_and_save, before, "diloco", True)
     common = [state[2]["state"]["common"] for state in states]
     for name, (_, values) in common[0].items():
         assert all(torch.equal(values, other[name][1]) for other in common)
@@ -319,14 +397,15 @@ def test_another_number_of_ranks_goes_on_from_the_same_global_weights_and_moment
     assert_close(got, first - 0.7 * (gradient + 0.9 * momentum), "the global weights", exact=False)
 
 
-def load_elsewhere(saved: tuple[Any, Any, Any]) -> None:
-    model, _ = wrapped(DiLoCo(period=3, codec=Int4()))
+def load_elsewhere(name: str, saved: tuple[Any, Any, Any]) -> None:
+    model, _ = wrapped(RESUMED[name]())
     with pytest.raises(ConfigError, match="world_size"):
         commlib.load_state_dict(model, saved[2])
 
 
-def test_residuals_are_refused_at_another_number_of_ranks() -> None:
-    run_ranks(load_elsewhere, 2, run_ranks(train_and_save, 3, Int4(), False)[0])
+@pytest.mark.parametrize("name", ["diloco, 4 bits", "sparse_loco"])
+def test_residuals_are_refused_at_another_number_of_ranks(name: str) -> None:
+    run_ranks(load_elsewhere, 2, name, run_ranks(train_and_save, 3, name, False)[0])
 
 
 @on_ranks(2)
@@ -373,6 +452,16 @@ def test_bytes_are_a_small_part_of_ddps() -> None:
     assert bytes_of(100, algorithm=StreamingDiLoCo(period=50, fragments=2)) <= 0.025 * ddp
     assert bytes_of(100, algorithm=DiLoCo(period=50, codec=Int4())) <= 0.004 * ddp
     assert bytes_of(100, algorithm=LocalSGD(period=50)) <= 0.025 * ddp
+
+
+@on_ranks(1, 2, 4)
+def test_sparse_loco_sends_14_bits_of_each_element_that_it_keeps_and_two_levels_of_each_block() -> None:
+    numel, others = sum(p.numel() for p in Wide().parameters()), dist.get_world_size() - 1
+    blocks = -(-numel // 4096)
+    for kept, period in ((64, 1), (32, 5)):
+        formula = others * blocks * (kept * (12 + 2) / 8 + 4)
+        sent = bytes_of(10, algorithm=SparseLoCo(period=period, kept=kept))
+        assert sent == pytest.approx(formula * 10 / period, rel=0.05)
 
 
 class Mixed(nn.Module):
@@ -470,6 +559,10 @@ BAD: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {
     "warmup_steps": (lambda: PostLocalSGD(-1), ("warmup_steps",)),
     "global_every": (lambda: HierarchicalLocalSGD(global_every=0), ("global_every", "0")),
     "fragments": (lambda: StreamingDiLoCo(period=10, fragments=3), ("multiple of fragments", "period=10", "3")),
+    "kept": (lambda: SparseLoCo(kept=0), ("kept", "4096", "0")),
+    "error_decay": (lambda: SparseLoCo(error_decay=1.5), ("error_decay", "1.5")),
+    "outer_lr of sparse_loco": (lambda: SparseLoCo(outer_lr=-1.0), ("SparseLoCo", "outer_lr", "-1.0")),
+    "delay of sparse_loco": (lambda: SparseLoCo(period=3, delay=4), ("delay", "4")),
     "delay": (lambda: StreamingDiLoCo(period=10, fragments=2, delay=6), ("delay", "6")),
     "mixing": (lambda: StreamingDiLoCo(mixing=1.0), ("mixing", "1.0")),
 }

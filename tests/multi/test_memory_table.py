@@ -16,6 +16,7 @@ from torch import nn
 import commlib
 from commlib import algorithms
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import BlockTopK
 from commlib.replica import replica_of
 from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
@@ -24,7 +25,7 @@ from tests.multi.test_relaxations import two_nodes
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 COLUMN = "extra memory"
 #: The algorithms whose first rounds are late: steps until they hold all that they will.
-STEPS = {"passive_gossip": 33, "streaming_diloco": 12}
+STEPS = {"noloco": 101, "passive_gossip": 33, "streaming_diloco": 12}
 #: Bytes an element: biases, flags, padding, and the chunk that is smaller than others.
 TOLERANCE = 0.02
 WIDTH = 700
@@ -82,7 +83,7 @@ def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
     numel = sum(p.numel() for p in parameters)
     names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
     names |= {"r": getattr(algorithm, "rank", 0), "ratio": getattr(algorithm, "ratio", 0)}
-    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec):
+    if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec | BlockTopK):
         names["b"] = codec.payload_bytes(numel) / numel
     if (topology := getattr(algorithm, "topology", None)) is not None:
         names["d"] = len(topology.neighbours(0, size, 0).sources)

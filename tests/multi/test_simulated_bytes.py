@@ -25,6 +25,7 @@ def make(name: str) -> algorithms.Algorithm:
     options = {"diloco": {"period": 2}, "decentralized": {"overlap": False}}
     options |= {"local_sgd": {"period": 2}, "post_local_sgd": {"period": 2, "warmup_steps": 1}}
     options |= {"onebit_adam": {"warmup_steps": 1}, "qadam": {"warmup_steps": 1}, "gossip": {"period": 1}}
+    options |= {"noloco": {"period": 2}, "sparse_loco": {"period": 2}}
     options |= {"hierarchical_local_sgd": {"period": 2, "global_every": 1}}
     return cls(**options.get(name, {}))
 
@@ -52,6 +53,8 @@ def test_simulated_bytes_are_those_of_real_ranks() -> None:
         channel = algorithm.channel
         if not channel.has_rounds or getattr(channel, "in_background", False):
             continue  # what they have sent at a step's end depends on time
+        if getattr(channel, "varies", False) and dist.get_world_size() % 2:
+            continue  # one of the ranks rests, each time another one
         torch.manual_seed(0)
         model = Mlp(WIDTH)
         optimizer = FrozenVarianceAdam(model.parameters()) if algorithm.optimizer_type else None

@@ -45,6 +45,7 @@ EXPECTED: dict[str, tuple[float, dict[str, int]]] = {
         RING * ONE_BIT / 8 * MATRICES + PLAIN_VECTORS,
         {"all_to_all": 1, "all_gather": 1, "all_reduce": 1, "flags": 1},
     ),
+    "sparse_loco": ((N - 1) * (64 * (12 + 2) / 8 + 4) / 4096 * (MATRICES + VECTORS), {"all_gather": 1}),
     "qadam": (RING * INT8 / 8 * (MATRICES + VECTORS), {"all_to_all": 1, "all_gather": 1, "flags": 1}),
 }
 

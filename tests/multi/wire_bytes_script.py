@@ -35,6 +35,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "powersgd": {},
     "onebit_adam": {"warmup_steps": 1},
     "qadam": {"warmup_steps": 1},
+    "sparse_loco": {"period": 1},
 }
 
 _kept: list[nn.Module] = []  # Communicators are taken down at exit, when all ranks are done.
@@ -75,8 +76,9 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, float]:
 
     for _ in range(WARM_UP):
         step()
+    before = commlib.stats(model).wire_bytes
     counted = sent_by(step, STEPS)
-    reported = commlib.stats(model).wire_bytes_per_step
+    reported = (commlib.stats(model).wire_bytes - before) / STEPS
     _kept.append(model)
     return {"counted": counted, "reported": reported}
 

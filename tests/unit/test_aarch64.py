@@ -16,7 +16,7 @@ from tests.unit.test_wire_files import GOLDEN, chunk
 
 ROOT = Path(__file__).parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-SPARSE = {"topk", "randomk", "threshold"}
+SPARSE = {"topk", "randomk", "threshold", "blocktopk"}
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.cmlb") if path.stem not in SPARSE)
 
 pytestmark = [

@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlib.errors import CodecError
-from commlib.kernels import cuda, cuda_args, cuda_codecs, cuda_sparse, native_codecs, reference_ops
+from commlib.kernels import (
+    checks,
+    cuda,
+    cuda_args,
+    cuda_codecs,
+    cuda_sparse,
+    native_codecs,
+    native_sparse,
+    reference_ops,
+)
 from commlib.kernels.checks import CPU, Feedback, Random
 from commlib.kernels.cuda_args import SHAPES
 from commlib.kernels.reference import BLOCK_CODECS, F32
@@ -139,6 +148,26 @@ def test_sparse_sums(threads: emulator.Launches) -> None:
     cases.check_many_payloads(CPU)
 
 
+@pytest.mark.parametrize("kept", [1, 5, 64, 4096])
+def test_block_top_k(kept: int, threads: emulator.Launches) -> None:
+    cases.check_block_top_k(kept, CPU)
+
+
+def test_block_top_k_of_another_type(threads: emulator.Launches) -> None:
+    cases.check_block_top_k(64, CPU, torch.bfloat16)
+
+
+def test_block_top_k_sums(threads: emulator.Launches) -> None:
+    cases.check_block_top_k_sums(CPU)
+    cases.check_block_top_k_damage(CPU)
+
+
+def test_sizes_of_block_top_k_are_those_of_the_native_executor() -> None:
+    for numel in (0, 1, 4095, 4096, 4097, 100_000, 2**33 + 5):
+        for kept in (1, 3, 64, 4096):
+            assert cuda_sparse.block_top_k_bytes(numel, kept) == native_sparse.block_top_k_bytes(numel, kept)
+
+
 def test_damaged_payloads(threads: emulator.Launches) -> None:
     cases.check_damage(CPU)
 
@@ -187,6 +216,7 @@ def test_one_launch_for_all_chunks(name: str, emulated: emulator.Launches) -> No
         ("sparse_kernels.h", "kRange", cuda_sparse._RANGE),
         ("sparse_kernels.h", "kBins", cuda_args.Selection.histogram.size // 4),
         ("rotate_kernels.h", "kPiece", cuda_codecs._PIECE),
+        ("block_top_k_kernels.h", "kTopKBlock", checks.TOP_K_BLOCK),
     ],
 )
 def test_constants_are_those_of_the_sources(header: str, name: str, value: int) -> None:
@@ -218,6 +248,7 @@ def test_bad_arguments_are_named(emulated: emulator.Launches) -> None:
         "chunk: expected": lambda: cuda_codecs.encode(1, x, good, chunk=0),
         "codec: expected": lambda: cuda_codecs.encode(99, x, good),
         "places: expected 0..1000": lambda: cuda_sparse.encode_top_k(x, 1001, good),
+        "kept: expected 1..4096": lambda: cuda_sparse.encode_block_top_k(x, 0, good),
         "threshold: expected": lambda: cuda_sparse.encode_above(x, 0.0, 4, good[:32]),
         "out: expected 1000 elements": lambda: cuda_codecs.rotate(x, x[1:].clone(), Random(0)),
     }.items():

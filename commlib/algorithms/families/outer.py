@@ -1,60 +1,62 @@
-"""What local SGD and DiLoCo share: ranks that move on their own, and a common step along the mean of their ways."""
+"""What local SGD, DiLoCo and their like share: ranks that move on their own, and steps along the mean of their ways."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.families.compressed import Compressed, Workspace
 from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
+from commlib.primitives.low_precision import LowPrecisionWorkspace
 from commlib.primitives.parts import Pieces, cut, placed
 from commlib.transport.base import Communication, Communicator
 
 _NOTHING = CompressionPolicy(skip=("*",))
 
 
-class OuterSGD(Quantized):
-    """At the end of every period, a step of SGD on the common weights along the mean of what the ranks moved.
+class ForgetfulWorkspace(Workspace, Protocol):
+    """A workspace that can begin anew."""
 
-    With x the common weights, x_r those that rank r came to, C the codec (or nothing), u the outer momentum:
+    def forget(self) -> None:
+        """Drop the residuals."""
+        ...
 
-        g = C(1/N sum_r C(x - x_r)),   u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
+
+W = TypeVar("W", bound=ForgetfulWorkspace)
+
+
+class OuterStep(Algorithm):
+    """Keeps the weights from which ranks set out, and at the end of a period makes a step of SGD with them.
+
+    With x these weights, g what a subclass makes of the ways that the ranks went from them, u the outer momentum:
+
+        u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
 
     which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. The first x is what the ranks
-    hold before the first step after the warm-up: what `wrap` broadcast. All ranks hold the same x and u at all times.
-    With lr = 1, m = 0 and no codec the new x is the mean of the x_r, and neither x nor u is kept.
+    hold before the first step after the warm-up: what `wrap` broadcast.
 
-    Args:
-        lr: The outer learning rate.
-        momentum: The outer momentum m, in [0, 1).
-        nesterov: Whether it is Nesterov's.
-        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
-        compress: With a codec: which parameters are compressed; the others travel in full precision.
-        **channel: The fields of its `Weights`.
+    It comes first among the bases; `_set_outer` follows the other one's constructor.
     """
 
-    def __init__(
-        self,
-        *,
-        lr: float = 1.0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        codec: BlockCodec | str | None,
-        feedback: bool | None,
-        compress: Callable[[str, torch.Tensor], bool],
-        **channel: Any,
-    ) -> None:
+    def _set_outer(self, *, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
+        """Check and keep the options.
+
+        Args:
+            lr: The outer learning rate.
+            momentum: The outer momentum m, in [0, 1).
+            nesterov: Whether it is Nesterov's.
+        """
         name = type(self).__name__
         if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
             raise ConfigError(
@@ -63,21 +65,10 @@ class OuterSGD(Quantized):
             )
         if nesterov and momentum == 0:
             raise ConfigError(f"{name}: nesterov=True needs outer_momentum > 0, got outer_momentum=0")
-        if feedback and codec is None:
-            raise ConfigError(f"{name}: feedback=True needs a codec, whose errors it feeds back; got codec=None")
-        super().__init__(
-            codec or Int8(),  # which compresses nothing where there is none
-            op="mean",
-            feedback=codec is not None if feedback is None else feedback,
-            seed=None,
-            compress=_NOTHING if codec is None else compress,
-        )
         self.exactness = "any"  # ranks move apart between rounds
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov
-        self.channel = Weights(**channel)
-        self.portable = codec is None
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
@@ -90,8 +81,7 @@ class OuterSGD(Quantized):
         self._common.clear()
         self._velocity.clear()
         self._loaded = {"common": {}, "velocity": {}}
-        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
-        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+        super().setup(context)
         self._loaded = {kind: _of(self._buckets.values(), pieces) for kind, pieces in saved.items()}
 
     @override
@@ -99,18 +89,14 @@ class OuterSGD(Quantized):
         self._common.clear()
         self._velocity.clear()
         self._loaded = {kind: {} for kind in self._loaded}
-        for workspace in self._workspaces.values():
-            workspace.forget()
-        for stage in self._stages.values():
-            stage.owed = None
 
     def _has_common(self, bucket: BucketView) -> bool:
-        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
-        return bucket.group == "compressed" or not is_mean
+        """Return whether steps are made with the weights of a bucket."""
+        return True
 
     @override
     def begin(self, bucket: BucketView) -> None:
-        """Keep the weights as the common ones, but for parameters of which an earlier plan or a checkpoint has them."""
+        """Keep the weights as those, but for parameters of which an earlier plan or a checkpoint has them."""
         if not self._has_common(bucket):
             return
         common = self._common[bucket.index] = bucket.flat.clone()
@@ -125,17 +111,8 @@ class OuterSGD(Quantized):
             if piece is not None:
                 values[part.start : part.start + part.numel] = placed(piece, part)[1]
 
-    @override
-    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        if not self._has_common(bucket):
-            yield from super().communicate(bucket, comm)
-            return
-        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
-        yield from super().communicate(bucket, comm)
-        self._step(bucket)
-
     def _step(self, bucket: BucketView) -> None:
-        """Step along the mean in `bucket.flat`, and leave the common weights there."""
+        """Step along g in `bucket.flat`, and leave the new x there."""
         common, gradient = self._common[bucket.index], bucket.flat
         if self.outer_momentum:
             velocity = self._velocity[bucket.index].mul_(self.outer_momentum).add_(gradient)
@@ -145,8 +122,7 @@ class OuterSGD(Quantized):
     @property
     @override
     def shaped_state(self) -> tuple[str, ...]:
-        is_mean = self.outer_lr == 1 and self.outer_momentum == 0
-        return () if is_mean else ("common", "velocity") if self.outer_momentum else ("common",)
+        return ("common", "velocity") if self.outer_momentum else ("common",)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -172,6 +148,90 @@ class OuterSGD(Quantized):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
         return saved
+
+
+class Outer(OuterStep, Compressed[W]):
+    """An `OuterStep` whose g is what `_average` makes of all x - x_r, with x_r the weights that rank r came to.
+
+    All ranks hold the same x and u at all times. With lr = 1 and m = 0 the new x of what is not compressed is the mean
+    of the x_r, and neither x nor u is kept. It comes before another `Compressed` among the bases, whose `_average` it
+    drives.
+    """
+
+    @override
+    def setup(self, context: Context) -> None:
+        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
+        super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
+
+    @override
+    def forget(self) -> None:
+        super().forget()
+        for workspace in self._workspaces.values():
+            workspace.forget()
+        for stage in self._stages.values():
+            stage.owed = None
+
+    @override
+    def _has_common(self, bucket: BucketView) -> bool:
+        return bucket.group == "compressed" or not self._is_mean
+
+    @property
+    def _is_mean(self) -> bool:
+        return self.outer_lr == 1 and self.outer_momentum == 0
+
+    @override
+    def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
+        if not self._has_common(bucket):
+            yield from super().communicate(bucket, comm)
+            return
+        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
+        yield from super().communicate(bucket, comm)
+        self._step(bucket)
+
+    @property
+    @override
+    def shaped_state(self) -> tuple[str, ...]:
+        return () if self._is_mean else super().shaped_state
+
+
+class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
+    """`Outer` with a block codec C, or nothing, on the wire: g = C(1/N sum_r C(x - x_r)).
+
+    Args:
+        lr: The outer learning rate.
+        momentum: The outer momentum m, in [0, 1).
+        nesterov: Whether it is Nesterov's.
+        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
+        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        compress: With a codec: which parameters are compressed; the others travel in full precision.
+        **channel: The fields of its `Weights`.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        codec: BlockCodec | str | None,
+        feedback: bool | None,
+        compress: Callable[[str, torch.Tensor], bool],
+        **channel: Any,
+    ) -> None:
+        if feedback and codec is None:
+            raise ConfigError(
+                f"{type(self).__name__}: feedback=True needs a codec, whose errors it feeds back; got codec=None"
+            )
+        super().__init__(
+            codec or Int8(),  # which compresses nothing where there is none
+            op="mean",
+            feedback=codec is not None if feedback is None else feedback,
+            seed=None,
+            compress=_NOTHING if codec is None else compress,
+        )
+        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov)
+        self.channel = Weights(**channel)
+        self.portable = codec is None
 
 
 def _of(buckets: Iterable[BucketView], pieces: Pieces) -> Pieces:
