@@ -132,11 +132,11 @@ NCCL = TransportProfile(
     source="docs/simulator.md",
 )
 
-#: Gloo's segmented ring, its all-gather in lockstep, its binomial broadcast, and its two threads.
+#: Gloo's rings in segments, its binomial broadcast, and its two threads.
 GLOO = TransportProfile(
     "gloo",
     all_reduce=("segmented",),
-    all_gather=("lockstep",),
+    all_gather=("segmented",),
     broadcast=("binomial",),
     handshakes=True,
     op_us=50.0,

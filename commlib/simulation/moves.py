@@ -13,7 +13,7 @@ of adapter, local link and connection, L and l the latencies of adapter and loca
                 segmented     a ring in segments of at most 1 MiB, two under way: see `_segmented`
     all-gather  ring          half of an all-reduce's
                 doubling      (N-1)/N B / w (or f) + ceil(log2 p) L, where q = 1
-                lockstep      a ring in which each step takes a round trip: (N-1)/N B / w + (N-1) max(L, l)
+                segmented     a ring in two segments
     all-to-all  pairwise      max(q (N-q)/N B / w, (q-1)/N B / i, B / N / f) + max(L, l)
                 sequential    the same with (N-q)/N B / f
     broadcast   chain         max(B / w, B / i, B / f) + (p-1) L + (N-p) l
@@ -142,20 +142,19 @@ def _ring(group: Group, nbytes: float, passes: int) -> Move:
     return group.move(share, share, hops, passes * (group.size - 1))
 
 
-def _segmented(group: Group, nbytes: float) -> Move:
-    """Gloo's ring: each of N chunks in two segments or more, of which two are under way at once.
+def _segmented(group: Group, nbytes: float, passes: int, segments: int = 2) -> Move:
+    """Gloo's rings: each of N chunks in two segments or more, of which two are under way at once.
 
     A pair takes its bytes, or the round trip and a part of them (`_SEGMENT_SHARE`), whichever is more.
     """
-    segments = max(2, math.ceil(nbytes / group.size / _SEGMENT_BYTES))
-    move = replace(_ring(group, nbytes, passes=2), latency_s=0.0)
-    waits_s = (group.size - 1) * segments * group.delays * group.slowest_s
+    move = replace(_ring(group, nbytes, passes), latency_s=0.0)
+    pairs = passes * (group.size - 1) * segments / 2
+    waits_s = pairs * group.delays * group.slowest_s
     return replace(move, stall_s=max(0.0, waits_s - (1 - _SEGMENT_SHARE) * move.busy_s))
 
 
-def _lockstep(group: Group, nbytes: float) -> Move:
-    move = _ring(group, nbytes, passes=1)
-    return replace(move, latency_s=(group.size - 1) * group.delays * group.slowest_s)
+def _segmented_all_reduce(group: Group, nbytes: float) -> Move:
+    return _segmented(group, nbytes, passes=2, segments=max(2, math.ceil(nbytes / group.size / _SEGMENT_BYTES)))
 
 
 def _doubling(group: Group, nbytes: float) -> Move:
@@ -235,12 +234,12 @@ ALL_REDUCES: Algorithms = {
     "tree": _tree,
     "hierarchical": _within_and_across,
     "leaders": _leaders,
-    "segmented": _segmented,
+    "segmented": _segmented_all_reduce,
 }
 ALL_GATHERS: Algorithms = {
     "ring": lambda group, nbytes: _ring(group, nbytes, passes=1),
     "doubling": _doubling,
-    "lockstep": _lockstep,
+    "segmented": lambda group, nbytes: _segmented(group, nbytes, passes=1),
 }
 ALL_TO_ALLS: Algorithms = {"pairwise": _pairwise, "sequential": _sequential}
 BROADCASTS: Algorithms = {"chain": _chain, "binomial": _binomial}
