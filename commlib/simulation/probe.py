@@ -40,6 +40,8 @@ _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
 #: Roughly how long one large collective may take, and all small ones in a row, in seconds.
 _LARGE_S, _SMALL_S = 0.05, 0.04
+#: A large collective may take this part of what was aimed at; and how much more bytes are tried next at most.
+_ENOUGH, _MAX_GROWTH = 0.7, 16.0
 #: How many are timed in a row, where they are so short: large ones, and small ones at most.
 _LARGE_COUNT, _MAX_SMALL_COUNT = 2, 16
 _REPETITIONS = 3
@@ -64,7 +66,7 @@ class Probe:
 
 
 def probe(transport: Transport, device: torch.device, local: Communicator | None = None) -> Probe:
-    """Measure network and device, in about two seconds, or more on slow links (7 s at 10 Mbit/s).
+    """Measure network and device, in about two seconds, or more on slow or far links (7 s at 10 Mbit/s).
 
     Collective: nothing else may use the transport meanwhile.
 
@@ -85,8 +87,7 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     alone_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES))
     count = max(1, min(_MAX_SMALL_COUNT, int(_SMALL_S / alone_s)))
     small_s = {verb: timer.seconds(verbs.request(verb, _SMALL_BYTES), count) for verb in _VERBS}
-    first_s = timer.seconds(verbs.request("all_reduce", _FIRST_BYTES))
-    nbytes = int(min(_MAX_BYTES, max(_FIRST_BYTES, _FIRST_BYTES * _LARGE_S / first_s)))
+    nbytes = _large_bytes(lambda n: timer.seconds(verbs.request("all_reduce", n)), alone_s)
     large_count = _LARGE_COUNT if nbytes > _FIRST_BYTES else 1
     times = {verb: _times(verbs, timer, verb, nbytes, large_count, small_s[verb]) for verb in _VERBS}
     cpu_s_per_byte = timer.cpu_s_per_byte
@@ -121,6 +122,21 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
         ),
         profile,
     )
+
+
+def _large_bytes(seconds: Callable[[int], float], small_s: float) -> int:
+    """Return the bytes of a large collective, whose bytes take at least about as long as its latency.
+
+    Args:
+        seconds: Measures one of so many bytes.
+        small_s: What one with hardly any bytes takes.
+    """
+    target_s, nbytes = max(_LARGE_S, 2 * small_s), _FIRST_BYTES
+    while nbytes < _MAX_BYTES and (found_s := seconds(nbytes)) < _ENOUGH * target_s:
+        of_bytes_s = max(found_s - small_s, target_s / _MAX_GROWTH)
+        growth = min(_MAX_GROWTH, max(2.0, (target_s - small_s) / of_bytes_s))
+        nbytes = min(_MAX_BYTES, int(nbytes * growth))
+    return nbytes
 
 
 def work_factor(
