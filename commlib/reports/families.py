@@ -13,8 +13,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "sign": ("signsgd", "onebit_adam"),
     "sparsified": ("topk", "randomk", "dgc"),
     "low rank": ("powersgd",),
-    "local steps": ("local_sgd", "post_local_sgd", "hierarchical_local_sgd", "diloco", "streaming_diloco"),
-    "decentralized": ("decentralized", "low_precision_decentralized", "gossip"),
+    "local steps": (
+        *("local_sgd", "post_local_sgd", "hierarchical_local_sgd", "diloco", "streaming_diloco"),
+        "sparse_loco",
+    ),
+    "decentralized": ("decentralized", "low_precision_decentralized", "gossip", "noloco"),
     "in the background": ("async_averaging", "passive_gossip", "async_sgd", "hogwild"),
 }
 #: The family of algorithms that commlib does not know: a user's own.
@@ -31,7 +34,7 @@ _LOOKS = {
     "in the background": ("#882255", "*"),
     OTHER: ("#777777", "h"),
 }
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 _AUTO = re.compile(r"^auto(\(.*\))?: ")
 
 
