@@ -36,6 +36,7 @@ class OuterReference:
         delay: Steps that a round takes.
         mixing: What a replica keeps of its own when a delayed result comes; None adds the result's difference to the
             copy.
+        inner: Makes a replica's own optimizer.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class OuterReference:
         warm_up: int = 0,
         delay: int = 0,
         mixing: float | None = None,
+        inner: Callable[[nn.Module], Any] = sgd,
     ) -> None:
         self.replicas = [seeded(Mlp) for _ in range(world_size)]
-        self.optimizers = [sgd(replica) for replica in self.replicas]
+        self.optimizers = [inner(replica) for replica in self.replicas]
         self.fragments, self.period, self.average = fragments, period, average
         self.warm_up, self.delay, self.mixing = warm_up, delay, mixing
         self.common = dict(seeded(Mlp).named_parameters())

@@ -189,6 +189,43 @@ def test_sparse_weights_follow_the_equations(case: str) -> None:
     check_against_reference(*SPARSE_CASES[case], num_steps=50)
 
 
+class MuonAndAdamW:
+    """Muon for the matrices, AdamW for the rest, as in MuLoCo."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        self.both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+
+@on_ranks(2, slow=(3,))
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["muon first", "muon last"])
+def test_several_inner_optimizers_make_one_step_together(is_reversed: bool) -> None:
+    model = seeded(Mlp)
+    inner = MuonAndAdamW(model)
+    if is_reversed:
+        inner.both.reverse()
+    wrap(model, algorithm=DiLoCo(period=4), optimizer=inner.both, bucket_cap_mb=SMALL_BUCKET_MB)
+    reference = OuterReference(dist.get_world_size(), fragments_of(model), period=4, outer=nesterov, inner=MuonAndAdamW)
+    for step in range(20):
+        inner.zero_grad()
+        mlp_loss(model, step).backward()
+        inner.step()
+        reference.step(step)
+        own = dict(reference.replicas[dist.get_rank()].named_parameters())
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.detach(), own[name].detach(), f"{name} after step {step}", exact=is_exact())
+        assert are_identical(model) == (step % 4 == 3 or dist.get_world_size() == 1)
+
+
 @on_ranks(8)
 @pytest.mark.parametrize(
     "case",
