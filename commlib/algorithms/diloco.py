@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import OuterSGD
+from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 
@@ -30,6 +30,8 @@ class DiLoCo(OuterSGD):
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step (the
             paper starts from a pretrained model).
+        outer: Makes another outer optimizer of the global weights, such as `torch.optim.AdamW`, in place of the three
+            options above; called with lists of parameters, once for each bucket. Its state is saved.
 
     Paper: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1.
     Deviations: none without a codec; the paper's outer gradients are fp32. The inner optimizer's state stays local, as
@@ -46,11 +48,13 @@ class DiLoCo(OuterSGD):
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,
+        outer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(
             lr=outer_lr,
             momentum=outer_momentum,
             nesterov=nesterov,
+            outer=outer,
             codec=codec,
             feedback=feedback,
             compress=compress,

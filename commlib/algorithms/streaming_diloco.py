@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import OuterSGD
+from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
@@ -40,6 +40,7 @@ class StreamingDiLoCo(OuterSGD):
         feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: As in `DiLoCo`.
+        outer: As in `DiLoCo`.
 
     Paper: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), algorithm 2.
     Deviations: fragments consist of buckets, every `fragments`-th one, where the paper's are of transformer blocks;
@@ -59,6 +60,7 @@ class StreamingDiLoCo(OuterSGD):
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,
+        outer: MakeOptimizer | None = None,
     ) -> None:
         if fragments < 1 or period < 1 or period % fragments:
             raise ConfigError(
@@ -75,6 +77,7 @@ class StreamingDiLoCo(OuterSGD):
             lr=outer_lr,
             momentum=outer_momentum,
             nesterov=nesterov,
+            outer=outer,
             codec=codec,
             feedback=feedback,
             compress=compress,

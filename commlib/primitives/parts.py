@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,17 @@ def cut(values: torch.Tensor, first: int, parts: Sequence[Part]) -> Pieces:
             start, piece = begin - part.start, values[begin - first : end - first].clone()
             pieces[part.name] = (start, piece, part.order) if part.order else (start, piece)
     return pieces
+
+
+def shaped(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return a view of a parameter's part of a bucket's values, in its shape; flat where it is complex."""
+    own = values[part.start : part.start + part.numel]
+    if part.numel != math.prod(part.shape):
+        return own
+    if not part.order:
+        return own.view(part.shape)
+    places = sorted(range(len(part.order)), key=part.order.__getitem__)
+    return own.view([part.shape[dim] for dim in part.order]).permute(places)
 
 
 def split_at(whole: torch.Tensor, first: int, values: torch.Tensor) -> torch.Tensor:

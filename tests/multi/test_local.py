@@ -58,6 +58,10 @@ def plain_step(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02)
+
+
 # The algorithm; what makes the average on so many ranks, or its codec and whether errors are fed back; the outer
 # optimizer; the reference's other options.
 Case = tuple[Callable[[], Algorithm], Callable[[int], Average] | tuple[str, bool] | None, Any, dict[str, Any]]
@@ -74,6 +78,8 @@ CASES: dict[str, Case] = {
         {"period": 3, "warm_up": 2},
     ),
     "diloco": (lambda: DiLoCo(period=4), None, nesterov, {"period": 4}),
+    "diloco, AdamW outside": (lambda: DiLoCo(period=4, outer=adamw), None, adamw, {"period": 4}),
+    "diloco, the same SGD outside": (lambda: DiLoCo(period=4, outer=nesterov), None, nesterov, {"period": 4}),
     "diloco, heavy ball": (
         lambda: DiLoCo(period=4, outer_lr=0.5, outer_momentum=0.8, nesterov=False, warmup_steps=3),
         None,
@@ -331,6 +337,8 @@ RESUMED = {
     "hierarchical_local_sgd": lambda: HierarchicalLocalSGD(period=3, global_every=2),
     "diloco": lambda: DiLoCo(period=3),
     "diloco, 4 bits": lambda: DiLoCo(period=3, codec=Int4()),
+    "diloco, AdamW outside": lambda: DiLoCo(period=3, outer=adamw),
+    "streaming_diloco, AdamW outside": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2, outer=adamw),
     "streaming_diloco": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2),
     "sparse_loco": lambda: SparseLoCo(period=3, kept=16),
     "sparse_loco, in the background": lambda: SparseLoCo(period=3, kept=16, delay=2),
@@ -386,12 +394,13 @@ def test_anchors_and_errors_of_sparse_loco_survive_another_plan() -> None:
 
 
 @on_ranks(2)
-def test_state_survives_another_plan() -> None:
-    whole, optimizer = wrapped(DiLoCo(period=3))
+@pytest.mark.parametrize("name", ["diloco", "diloco, AdamW outside"])
+def test_state_survives_another_plan(name: str) -> None:
+    whole, optimizer = wrapped(RESUMED[name]())
     train(whole, mlp_loss, 7, optimizer)
     saved = saved_of(whole, optimizer)
     rest = train(whole, lambda m, s: mlp_loss(m, s + 7), 8, optimizer)
-    model, own = resumed(DiLoCo(period=3), saved, bucket_cap_mb=1.0)
+    model, own = resumed(RESUMED[name](), saved, bucket_cap_mb=1.0)
     assert len(fragments_of(model)[0]) == 1 < len(fragments_of(whole)[0])
     assert_same_trace(train(model, lambda m, s: mlp_loss(m, s + 7), 8, own), rest, exact=True)
 
@@ -443,6 +452,34 @@ def load_elsewhere(name: str, saved: tuple[Any, Any, Any]) -> None:
 @pytest.mark.parametrize("name", ["diloco, 4 bits", "sparse_loco"])
 def test_residuals_are_refused_at_another_number_of_ranks(name: str) -> None:
     run_ranks(load_elsewhere, 2, name, run_ranks(train_and_save, 3, name, False)[0])
+
+
+@on_ranks(2)
+def test_state_of_another_outer_optimizer_is_refused() -> None:
+    model, optimizer = wrapped(DiLoCo(period=3))
+    train(model, mlp_loss, 7, optimizer)
+    saved = saved_of(model, optimizer)
+    other, _ = wrapped(DiLoCo(period=3, outer=adamw))
+    with pytest.raises(ConfigError, match="another outer optimizer"):
+        commlib.load_state_dict(other, saved[2])
+
+
+@pytest.mark.parametrize("outer", [0.1, torch.optim.AdamW([torch.zeros(1)])])
+def test_what_makes_no_optimizer_is_refused_at_once(outer: Any) -> None:
+    with pytest.raises(ConfigError, match="DiLoCo.outer: expected what makes"):
+        DiLoCo(outer=outer)
+
+
+def no_optimizer(params: list[nn.Parameter]) -> None:
+    """Make nothing."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("outer", [no_optimizer, torch.optim.LBFGS], ids=["nothing", "with a closure"])
+def test_what_cannot_step_is_refused_on_all_ranks(outer: Any) -> None:
+    model, optimizer = wrapped(DiLoCo(period=3, outer=outer))
+    with pytest.raises(ConfigError, match="steps without a closure"):
+        train(model, mlp_loss, 4, optimizer)
 
 
 @on_ranks(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,8 +19,11 @@ from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.errors import ConfigError
 from commlib.primitives.low_precision import LowPrecisionWorkspace
-from commlib.primitives.parts import Pieces, cut, placed
+from commlib.primitives.parts import Part, cut, placed, shaped
 from commlib.transport.base import Communication, Communicator
+
+#: What makes an optimizer of a list of parameters, such as a class of `torch.optim`.
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _NOTHING = CompressionPolicy(skip=("*",))
 
@@ -43,19 +46,22 @@ class OuterStep(Algorithm):
 
         u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
 
-    which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. The first x is what the ranks
-    hold before the first step after the warm-up: what `wrap` broadcast.
+    which is what `torch.optim.SGD` does with g as the gradient, in the parameters' dtype. Any other optimizer may take
+    its place. The first x is what the ranks hold before the first step after the warm-up: what `wrap` broadcast.
 
     It comes first among the bases; `_set_outer` follows the other one's constructor.
     """
 
-    def _set_outer(self, *, lr: float, momentum: float = 0.0, nesterov: bool = False) -> None:
+    def _set_outer(
+        self, *, lr: float, momentum: float = 0.0, nesterov: bool = False, outer: MakeOptimizer | None = None
+    ) -> None:
         """Check and keep the options.
 
         Args:
             lr: The outer learning rate.
             momentum: The outer momentum m, in [0, 1).
             nesterov: Whether it is Nesterov's.
+            outer: Makes another optimizer of x, in place of these three.
         """
         name = type(self).__name__
         if not (math.isfinite(lr) and lr > 0 and 0 <= momentum < 1):
@@ -66,29 +72,39 @@ class OuterStep(Algorithm):
         if nesterov and momentum == 0:
             raise ConfigError(f"{name}: nesterov=True needs outer_momentum > 0, got outer_momentum=0")
         self.exactness = "any"  # ranks move apart between rounds
+        if outer is not None and not callable(outer):
+            raise ConfigError(
+                f"{name}.outer: expected what makes a torch.optim.Optimizer of a list of parameters, got {outer!r}"
+            )
         self.outer_lr = lr
         self.outer_momentum = momentum
         self.nesterov = nesterov
+        self.outer = outer
+        self._outer_steps: dict[int, _OuterOptimizer] = {}
         self._common: dict[int, torch.Tensor] = {}
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
-        self._loaded: dict[str, Pieces] = {"common": {}, "velocity": {}}  # until `begin` puts them into buckets
+        self._loaded: dict[str, dict[str, Any]] = {}  # until `begin` puts them into buckets
+        self._drop_outer()
 
     @override
     def setup(self, context: Context) -> None:
         saved = self._save_outer()
         self._buckets = {bucket.index: bucket for bucket in context.buckets if self._has_common(bucket)}
-        self._common.clear()
-        self._velocity.clear()
-        self._loaded = {"common": {}, "velocity": {}}
+        self._drop_outer()
         super().setup(context)
         self._loaded = {kind: _of(self._buckets.values(), pieces) for kind, pieces in saved.items()}
 
     @override
     def forget(self) -> None:
+        self._drop_outer()
+
+    def _drop_outer(self) -> None:
         self._common.clear()
         self._velocity.clear()
-        self._loaded = {kind: {} for kind in self._loaded}
+        self._outer_steps.clear()
+        kinds = ("common", "velocity") if self.outer is None else ("common", "outer")
+        self._loaded = {kind: {} for kind in kinds}
 
     def _has_common(self, bucket: BucketView) -> bool:
         """Return whether steps are made with the weights of a bucket."""
@@ -101,7 +117,9 @@ class OuterStep(Algorithm):
             return
         common = self._common[bucket.index] = bucket.flat.clone()
         self._take_loaded("common", common, bucket)
-        if self.outer_momentum:
+        if self.outer is not None:
+            self._outer_steps[bucket.index] = _OuterOptimizer(self.outer, bucket.parts, common, self._loaded["outer"])
+        elif self.outer_momentum:
             velocity = self._velocity[bucket.index] = torch.zeros_like(common)
             self._take_loaded("velocity", velocity, bucket)
 
@@ -114,6 +132,10 @@ class OuterStep(Algorithm):
     def _step(self, bucket: BucketView) -> None:
         """Step along g in `bucket.flat`, and leave the new x there."""
         common, gradient = self._common[bucket.index], bucket.flat
+        if self.outer is not None:
+            self._outer_steps[bucket.index].step(gradient)
+            bucket.flat.copy_(common)
+            return
         if self.outer_momentum:
             velocity = self._velocity[bucket.index].mul_(self.outer_momentum).add_(gradient)
             gradient = gradient.add_(velocity, alpha=self.outer_momentum) if self.nesterov else velocity
@@ -122,7 +144,7 @@ class OuterStep(Algorithm):
     @property
     @override
     def shaped_state(self) -> tuple[str, ...]:
-        return ("common", "velocity") if self.outer_momentum else ("common",)
+        return ("common", "velocity") if self.outer_momentum and self.outer is None else ("common",)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -130,6 +152,11 @@ class OuterStep(Algorithm):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        other = sorted(self._loaded.keys() - state.keys())
+        if other:
+            raise ConfigError(
+                f"{type(self).__name__}: the saved state is of another outer optimizer: it has no {other[0]!r}"
+            )
         names = {part.name for bucket in self._buckets.values() for part in bucket.parts if part.numel}
         missing = sorted(names - state["common"].keys())
         if state["common"] and missing:
@@ -137,13 +164,14 @@ class OuterStep(Algorithm):
                 f"{type(self).__name__}: the saved common weights are of another model or other options: "
                 f"{len(missing)} of {len(names)} parameters are missing, the first is {missing[0]!r}"
             )
-        self._common.clear()
-        self._velocity.clear()
+        self._drop_outer()
         self._loaded = {kind: dict(state[kind]) for kind in self._loaded}
         super().load_state_dict(state)
 
-    def _save_outer(self) -> dict[str, Pieces]:
+    def _save_outer(self) -> dict[str, dict[str, Any]]:
         saved = {kind: dict(pieces) for kind, pieces in self._loaded.items()}
+        for steps in self._outer_steps.values():
+            saved["outer"].update(steps.state_by_name())
         for kind, by_bucket in (("common", self._common), ("velocity", self._velocity)):
             for index, values in by_bucket.items():
                 saved[kind].update(cut(values, 0, self._buckets[index].parts))
@@ -177,7 +205,7 @@ class Outer(OuterStep, Compressed[W]):
 
     @property
     def _is_mean(self) -> bool:
-        return self.outer_lr == 1 and self.outer_momentum == 0
+        return self.outer is None and self.outer_lr == 1 and self.outer_momentum == 0
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
@@ -201,6 +229,7 @@ class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
         lr: The outer learning rate.
         momentum: The outer momentum m, in [0, 1).
         nesterov: Whether it is Nesterov's.
+        outer: Makes another optimizer of x, in place of these three.
         codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
         feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
         compress: With a codec: which parameters are compressed; the others travel in full precision.
@@ -213,6 +242,7 @@ class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
         lr: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = False,
+        outer: MakeOptimizer | None = None,
         codec: BlockCodec | str | None,
         feedback: bool | None,
         compress: Callable[[str, torch.Tensor], bool],
@@ -229,12 +259,54 @@ class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
             seed=None,
             compress=_NOTHING if codec is None else compress,
         )
-        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov)
+        self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, outer=outer)
         self.channel = Weights(**channel)
-        self.portable = codec is None
+        self.portable = codec is None and outer is None
 
 
-def _of(buckets: Iterable[BucketView], pieces: Pieces) -> Pieces:
+class _OuterOptimizer:
+    """An optimizer of a bucket's common weights, which lie in one tensor.
+
+    Args:
+        make: Makes it.
+        parts: The bucket's parameters.
+        common: [numel] Their common weights; changed in place by a step.
+        loaded: What `state_by_name` returned of an earlier one; what is taken is removed.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, parts: Sequence[Part], common: torch.Tensor, loaded: dict[str, Any]
+    ) -> None:
+        self._parts = [part for part in parts if part.numel]
+        self._weights = [torch.nn.Parameter(shaped(common, part)) for part in self._parts]
+        optimizer = make(self._weights)
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"outer: expected a torch.optim.Optimizer that steps without a closure, got {type(optimizer).__name__}"
+            )
+        self._optimizer = optimizer
+        for part, weight in zip(self._parts, self._weights, strict=True):
+            if part.name in loaded:
+                self._optimizer.state[weight] = _copied(loaded.pop(part.name))
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Make a step with the gradient [numel]."""
+        for part, weight in zip(self._parts, self._weights, strict=True):
+            weight.grad = shaped(gradient, part)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def state_by_name(self) -> dict[str, Any]:
+        """Return a copy of what the optimizer knows of each parameter."""
+        pairs = zip(self._parts, self._weights, strict=True)
+        return {part.name: _copied(self._optimizer.state.get(weight, {})) for part, weight in pairs}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _of(buckets: Iterable[BucketView], pieces: dict[str, Any]) -> dict[str, Any]:
     """Return the pieces of parameters that are in the buckets: others begin anew when they come back."""
     names = {part.name for bucket in buckets for part in bucket.parts}
     return {name: piece for name, piece in pieces.items() if name in names}
