@@ -30,8 +30,9 @@ class DiLoCo(OuterSGD):
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step (the
             paper starts from a pretrained model).
-        outer: Makes another outer optimizer of the global weights, such as `torch.optim.AdamW`, in place of the three
-            options above; called with lists of parameters, once for each bucket. Its state is saved.
+        outer: Makes another outer optimizer of the global weights, such as `torch.optim.AdamW`, in place of
+            outer_lr, outer_momentum and nesterov; called with lists of parameters, once for each bucket. Its state is
+            saved.
 
     Paper: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1.
     Deviations: none without a codec; the paper's outer gradients are fp32. The inner optimizer's state stays local, as
