@@ -43,6 +43,7 @@ from commlib.algorithms.signsgd import SignSGD
 from commlib.algorithms.sparse_loco import SparseLoCo
 from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
+from commlib.algorithms.zero_one_adam import ZeroOneAdam
 from commlib.errors import ConfigError
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "StreamingDiLoCo",
     "TopK",
     "Weights",
+    "ZeroOneAdam",
     "create",
     "get",
     "list",
