@@ -20,7 +20,7 @@ from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.bytegrad import ByteGrad
-from commlib.algorithms.channels import Channel, Gradients, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
@@ -67,6 +67,7 @@ __all__ = [
     "HierarchicalLocalSGD",
     "Hogwild",
     "LocalSGD",
+    "LocalSteps",
     "LowPrecisionDecentralized",
     "NoLoCo",
     "OneBitAdam",

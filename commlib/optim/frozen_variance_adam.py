@@ -133,7 +133,8 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
             if group.get("has_local_steps", False):
-                group["passed_lr"] = 0.0 if group["averaged"] else group.get("passed_lr", 0.0) + float(group["lr"])
+                is_local = group["frozen"] and not group["averaged"]
+                group["passed_lr"] = group.get("passed_lr", 0.0) + float(group["lr"]) if is_local else 0.0
                 group["averaged"] = False
         return loss
 
