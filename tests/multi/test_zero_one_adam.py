@@ -19,6 +19,7 @@ from tests.multi.common import SMALL_BUCKET_MB, Mlp, mlp_loss, raises_on_every_r
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import ByName, QuantizedReference
 from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels
+from tests.multi.test_simulated_bytes import simulated_bytes
 
 EVERYTHING = CompressionPolicy()
 LOCAL = {"warmup_steps": 3, "local_after": 14, "interval_doubling": 8, "longest_interval": 8}
@@ -235,3 +236,30 @@ def test_what_cannot_be_is_refused() -> None:
     model, _ = start(**LOCAL)
     with raises_on_every_rank(ConfigError, "join"), model.join():
         pass
+
+
+@on_ranks(2)
+def test_a_checkpoint_between_rounds_is_resumed_bit_for_bit() -> None:
+    model, optimizer = start(**LOCAL)
+    train(model, optimizer, range(35))
+    tree = copy.deepcopy(commlib.Checkpoint(model, optimizer).state_dict())
+    train(model, optimizer, range(35, STEPS))
+    other, own = start(**LOCAL)
+    commlib.Checkpoint(other, own).load_state_dict(tree | {"communication": gathered_ranks(tree["communication"])})
+    train(other, own, range(35, STEPS))
+    for p, q in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def gathered_ranks(own: dict[str, Any]) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint makes of what each rank has written."""
+    whole: dict[str, Any] = {}
+    for each in gathered(own):
+        whole |= each
+    return whole
+
+
+@on_ranks(2)
+def test_simulated_are_the_longest_intervals() -> None:
+    every, rare = ZeroOneAdam(), ZeroOneAdam(local_after=100, longest_interval=8)
+    assert simulated_bytes(rare, 8) == pytest.approx(simulated_bytes(every, 1))
