@@ -20,7 +20,7 @@ from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.bytegrad import ByteGrad
-from commlib.algorithms.channels import Channel, Gradients, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
@@ -43,6 +43,7 @@ from commlib.algorithms.signsgd import SignSGD
 from commlib.algorithms.sparse_loco import SparseLoCo
 from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
+from commlib.algorithms.zero_one_adam import ZeroOneAdam
 from commlib.errors import ConfigError
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "HierarchicalLocalSGD",
     "Hogwild",
     "LocalSGD",
+    "LocalSteps",
     "LowPrecisionDecentralized",
     "NoLoCo",
     "OneBitAdam",
@@ -81,6 +83,7 @@ __all__ = [
     "StreamingDiLoCo",
     "TopK",
     "Weights",
+    "ZeroOneAdam",
     "create",
     "get",
     "list",

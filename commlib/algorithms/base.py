@@ -215,9 +215,9 @@ class Algorithm:
         """
 
     def forget(self) -> None:
-        """For weights: the user has loaded others, on all ranks; forget what is of the old ones.
+        """The user has loaded other weights, on all ranks; forget what is of the old ones.
 
-        `begin` follows before the next step that is counted.
+        For weights: `begin` follows before the next step that is counted.
         """
 
     def representatives(self, comm: Communicator) -> Sequence[int]:

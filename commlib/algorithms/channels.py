@@ -72,6 +72,11 @@ class Channel:
         """Steps after which everything begins anew: each cycle is like the one before."""
         return 1
 
+    @property
+    def steady_step(self) -> int:
+        """The step from which on that holds; what is simulated begins there."""
+        return self.warmup_steps
+
     def syncs_gradients(self, step: int) -> bool:
         """Return whether the backward of a step, from 0 on, synchronises gradients."""
         return step < self.warmup_steps
@@ -83,10 +88,47 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradients(Channel):
-    """Gradients are communicated in every synchronised backward.
+class LocalSteps:
+    """Steps that each rank makes with its own gradients, between rounds that come ever more rarely.
 
     Attributes:
+        after: The first steps, all of which have a round.
+        doubling_every: Rounds are 2 steps apart for as many steps, then 4, and so on.
+        longest: Steps from one round to the next in the end; a power of two.
+    """
+
+    after: int
+    doubling_every: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        if self.after < 1 or self.doubling_every < 1 or self.longest < 2 or self.longest & (self.longest - 1):
+            raise ConfigError(
+                f"LocalSteps: expected after and doubling_every of 1 or more, and longest a power of two, got "
+                f"{self.after}, {self.doubling_every}, {self.longest}"
+            )
+
+    @property
+    def settled_at(self) -> int:
+        """The step from which on rounds are `longest` apart."""
+        return self.after + self.doubling_every * (self.longest.bit_length() - 2)
+
+    def has_round(self, step: int) -> bool:
+        """Return whether there is a round in a step, from 0 on."""
+        since = step - self.after
+        if since < 0:
+            return True
+        return (since + 1) % min(self.longest, 2 << min(since // self.doubling_every, 62)) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients(Channel):
+    """Gradients are communicated in every synchronised backward, or in those of some steps.
+
+    Attributes:
+        local: Steps without a round, in which weights come to differ; None: there are none. Whatever `communicate`
+            leaves in a round must then let the optimizer make all ranks' weights alike.
+        varies_until: Before this step, rounds may be unlike those that follow, also after the warm-up.
         reads_optimizer: Whether it reads the user's optimizer, so that `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
             numbers positive. Where False, the engine sends its flags by themselves.
@@ -103,6 +145,8 @@ class Gradients(Channel):
             `window - 1` places later, and so on; 1 is one bucket after the other.
     """
 
+    local: LocalSteps | None = None
+    varies_until: int = 0
     reads_optimizer: bool = False
     reduces_flags: bool = False
     accumulates: bool = True
@@ -119,12 +163,22 @@ class Gradients(Channel):
     @property
     def keeps_replicas_alike(self) -> bool:
         """See `Channel`."""
-        return True
+        return self.local is None
 
     @property
     def needs_optimizer(self) -> bool:
         """See `Channel`."""
-        return self.reads_optimizer
+        return self.reads_optimizer or self.local is not None
+
+    @property
+    def cycle(self) -> int:
+        """See `Channel`."""
+        return 1 if self.local is None else self.local.longest
+
+    @property
+    def steady_step(self) -> int:
+        """See `Channel`."""
+        return max(self.warmup_steps, self.varies_until, 0 if self.local is None else self.local.settled_at)
 
     @property
     def reads_state(self) -> bool:
@@ -142,8 +196,8 @@ class Gradients(Channel):
         return self.hierarchical
 
     def syncs_gradients(self, step: int) -> bool:
-        """See `Channel`: always."""
-        return True
+        """See `Channel`: always, but for local steps."""
+        return self.local is None or self.local.has_round(step)
 
 
 @dataclass(frozen=True, kw_only=True)

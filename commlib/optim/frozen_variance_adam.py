@@ -1,4 +1,4 @@
-"""AdamW whose variance can be frozen: the optimizer of `onebit_adam` and `qadam`."""
+"""AdamW whose variance can be frozen: the optimizer of `onebit_adam`, `qadam` and `zero_one_adam`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,18 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     The bias correction of the variance stops with the variance. The bound is Adam's own (Kingma and Ba, "Adam", section
     2.1), which a frozen variance no longer keeps: an element whose gradient was next to zero until then, of a unit that
     never fired, would else get a step without limit once momentum comes with a scale for many elements. Without such an
-    algorithm it is AdamW. Complex parameters count as two reals each, as in torch's Adam, whose state (`step`,
+    algorithm it is AdamW.
+
+    `zero_one_adam` may let ranks make steps of their own between rounds. In such a step, while the variance is frozen:
+
+        m <- b1 m + (1 - b1) g,   s <- s + lr m,   S <- S + lr,   x <- (1 - lr wd) x - lr u
+
+    and in the step of a round, grad being the mean of (s + lr m) / (S + lr) over the ranks and c the weights after the
+    last round, decayed as x is:
+
+        m <- grad,   x <- (1 - lr wd) c - (S + lr) u,   s <- 0,   S <- 0
+
+    Complex parameters count as two reals each, as in torch's Adam, whose state (`step`,
     `exp_avg`, `exp_avg_sq`) it keeps and takes over.
 
     Args:
@@ -53,10 +64,33 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "frozen": False})
 
-    def freeze(self) -> None:
-        """Freeze the variance from now on: gradients are momentum. Called by the algorithm; kept in `state_dict`."""
+    def freeze(self, frozen: bool = True) -> None:
+        """Freeze the variance, or thaw it: gradients are momentum while it is frozen, those of the next step at first.
+
+        Called by the algorithm; kept in `state_dict`.
+        """
         for group in self.param_groups:
-            group["frozen"] = True
+            group["frozen"] = frozen
+
+    def expect_local_steps(self) -> None:
+        """Let the gradients of the next step be momentum, and those of steps after it this rank's own until then.
+
+        Called by the algorithm in each round; kept in `state_dict`.
+        """
+        for group in self.param_groups:
+            group["has_local_steps"] = group["averaged"] = True
+
+    def forget_local_steps(self) -> None:
+        """Go on from the weights as they are."""
+        for group in self.param_groups:
+            group["passed_lr"] = 0.0
+        for state in self.state.values():
+            state.pop("common", None)
+            state.pop("moved", None)
+
+    def moved(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return s of a parameter, of its shape; None if it has made no local step since the last round."""
+        return self.state[parameter].get("moved") if parameter in self.state else None
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return m of a parameter, of its shape; made if the parameter had no gradient so far."""
@@ -98,15 +132,30 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
+            if group.get("has_local_steps", False):
+                is_local = group["frozen"] and not group["averaged"]
+                group["passed_lr"] = group.get("passed_lr", 0.0) + float(group["lr"]) if is_local else 0.0
+                group["averaged"] = False
         return loss
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(parameter)
         b1, b2 = group["betas"]
+        is_local = group["frozen"] and group.get("has_local_steps", False) and not group["averaged"]
+        if is_local and "moved" not in state:
+            state["common"] = parameter.clone(memory_format=torch.preserve_format)
+            state["moved"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        common, moved = (None, None) if is_local else (state.pop("common", None), state.pop("moved", None))
+        if moved is not None and common is not None:
+            parameter.copy_(common)
         tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"]
         parameter, gradient, mean, variance = map(_as_real, tensors)
         state["step"] += 1
-        if group["frozen"]:
+        if is_local:
+            mean.lerp_(gradient, 1 - b1)
+            _as_real(state["moved"]).add_(mean, alpha=group["lr"])
+            _as_real(state["common"]).mul_(1 - group["lr"] * group["weight_decay"])
+        elif group["frozen"]:
             mean.copy_(gradient)
         else:
             state["variance_steps"] += 1
@@ -120,7 +169,8 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
             parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_correction)
             return
         bound = max(1.0, (1 - b1) / (1 - b2) ** 0.5) * mean_correction
-        parameter.add_((mean / denominator).clamp_(-bound, bound), alpha=-group["lr"] / mean_correction)
+        span = group["lr"] + (0.0 if is_local else group.get("passed_lr", 0.0))
+        parameter.add_((mean / denominator).clamp_(-bound, bound), alpha=-span / mean_correction)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

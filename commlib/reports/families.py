@@ -10,7 +10,7 @@ from dataclasses import dataclass
 FAMILIES: dict[str, tuple[str, ...]] = {
     "full precision": ("allreduce",),
     "quantized": ("bytegrad", "qsgd", "ef_quantized", "qadam"),
-    "sign": ("signsgd", "onebit_adam"),
+    "sign": ("signsgd", "onebit_adam", "zero_one_adam"),
     "sparsified": ("topk", "randomk", "dgc"),
     "low rank": ("powersgd",),
     "local steps": (

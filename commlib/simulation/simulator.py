@@ -151,6 +151,7 @@ def _measure(
         for _ in range(num_warm_up):
             training.step()
         phases["warm-up"] = training.time_s(driver.now_s) / num_warm_up
+    training.skip_to(channel.steady_step)
     cycle = _get_going(training, channel)
     begin = _Totals.of(training)
     ends_s = [training.time_s(begin.now_s)]
@@ -275,7 +276,9 @@ def _plan(
     def seconds(plan: Plan) -> float:
         training = Training(workload, network, device, prototype, alike, plan, roles)
         training.progress.step = prototype.channel.warmup_steps
-        training.step()
+        training.skip_to(prototype.channel.steady_step)
+        for _ in range(prototype.channel.cycle):
+            training.step()
         return training.time_s(training.driver.now_s)
 
     return min(found, key=seconds)

@@ -195,6 +195,11 @@ class Training:
         """Bytes that a rank has sent so far."""
         return self.line.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
 
+    def skip_to(self, step: int) -> None:
+        """Go on at a later step, as if each step until there had had a round; nothing if it is the next one."""
+        if step > self.progress.step:
+            self.progress.step = self._num_rounds = step
+
     def step(self) -> None:
         """Make one training step."""
         pace = self._pace
@@ -223,7 +228,7 @@ class Training:
         self._receive_gradients()
         for bucket in self._buckets:
             bucket.start_backward(algorithm.predivisor(comm))
-        comm.step = self._num_rounds
+        comm.step, comm.optimizer_step = self._num_rounds, self.progress.step
         round_ = GradientRound(self._buckets, algorithm, self.line)
         at_s = 0.0
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):

@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qadam": {"warmup_steps": 2},
     "sparse_loco": {"period": 2},
     "streaming_diloco": {"period": 4, "fragments": 2, "delay": 1},
+    "zero_one_adam": {"warmup_steps": 2},
 }
 NAMES = [name for name in algorithms.list() if name != "auto"]
 WITHOUT_ROUNDS = "hogwild"  # which sends nothing

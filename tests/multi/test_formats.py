@@ -66,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sparse_loco": {"period": 2, "kept": 4096},
     "streaming_diloco": {"period": 2, "fragments": 1, "delay": 1},
     "topk": {"ratio": 1.0},
+    "zero_one_adam": {"warmup_steps": 2},
 }
 WITH_CODEC = ("async_sgd", "diloco", "gossip", "local_sgd", "post_local_sgd", "streaming_diloco")
 #: How far weights go depends on who comes first; that they stay on the line does not.
@@ -73,6 +74,7 @@ TIMED = ("async_averaging", "async_sgd", "hogwild", "passive_gossip")
 #: Blocks of a codec hold other elements in another order.
 BLOCKWISE = (
     *("bytegrad", "ef_quantized", "low_precision_decentralized", "onebit_adam", "qadam", "qsgd", "signsgd"),
+    "zero_one_adam",
     "auto",  # whatever it takes
 )
 #: Whose random numbers go by place.
@@ -192,7 +194,7 @@ def expected_distance(name: str, parameter: Tensor) -> tuple[float, float]:
     if name == "dgc" and not MATRICES("", parameter):  # what is sent has no momentum left, as all is sent
         momenta = [sum(0.9**k for k in range(step + 1)) for step in range(STEPS)]
         return 2 * sum(momenta), 2 * sum(momenta)
-    if name in ("onebit_adam", "qadam"):
+    if name in ("onebit_adam", "qadam", "zero_one_adam"):
         return STEPS, STEPS  # Adam with a constant gradient
     if name == "hogwild":
         return 4 * STEPS, 4 * STEPS

@@ -25,7 +25,7 @@ def make(name: str) -> algorithms.Algorithm:
     options = {"diloco": {"period": 2}, "decentralized": {"overlap": False}}
     options |= {"local_sgd": {"period": 2}, "post_local_sgd": {"period": 2, "warmup_steps": 1}}
     options |= {"onebit_adam": {"warmup_steps": 1}, "qadam": {"warmup_steps": 1}, "gossip": {"period": 1}}
-    options |= {"noloco": {"period": 2}, "sparse_loco": {"period": 2}}
+    options |= {"noloco": {"period": 2}, "sparse_loco": {"period": 2}, "zero_one_adam": {"warmup_steps": 1}}
     options |= {"hierarchical_local_sgd": {"period": 2, "global_every": 1}}
     return cls(**options.get(name, {}))
 

@@ -92,7 +92,7 @@ class QuantizedMomentum(Quantized):
             self._optimizer.freeze()
 
     def _to_momentum(self, bucket: BucketView, scale: float) -> None:
-        """Replace this rank's gradients g by b1 m + (1 - b1) g, m the common momentum."""
+        """Replace this rank's gradients g by b1 m + (1 - b1) g, m the momentum, or its mean since the last round."""
         optimizer, groups = self._optimizer, self._groups
         if optimizer is None or groups is None:
             return
@@ -105,7 +105,11 @@ class QuantizedMomentum(Quantized):
                 )
             beta = group["betas"][0]
             momentum = flattened(local_of(optimizer.momentum(parameter)), part.order)
-            bucket.flat[part.start : part.start + part.numel].mul_((1 - beta) / scale).add_(momentum, alpha=beta)
+            values = bucket.flat[part.start : part.start + part.numel]
+            values.mul_((1 - beta) / scale).add_(momentum, alpha=beta)
+            moved, passed_lr = optimizer.moved(parameter), group.get("passed_lr", 0.0)
+            if moved is not None and (span := passed_lr + float(group["lr"])):  # the mean over steps, by learning rate
+                values.mul_(float(group["lr"]) / span).add_(flattened(local_of(moved), part.order), alpha=1 / span)
 
 
 def _own(bucket: BucketView) -> list[tuple[Part, torch.nn.Parameter]]:

@@ -72,11 +72,15 @@ class Units:
     def decay(self, step: int) -> float:
         """Return lr_then / lr_now for the round of number `step`; the same however often it is asked."""
         if step != self._step and self._optimizer is not None:
-            now = float(self._optimizer.param_groups[0]["lr"])
+            now = self._lr_of(self._optimizer.param_groups[0])
             self._decay = self._lr / now if self._lr and now else 1.0
             self._lr = now or self._lr
             self._step = step
         return self._decay
+
+    def _lr_of(self, group: dict[str, Any]) -> float:
+        """Return by what a group's optimizer will multiply what the round brings."""
+        return float(group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the learning rate of the last round."""

@@ -31,7 +31,8 @@ from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.schedule import Progress
 from commlib.engine.rounds.task import Task
 from commlib.errors import CommlibError, ConfigError
-from commlib.primitives.replicate import broadcast_all
+from commlib.primitives.replicate import broadcast_all, mean_all
+from commlib.sharding.local import local_of
 from commlib.transport.base import Communication
 
 
@@ -108,6 +109,7 @@ class GradientChannel(OpenChannel):
         self.buffers = Buffers()
         self.last = LastRound()
         self.num_rounds = 0
+        self._has_loaded_state = False  # since the last step
         self._warm_up = AllReduce()
         self._set = BucketSet(parks=is_cuda)
         self._parameters: Sequence[Parameter] = ()
@@ -285,6 +287,31 @@ class GradientChannel(OpenChannel):
 
     @property
     @override
+    def allows_join(self) -> bool:
+        return self._keeps_replicas_alike
+
+    @property
+    def _keeps_replicas_alike(self) -> bool:
+        return not self._is_own or self.algorithm.channel.keeps_replicas_alike
+
+    @override
+    def synchronize(self) -> None:
+        if not self._keeps_replicas_alike:
+            with torch.no_grad():
+                weights = [local_of(parameter.param.data) for parameter in self._parameters]
+                self.line.run("the mean of the weights", mean_all(weights, self.line.comm))
+
+    @override
+    def begin_step(self, has_closure: bool = False) -> None:
+        self._has_loaded_state = False
+
+    @override
+    def weights_were_loaded(self) -> None:
+        if self._is_own and not self._has_loaded_state:  # else what is kept is of these weights
+            self.algorithm.forget()
+
+    @property
+    @override
     def bytes_sent(self) -> float:
         return self.line.transport.bytes_sent
 
@@ -305,6 +332,7 @@ class GradientChannel(OpenChannel):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_rounds = int(state["num_rounds"])
+        self._has_loaded_state = True
 
     def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
         """Change to a plan from a checkpoint; nothing is recorded then. None is the first one, to be settled."""
