@@ -129,7 +129,7 @@ def create(algorithm: str | Algorithm) -> Algorithm:
 @functools.cache
 def _own_names() -> frozenset[str]:
     files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
-    return frozenset(name for name in files if name not in ("base", "channels") and not name.startswith("_"))
+    return frozenset(name for name in files if name not in ("base", "channels", "known") and not name.startswith("_"))
 
 
 def _entry_points() -> dict[str, Any]:
