@@ -29,6 +29,7 @@ from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.gossip import Gossip
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
+from commlib.algorithms.known import Known, loses_with
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.noloco import NoLoCo
@@ -65,6 +66,7 @@ __all__ = [
     "Gradients",
     "HierarchicalLocalSGD",
     "Hogwild",
+    "Known",
     "LocalSGD",
     "LowPrecisionDecentralized",
     "NoLoCo",
@@ -84,6 +86,7 @@ __all__ = [
     "create",
     "get",
     "list",
+    "loses_with",
 ]
 
 ENTRY_POINT_GROUP = "commlib.algorithms"

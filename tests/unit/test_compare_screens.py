@@ -60,7 +60,7 @@ def shown(comparison, width, wide=False):
 def table_of(lines):
     """Return the lines of the table below its rule."""
     begin = next(idx for idx, line in enumerate(lines) if line.startswith("─"))
-    end = next(idx for idx, line in enumerate(lines) if line.startswith(("not simulated", "Use ")))
+    end = next(idx for idx, line in enumerate(lines) if line.startswith(("* ", "not simulated", "Use ")))
     return lines[begin - 1], lines[begin + 1 : end]
 
 
