@@ -14,8 +14,8 @@ from typing import Any
 from commlib.algorithms.base import Algorithm
 from commlib.primitives.topology import Topology
 
-#: An algorithm loses with an optimizer where its loss on unseen data is higher than all-reduce's by more than this:
-#: twice what the seeds of algorithms that keep up spread by.
+#: An algorithm loses with an optimizer where its loss on unseen data is higher than all-reduce's by more than this.
+#: The measured ones lie apart there: below it the highest mean is 4.8 %, above it the lowest is 7.2 %.
 LOSES = 0.05
 #: What each kind of optimizer is called, by the kind (`Algorithm.made_for`).
 OPTIMIZERS = {"sgd": "SGD", "adam": "AdamW"}
