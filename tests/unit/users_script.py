@@ -101,9 +101,9 @@ try:
     assert_type(commlib.unwrap(net), Net)
 except (commlib.PeerFailure, commlib.PeerTimeout) as error:
     assert_type(error.ranks, frozenset[int])
-warnings.simplefilter("ignore", commlib.LossWarning)
 except (commlib.CodecError, commlib.ConfigError, commlib.TransportError, commlib.CommlibError):
     pass
+warnings.simplefilter("ignore", commlib.LossWarning)
 
 # What is wrong.
 commlib.wrap(3)  # wrong
