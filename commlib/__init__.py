@@ -5,7 +5,7 @@ model = commlib.wrap(model, algorithm="allreduce")
 
 from commlib import algorithms, checkpoint, codecs, optim
 from commlib.checkpoint import Checkpoint
-from commlib.errors import CodecError, CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.errors import CodecError, CommlibError, ConfigError, LossWarning, PeerFailure, PeerTimeout, TransportError
 from commlib.parallel import WrappedModel
 from commlib.version import __version__
 from commlib.wrap import expect_backward, load_state_dict, state_dict, stats, synchronize, unwrap, wrap
@@ -15,6 +15,7 @@ __all__ = [
     "CodecError",
     "CommlibError",
     "ConfigError",
+    "LossWarning",
     "PeerFailure",
     "PeerTimeout",
     "TransportError",

@@ -8,6 +8,8 @@ CommlibError (RuntimeError)        as DDP's errors are, so that code which catch
     └── PeerFailure               a peer died or left
 
 The last two have `ranks`: the global ranks (of the default group) that the message accuses.
+
+LossWarning (UserWarning)          no error: an algorithm is known to learn less with the optimizer
 """
 
 from __future__ import annotations
@@ -52,4 +54,11 @@ class PeerFailure(_PeerError):
 
     Attributes:
         ranks: The global ranks that died or left; empty where they are not known.
+    """
+
+
+class LossWarning(UserWarning):
+    """`wrap` is given an algorithm that is known to lose far more than a few percent with the optimizer given to it.
+
+    It is warned of on rank 0, as Python warns: once for a line, and not where a filter ignores this class.
     """

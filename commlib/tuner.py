@@ -29,6 +29,8 @@ import torch
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.algorithms.known import doubt
+from commlib.engine import optimizers
 from commlib.engine.engine import Engine
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.planning.readiness import Clock
@@ -112,6 +114,8 @@ class Tuner:
         self.choice: Choice | None = None
         candidates = self._candidates()
         self._has_choice = len(candidates) > 1
+        if auto.candidates and engine.comm.rank == 0 and (reasons := self._doubts()):
+            _log.warning("commlib auto: named as candidates all the same: %s", reasons)
         if self._has_choice:
             engine.gradients.search.num_recorded = MIN_PROFILED
             engine.gradients.search.may_settle = False  # the choice rests on the profile, which a checkpoint would end
@@ -207,6 +211,11 @@ class Tuner:
     def _candidates(self) -> list[Algorithm]:
         return candidates_of(self._auto, self._engine.optimizer, self._engine.comm.nodes is not None)
 
+    def _doubts(self) -> str:
+        """Return which of the candidates, those left out included, should not be used with the optimizer, and why."""
+        optimizer, has_nodes = self._engine.optimizer, self._engine.comm.nodes is not None
+        return doubts(_usable(self._auto, optimizer, has_nodes), optimizers.kind_of(optimizer))
+
     def _find_nodes(self) -> None:
         """Let the engine know the nodes, if they have as many ranks each. Collective."""
         with contextlib.suppress(ConfigError):  # which all ranks raise alike: then as if each were a node of its own
@@ -242,11 +251,13 @@ class Tuner:
         predicted_s = {c.name: self._predict(c, workload, found) * self._bias.get(c.name, 1.0) for c in candidates}
         chosen = preferred(candidates, predicted_s)
         shown = ", ".join(f"{n} {s * 1e3:.0f}" for n, s in sorted(predicted_s.items(), key=lambda entry: entry[1]))
+        left_out = "" if self._auto.candidates else self._doubts()
         return (
             chosen,
             predicted_s,
             f"{chosen}: {found.network.bandwidth_gbps:.2f} Gbit/s and {found.network.latency_us:.0f} us a message "
-            f"measured, {workload.step_s * 1e3:.0f} ms a step without communication; predicted ms: {shown}",
+            f"measured, {workload.step_s * 1e3:.0f} ms a step without communication; predicted ms: {shown}"
+            + (f"; left out: {left_out}" if left_out else ""),
         )
 
     def _predict(self, candidate: Algorithm, workload: Workload, found: Probe) -> float:
@@ -276,20 +287,16 @@ class Tuner:
 def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool = False) -> list[Algorithm]:
     """Return the candidates of the allowed class that can be used with an optimizer.
 
-    Where nodes have several ranks each, those of commlib's own choice are hierarchical, if they can be.
+    Where nodes have several ranks each, those of commlib's own choice are hierarchical, if they can be. They are none
+    that is known to lose with the optimizer, or made for another and not measured with it (`known.doubt`).
 
     Raises:
         ConfigError: A candidate is not registered, two have one name, or none is left.
     """
-    allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
-    found = [
-        each
-        for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
-        if each.exactness in allowed
-        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which has no buckets to plan for
-        and (optimizer is not None or not each.channel.needs_optimizer)
-        and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
-    ]
+    found = _usable(auto, optimizer, has_nodes)
+    if not auto.candidates:
+        kind = optimizers.kind_of(optimizer)
+        found = [each for each in found if not doubt(each, kind)]
     if len({each.name for each in found}) < len(found):
         raise ConfigError(f"auto: expected candidates with different names, got {[each.name for each in found]}")
     if not found:
@@ -298,6 +305,25 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
             f"got {list(auto.candidates or CANDIDATES)}"
         )
     return found
+
+
+def _usable(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool) -> list[Algorithm]:
+    """Return the candidates of the allowed class that can work with an optimizer, however well."""
+    allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
+    return [
+        each
+        for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
+        if each.exactness in allowed
+        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which has no buckets to plan for
+        and (optimizer is not None or not each.channel.needs_optimizer)
+        and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
+    ]
+
+
+def doubts(candidates: Iterable[Algorithm], kind: str) -> str:
+    """Return the candidates that should not be used with a kind of optimizer, and why; "" where there are none."""
+    reasons = [(each.name, doubt(each, kind)) for each in candidates]
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
 
 
 def preferred(candidates: Sequence[Algorithm], predicted_s: Mapping[str, float]) -> str:

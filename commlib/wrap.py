@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast, overload
@@ -16,19 +17,23 @@ from torch import nn
 from commlib import algorithms, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.algorithms.known import keeping_up, loses_with
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
 from commlib.engine.buckets.slot import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
-from commlib.errors import ConfigError
+from commlib.errors import ConfigError, LossWarning
 from commlib.parallel import NAMES, M, WrappedModel, as_made_by_the_user, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
+
+#: `wrap` warns of an algorithm that is known to lose more than this with the optimizer.
+_WARNED_OF = 0.1
 
 
 def wrap(
@@ -92,6 +97,8 @@ def wrap(
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         verify.agree(transport, lambda: setup.pairs(options), setup.error or error)
         assert setup.algorithm is not None
+        if transport.rank == 0 and transport.world_size > 1:
+            _warn_of_losses(setup.algorithm, setup.optimizer)
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         own = copy.deepcopy(setup.algorithm)  # what it remembers is this model's
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
@@ -123,6 +130,18 @@ def wrap(
         engine.open(connect)
         undo.pop_all()
     return cast("WrappedModel[M]", model)
+
+
+def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
+    """Warn the caller of `wrap` where the algorithm is known to learn far less with the optimizer."""
+    kind = optimizers.kind_of(optimizer)
+    found = None if optimizer is None else loses_with(algorithm, kind)
+    if found is not None and found.loss > _WARNED_OF:
+        text = (
+            f"{algorithm.name}: {found}, measured by `{found.command}`. Look at the loss, or take what kept up there: "
+            f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"
+        )
+        warnings.warn(text, LossWarning, stacklevel=3)
 
 
 def _tuner() -> Any:

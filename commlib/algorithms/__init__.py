@@ -29,6 +29,7 @@ from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.gossip import Gossip
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
+from commlib.algorithms.known import Known, loses_with
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.noloco import NoLoCo
@@ -66,6 +67,7 @@ __all__ = [
     "Gradients",
     "HierarchicalLocalSGD",
     "Hogwild",
+    "Known",
     "LocalSGD",
     "LocalSteps",
     "LowPrecisionDecentralized",
@@ -87,6 +89,7 @@ __all__ = [
     "create",
     "get",
     "list",
+    "loses_with",
 ]
 
 ENTRY_POINT_GROUP = "commlib.algorithms"
@@ -132,7 +135,7 @@ def create(algorithm: str | Algorithm) -> Algorithm:
 @functools.cache
 def _own_names() -> frozenset[str]:
     files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
-    return frozenset(name for name in files if name not in ("base", "channels") and not name.startswith("_"))
+    return frozenset(name for name in files if name not in ("base", "channels", "known") and not name.startswith("_"))
 
 
 def _entry_points() -> dict[str, Any]:

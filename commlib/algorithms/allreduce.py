@@ -41,6 +41,7 @@ class AllReduce(Algorithm):
     Deviations: the order of the sum is the backend's.
     """
 
+    made_for = "any"
     portable = True
     channel = Gradients(reduces_flags=True, idle_alone=True, window=_WINDOW)
 

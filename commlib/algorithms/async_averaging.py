@@ -36,6 +36,7 @@ class AsyncAveraging(Algorithm):
         ConfigError: `period` or `warmup_steps` is out of range.
     """
 
+    made_for = "sgd"
     portable = True
 
     def __init__(self, period: int = 8, *, warmup_steps: int = 0) -> None:

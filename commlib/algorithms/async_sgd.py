@@ -98,6 +98,7 @@ class AsyncSGD(Algorithm):
             AdamW) with gradients, a parameter does not fill a stretch of memory, or a codec does not take its dtype.
     """
 
+    made_for = "any"
     channel = SelfRunning()
 
     def __init__(

@@ -15,19 +15,22 @@ class Auto(AllReduce):
 
     After the first synchronised steps it measures the network (about two seconds), simulates one training step of each
     candidate with what was measured, and takes the fastest; of those within 3 % of it the most exact, and of equally
-    exact ones the first listed. One line of the log says which and why. Where steps later take 20 % more or less than
-    expected, it measures and chooses anew.
+    exact ones the first listed. Left out is what is known to learn less with the optimizer given to `wrap` (Adam, where
+    none is), or is made for another one and not measured with it. One line of the log says which and why. Where steps
+    later take 20 % more or less than expected, it measures and chooses anew.
     Rank 0 decides for all.
 
     Args:
         allow: How far it may go: "exact", "8bit" (8 bits on the wire), "compensated" (what is not sent is remembered)
             or "any" (weights that differ between ranks, too).
         candidates: Names or instances to choose from, in order of preference, instead of commlib's own choice of that
-            class; those outside the class, or which need an optimizer that `wrap` was not given, are left out.
+            class; those outside the class, or which need an optimizer that `wrap` was not given, are left out. What is
+            known against one is logged, and the choice is yours.
 
     Paper: none; Gan et al., "BAGUA" (VLDB 2021), name an automatic choice as what they lack.
     """
 
+    made_for = "any"
     limits = MappingProxyType({"two_runs_are_alike": "what is chosen depends on what was measured"})
 
     def __init__(self, allow: str = "8bit", candidates: Sequence[str | Algorithm] | None = None) -> None:

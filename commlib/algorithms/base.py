@@ -190,6 +190,10 @@ class Algorithm:
     #: What it may do to the optimisation: one of `EXACTNESS`. A class attribute, or set in `__init__`.
     exactness: str = "any"
 
+    #: The optimizer that its paper has it for, "sgd" or "adam"; "any" where it gives the optimizer a mean of gradients
+    #: that is only rounded. A class attribute, or set in `__init__` where options decide.
+    made_for: str = "any"
+
     #: Set by `wrap`: the name under which it is registered (for commlib's own the file's), else the class's.
     name: str = ""
 

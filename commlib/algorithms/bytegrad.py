@@ -32,6 +32,8 @@ class ByteGrad(Quantized):
     min-max (`codec=UInt8Bagua()` is BAGUA's own). The mean is divided in fp32 after the sum.
     """
 
+    made_for = "any"
+
     def __init__(
         self,
         codec: BlockCodec | str | None = None,

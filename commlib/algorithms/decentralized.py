@@ -33,6 +33,7 @@ class Decentralized(NeighbourAveraging[FullWorkspace]):
     Deviations: any optimizer instead of plain SGD; its state stays local.
     """
 
+    made_for = "sgd"
     portable = True
 
     def __init__(

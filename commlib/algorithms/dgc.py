@@ -74,6 +74,7 @@ class DGC(Sparse):
     momentum.
     """
 
+    made_for = "sgd"
     channel = Gradients(accumulates=False)  # one rank alone has a momentum too
     kinds = ("worker", "velocity")
 

@@ -39,6 +39,8 @@ class DiLoCo(OuterSGD):
     there.
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         period: int = 50,

@@ -33,6 +33,8 @@ class EFQuantized(Quantized):
     Deviations: residuals are fp32, LoCo's are 8-bit; plain feedback by default.
     """
 
+    made_for = "any"
+
     def __init__(
         self,
         codec: BlockCodec | str | None = None,

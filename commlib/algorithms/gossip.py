@@ -41,6 +41,8 @@ class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
     Deviations: pairs are drawn from a shared seed, not by each rank.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         period: int = 1,

@@ -29,6 +29,7 @@ class HierarchicalLocalSGD(Algorithm):
     Deviations: the local optimizer is the user's, and its state stays local.
     """
 
+    made_for = "sgd"
     portable = True
 
     def __init__(self, period: int = 4, global_every: int = 4) -> None:

@@ -44,6 +44,7 @@ class Hogwild(Algorithm):
             machine's shared memory is too small.
     """
 
+    made_for = "sgd"
     portable = True
     channel = SelfRunning()
 

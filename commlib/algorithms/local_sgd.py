@@ -34,6 +34,8 @@ class LocalSGD(OuterSGD):
     is encoded as well, and its error fed back.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         period: int = 8,

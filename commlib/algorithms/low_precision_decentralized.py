@@ -48,6 +48,8 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
     Deviations: any optimizer instead of plain SGD; the uncompressed start; overlap.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         codec: BlockCodec | str | None = None,

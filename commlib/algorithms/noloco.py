@@ -39,6 +39,8 @@ class NoLoCo(OuterStep, NeighbourAveraging[FullWorkspace]):
     `overlap` is not in the paper.
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         period: int = 50,

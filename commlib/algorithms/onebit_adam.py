@@ -34,6 +34,8 @@ class OneBitAdam(QuantizedMomentum):
     (`FrozenVarianceAdam`).
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         warmup_steps: int = 100,

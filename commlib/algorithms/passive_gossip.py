@@ -65,6 +65,8 @@ class PassiveGossip(Algorithm):
         ConfigError: `period`, `seed`, `warmup_steps` or `limit_s` is out of range.
     """
 
+    made_for = "sgd"
+
     def __init__(self, period: int = 8, *, seed: int = 0, warmup_steps: int = 0, limit_s: float = 5.0) -> None:
         if limit_s <= 0:
             raise ConfigError(f"PassiveGossip: expected limit_s > 0, got {limit_s!r}")

@@ -27,6 +27,8 @@ class PostLocalSGD(OuterSGD):
     switch.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         warmup_steps: int = 100,

@@ -41,6 +41,7 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     together. Replicas stay bit-identical where all ranks compute alike (the same kind of processor).
     """
 
+    made_for = "sgd"
     channel = Gradients(idle_alone=True)
     kinds = ("errors", "factors")
 

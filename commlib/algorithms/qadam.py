@@ -34,6 +34,8 @@ class QAdam(QuantizedMomentum):
     element's step is bounded as Adam's is (`FrozenVarianceAdam`).
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         codec: BlockCodec | str | None = None,

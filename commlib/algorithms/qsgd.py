@@ -36,6 +36,8 @@ class QSGD(Quantized):
     bf16; fixed-width codes instead of Elias coding; the sum is quantized again, with random numbers of its own.
     """
 
+    made_for = "any"
+
     def __init__(
         self,
         bits: int = 8,

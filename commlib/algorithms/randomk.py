@@ -35,6 +35,7 @@ class RandomK(Sparse):
     Deviations: stratified choice, the same on all ranks.
     """
 
+    made_for = "sgd"
     gathers = False
 
     def __init__(

@@ -40,6 +40,8 @@ class SignSGD(Quantized):
     Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         feedback: bool = True,
@@ -49,6 +51,7 @@ class SignSGD(Quantized):
         super().__init__(
             OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
         )
+        self.made_for = "sgd" if feedback else "any"  # error feedback is analysed for SGD, a sign is one to any
         self.channel = dataclasses.replace(self.channel, accumulates=feedback)  # a vote is no gradient
 
     @override

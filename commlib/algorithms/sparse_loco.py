@@ -48,6 +48,8 @@ class SparseLoCo(Outer[SparseWorkspace], Sparse):
     done here. Indices are 12 bits wide, not entropy coded. `delay` is not in the algorithm.
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         period: int = 15,

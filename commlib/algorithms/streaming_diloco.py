@@ -47,6 +47,8 @@ class StreamingDiLoCo(OuterSGD):
     that is its strided pattern with finer strides. The outer gradients are 4-bit floats there.
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         period: int = 50,

@@ -35,6 +35,8 @@ class TopK(Sparse):
     the learning rate of an optimizer given to `wrap` changes.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         ratio: float = 0.01,

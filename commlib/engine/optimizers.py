@@ -11,6 +11,9 @@ import torch
 
 from commlib.errors import ConfigError
 
+#: Names of classes, in capitals, whose steps are in proportion to the gradient.
+_SGD = ("SGD", "ASGD", "LARS")
+
 
 class Joint:
     """Several optimizers, such as Muon beside AdamW, seen as one: for algorithms that read groups or state."""
@@ -50,6 +53,18 @@ def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
     return optimizer.optimizers if isinstance(optimizer, Joint) else (optimizer,)
+
+
+def kind_of(optimizer: Any) -> str:
+    """Return "sgd" where every optimizer of what `resolve` returned is SGD, else "adam", which is the cautious side.
+
+    What counts is how a step depends on the size of a gradient: in proportion for SGD (and its subclasses, ASGD, LARS),
+    not at all for what divides by the root of mean squares or takes a sign or an orthogonal factor: Adam and its like,
+    RMSprop, Lion, Muon. An optimizer that is not known, or not given, may be one of these.
+    """
+    found = all_of(optimizer)
+    is_sgd = [any(base.__name__.upper() in _SGD for base in type(each).__mro__) for each in found]
+    return "sgd" if found and all(is_sgd) else "adam"
 
 
 def left_out(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:

@@ -35,12 +35,17 @@ def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
     """Yield the fastest of each class, from the narrowest on, that is faster than DDP and than narrower ones."""
     to_beat = 1.0
     for exactness in EXACTNESS:
-        rows = [row for row in comparison.rows if row.exactness == exactness and not is_misplaced(row, comparison)]
+        rows = [row for row in comparison.rows if row.exactness == exactness and not row.doubt]
         if rows and rows[0].speedup > to_beat * _ALIKE:
             to_beat = rows[0].speedup
             yield rows[0]
 
 
-def is_misplaced(row: Prediction, comparison: Comparison) -> bool:
-    """Return whether an algorithm is made for another optimizer than the workload's, and known to lose with it."""
-    return row.made_for not in ("any", comparison.workload.optimizer)
+def doubts(comparison: Comparison) -> str:
+    """Return why rows have a mark and are not advised: what is known of them with this optimizer; "" where none has."""
+    by_reason: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if row.doubt:
+            by_reason.setdefault(row.doubt, []).append(kept(without_auto(row.algorithm)))
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+    return f"* may learn less, so is not advised. {reasons}." if reasons else ""

@@ -21,7 +21,7 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, tables, targets
-from commlib.reports.advice import advice, is_misplaced
+from commlib.reports.advice import advice, doubts
 from commlib.reports.families import base_name, without_auto
 from commlib.reports.progress import progress_bar
 from commlib.reports.tables import Column
@@ -213,8 +213,8 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
-    if any(is_misplaced(row, comparison) for row, _ in rows):
-        _say(f"* is made for another optimizer and loses with {workload.optimizer}.", console)
+    if text := doubts(comparison):
+        _say(text, console)
     for name, reason in comparison.refused.items():
         _say(f"not simulated: {tables.kept(name)}: {reason}", console)
     if forms := _forms_left_out(comparison):
@@ -249,7 +249,7 @@ def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
 def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
     """Return the columns in the order of their use, with DDP-style all-reduce above."""
     results = [comparison.ddp, *(row.result for row, _ in rows)]
-    names = [f"{'  ' * variant}{row.algorithm}{'*' * is_misplaced(row, comparison)}" for row, variant in rows]
+    names = [f"{'  ' * variant}{row.algorithm}{'*' * bool(row.doubt)}" for row, variant in rows]
     return [
         Column("algorithm", ["DDP-style all-reduce", *names], left=True),
         Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),

@@ -14,6 +14,7 @@ from typing import Any
 from commlib import algorithms
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.algorithms.known import doubt
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation.options import check_options, options_of
@@ -37,7 +38,8 @@ class Prediction:
         result: What the simulation found.
         speedup: Steps of DDP-style all-reduce in the time of one step.
         cycle: Steps after which the algorithm begins anew (`Channel.cycle`).
-        made_for: The optimizer that it is made for, "sgd" or "adam", with which alone it keeps up; else "any".
+        made_for: The optimizer that it is made for, "sgd" or "adam"; else "any" (`Algorithm.made_for`).
+        doubt: Why it should not be used with the workload's optimizer without a look at the loss; "" where nothing is.
     """
 
     algorithm: str
@@ -46,6 +48,7 @@ class Prediction:
     speedup: float
     cycle: int = 1
     made_for: str = "any"
+    doubt: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures, for JSON."""
@@ -54,6 +57,7 @@ class Prediction:
             "algorithm": self.algorithm,
             "exactness": self.exactness,
             "made_for": self.made_for,
+            "doubt": self.doubt,
             "step_s": result.step_s,
             "samples_per_s": result.samples_per_s,
             "speedup": self.speedup,
@@ -227,7 +231,8 @@ def compare(
             result,
             ddp.step_s / result.step_s,
             cycle=chosen[name].channel.cycle,
-            made_for=getattr(chosen[name], "made_for", "any"),
+            made_for=chosen[name].made_for,
+            doubt=doubt(chosen[name], workload.optimizer),
         )
         for name, result in outcomes.items()
         if isinstance(result, Result)

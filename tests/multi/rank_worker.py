@@ -82,6 +82,8 @@ def import_torch() -> None:
     warnings.simplefilter("error")
     # A future change of torch's own C++ logging, not of anything that runs here.
     warnings.filterwarnings("default", message=".*TORCH_CPP_LOG_LEVEL.*")
+    # What an algorithm loses with an optimizer is not what tests are about that use the two together.
+    warnings.filterwarnings("ignore", message=".* more loss than all-reduce with")
 
 
 def die_with_parent() -> None:

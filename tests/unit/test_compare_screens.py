@@ -60,7 +60,7 @@ def shown(comparison, width, wide=False):
 def table_of(lines):
     """Return the lines of the table below its rule."""
     begin = next(idx for idx, line in enumerate(lines) if line.startswith("─"))
-    end = next(idx for idx, line in enumerate(lines) if line.startswith(("not simulated", "Use ")))
+    end = next(idx for idx, line in enumerate(lines) if line.startswith(("* ", "not simulated", "Use ")))
     return lines[begin - 1], lines[begin + 1 : end]
 
 
@@ -75,7 +75,8 @@ def test_a_screen_has_whole_names_and_no_longer_line(everything, width):
         words = [part for part in row.algorithm.replace("(", "(|").replace(", ", ",|").split("|") if part]
         assert all(word in text for word in words), row.algorithm
         if len(row.algorithm) <= 46:
-            assert any(line.strip().startswith(f"{row.algorithm} ") for line in rows), row.algorithm
+            name = row.algorithm + "*" * bool(row.doubt)
+            assert any(line.strip().startswith(f"{name} ") for line in rows), name
 
 
 def test_columns_come_with_the_width(everything):
@@ -87,7 +88,7 @@ def test_columns_come_with_the_width(everything):
 
 def test_variants_stand_below_the_fastest_of_them(everything):
     _, rows = table_of(shown(everything, 200))
-    names = [row.split("  class")[0] for row in rows]
+    names = [row.split("  class")[0].replace("* ", "  ") for row in rows]
     tops = [name.split("(")[0].split(" ")[0] for name in names[1:] if not name.startswith(" ")]
     assert len(set(tops)) == len(tops)
     best = {families.base_name(row.algorithm): row.result.step_s for row in reversed(everything.rows)}
@@ -130,15 +131,37 @@ def test_where_nothing_pays_the_last_line_says_why():
     assert "none of these" in advice(compared("allreduce"))
 
 
-def test_an_algorithm_for_another_optimizer_has_a_mark_and_is_not_recommended(monkeypatch):
-    monkeypatch.setattr(algorithms.get("powersgd"), "made_for", "sgd", raising=False)
+def test_what_is_known_to_lose_with_the_optimizer_has_a_mark_and_a_reason_and_is_not_recommended():
     adam = dataclasses.replace(SMALL, optimizer="adam")
     for workload, is_marked in ((SMALL, False), (adam, True)):
         comparison = compared("allreduce, powersgd", workload=workload)
         lines = shown(comparison, 80)
+        text = " ".join(line.strip() for line in lines)
         assert any(line.startswith("powersgd*") for line in lines) == is_marked
-        assert any("made for another optimizer" in line for line in lines) == is_marked
+        assert ("powersgd: 11% more loss than all-reduce with AdamW" in text) == is_marked
         assert ("powersgd" in advice(comparison)) != is_marked
+
+
+def test_what_is_made_for_another_optimizer_and_was_not_measured_is_marked_too():
+    adam = dataclasses.replace(SMALL, optimizer="adam")
+    (row,) = compared("post_local_sgd", workload=adam).rows
+    assert (row.made_for, row.doubt) == ("sgd", "made for SGD, not measured with AdamW")
+    assert row.as_dict()["doubt"] == row.doubt
+    assert "post_local_sgd" not in advice(compared("allreduce, post_local_sgd", workload=adam))
+
+
+def test_auto_is_not_what_loses_with_the_workloads_optimizer(small):
+    slow = {"nodes": 2, "gpus_per_node": 1, "bandwidth_gbps": 0.01}
+
+    def label(optimizer):
+        selection = report.Selection(
+            small, ["1gbps"], "auto(candidates=None, allow='compensated')", overrides=slow, optimizer=optimizer, steps=1
+        )
+        (comparison,) = report.run(selection)
+        return comparison.rows[0].algorithm.split(": ")[1]
+
+    assert label("sgd") in ("topk", "powersgd")
+    assert label("adam") == "ef_quantized"
 
 
 def test_the_optimizer_is_replaced(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ except (commlib.PeerFailure, commlib.PeerTimeout) as error:
     assert_type(error.ranks, frozenset[int])
 except (commlib.CodecError, commlib.ConfigError, commlib.TransportError, commlib.CommlibError):
     pass
+warnings.simplefilter("ignore", commlib.LossWarning)
 
 # What is wrong.
 commlib.wrap(3)  # wrong
