@@ -58,6 +58,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.sizes = [int(word) for word in args.sizes.split(",")]
     except ValueError as error:
         parser.error(str(error))
+    if len(set(args.sizes)) < 2:
+        parser.error(f"--sizes: expected two or more, got {args.sizes}")
     return args
 
 
@@ -93,7 +95,7 @@ class Simulator:
         times = {}
         for verb in VERBS:
             seconds = {row["bytes"]: row["seconds"] for row in rows if row["verb"] == verb}
-            small, *_, part, whole = sorted(seconds)
+            small, (part, whole) = min(seconds), sorted(seconds)[-2:]
             rise_s = (seconds[whole] - seconds[part]) / (whole - part) * whole
             fixed_s = min(max(0.0, seconds[whole] - rise_s), seconds[small], seconds[whole] / 2)
             requests = (self._request(verb, nbytes) for nbytes in (small, whole))

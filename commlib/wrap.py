@@ -17,6 +17,7 @@ from torch import nn
 from commlib import algorithms, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.algorithms.channels import Weights
 from commlib.algorithms.known import keeping_up, loses_with
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
@@ -136,7 +137,8 @@ def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
     """Warn the caller of `wrap` where the algorithm is known to learn far less with the optimizer."""
     kind = optimizers.kind_of(optimizer)
     found = None if optimizer is None else loses_with(algorithm, kind)
-    if found is not None and found.loss > _WARNED_OF:
+    catches_up = isinstance(algorithm.channel, Weights)  # a loss after few steps says little of rare averages
+    if found is not None and found.loss > _WARNED_OF and not catches_up:
         text = (
             f"{algorithm.name}: {found}, measured by `{found.command}`. Look at the loss, or take what kept up there: "
             f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"

@@ -62,6 +62,8 @@ class ZeroOneAdam(QuantizedMomentum):
     each rank's own.
     """
 
+    made_for = "adam"
+
     def __init__(
         self,
         warmup_steps: int = 16,

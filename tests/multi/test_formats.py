@@ -77,8 +77,8 @@ BLOCKWISE = (
     "zero_one_adam",
     "auto",  # whatever it takes
 )
-#: Whose random numbers go by place.
-BY_PLACE = ("qsgd", "randomk")
+#: Whose random numbers, or blocks of elements of which some are chosen, go by place.
+BY_PLACE = ("qsgd", "randomk", "sparse_loco")
 ELEMENTWISE = [name for name in ALL if name not in (*TIMED, *BLOCKWISE, *BY_PLACE)]
 
 

@@ -314,8 +314,8 @@ def test_all_commands_keep_to_the_width(small):
 
 
 def test_nothing_is_drawn_of_what_cannot_be_simulated(tmp_path):
-    comparison = compared("async_sgd")
+    comparison = compared("hogwild")
     assert comparison.rows == ()
-    chosen = compare.candidates("async_sgd")
+    chosen = compare.candidates("hogwild")
     assert report.draw(comparison, chosen, Options(), tmp_path) == []
-    assert math.isnan(compare.sweep(SMALL, [NETWORK], presets.device("v100"), chosen, OPTIONS)["async_sgd"][0])
+    assert math.isnan(compare.sweep(SMALL, [NETWORK], presets.device("v100"), chosen, OPTIONS)["hogwild"][0])

@@ -135,7 +135,10 @@ def test_the_benchmark_times_collectives_with_latency(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    rows = {(row["verb"], row["bytes"]): row for row in json.loads(out.read_text())["rows"]}
+    found = json.loads(out.read_text())["rows"]
+    assert [row["latency_us"] for row in found] == [0.0] * (len(found) // 2) + [2000.0] * (len(found) // 2)
+    assert all(row["predicted_s"] is None for row in found if row["latency_us"] == 0)
+    rows = {(row["verb"], row["bytes"]): row for row in found if row["latency_us"]}
     verbs = ["all_reduce", "all_gather", "all_to_all", "broadcast", "exchange"]
     assert list(rows) == [("barrier", 0), *((verb, nbytes) for verb in verbs for nbytes in (4, 65536))]
     for (verb, nbytes), row in rows.items():
