@@ -27,6 +27,8 @@ from tests.multi.forker import FORKER, ForkedRank, RankError, RankHang, rank_env
 from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
 NUM_RANKS = 4
+#: How long hung ranks may take to write their stacks, on a machine that is busy with other tests.
+_STACKS_S = 10.0
 # When pooled ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
 # Their group has the same timeout, so what would only end by waiting that out is found as before.
 _HANG_S = 120.0
@@ -148,7 +150,10 @@ class RankPool:
         hung = [rank for rank in ranks if rank.rank not in outcomes]
         for rank in hung:  # all at one moment: stacks half a second apart would tell nothing
             rank.ask_for_stacks()
-        time.sleep(0.5 if hung else 0.0)
+        deadline = time.monotonic() + _STACKS_S
+        while not all(rank.stacks() for rank in hung) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.2 if hung else 0.0)  # for the end of what has begun to be written
         words += [f"--- rank {rank.rank} hung in {job.qualname}:\n{rank.stacks()}" for rank in hung]
         if hung or any(rank.process.poll() is not None for rank in ranks):
             self.kill()
