@@ -231,7 +231,12 @@ class Links:
         """Return what the library takes to be the fastest of its algorithms."""
         known, assumed_us = _ALGORITHMS[verb], self._profile.assumed_latency_us
         believed = group if assumed_us is None else replace(group, latency_s=assumed_us * 1e-6, f=math.inf)
-        usable = [known[name] for name in getattr(self._profile, verb) if name != "doubling" or group.q == 1]
+        names = getattr(self._profile, verb)
+        usable = [known[name] for name in names if name != "doubling" or group.q == 1]
+        if not usable:
+            raise ConfigError(
+                f"TransportProfile.{verb}: {names} is for nodes of one rank, expected another one beside it"
+            )
         return min(usable, key=lambda algorithm: algorithm(believed, nbytes).seconds)(group, nbytes)
 
     @property

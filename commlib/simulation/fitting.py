@@ -79,7 +79,7 @@ def fitted(
             profile,
             efficiency_of={verb: rate / best for verb, rate in rates.items()},
             hidden_of=hidden,
-            op_us_of={verb: 1e6 * seconds for verb, seconds in own_s.items()},
+            op_us_of={verb: 1e6 * own for verb, own in own_s.items()},
         ),
     )
 

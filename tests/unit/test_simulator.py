@@ -253,6 +253,8 @@ def test_an_all_gather_doubles_where_every_node_has_one_rank():
     whole, part = meta_bytes(8000), meta_bytes(1000)
     ring_s = seconds_of(NODES, lambda c: c.all_gather(whole, part))
     assert seconds_of(NODES, lambda c: c.all_gather(whole, part), doubling) == ring_s
+    with pytest.raises(ConfigError, match="all_gather: .*doubling.* nodes of one rank"):
+        seconds_of(NODES, lambda c: c.all_gather(whole, part), TransportProfile("d", all_gather=("doubling",)))
 
 
 def test_latencies_overlap_where_several_collectives_are_under_way():
