@@ -67,11 +67,18 @@ class PeersMissing(Exception):
         self.is_late = is_late
 
 
-def connect_all(introduction: Introduction) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+def connect_all(
+    introduction: Introduction, last_word: bytes = b""
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
     """Connect to every peer, and take every peer's connection. Collective; nothing listens after it.
 
     Addresses and a random token of each rank go over the introduction. A connection that does not prove to be of a peer
     by this rank's token is dropped with a log line.
+
+    Args:
+        introduction: How the ranks tell each other where they are.
+        last_word: Said on every connection before this rank closes all of them because a peer did not connect. A rank
+            to which all have connected is past this, and hears there why the connection ends.
 
     Returns:
         The connections that this rank made, and those that its peers made, by peer.
@@ -96,13 +103,21 @@ def connect_all(introduction: Introduction) -> tuple[dict[int, socket.socket], d
         if failed:
             raise TransportError(f"rank {rank}: ranks {failed} cannot listen; rank {failed[0]}: {everyone[failed[0]]}")
         peers = [peer for peer in range(introduction.world_size) if peer != rank]
+        door = opened.enter_context(contextlib.closing(_Door(listener, token, peers, rank)))
+        made: dict[int, socket.socket] = {}
         try:
-            made = {peer: opened.enter_context(_dial(peer, everyone[peer], rank, deadline)) for peer in peers}
-            accepted = dict(_accept(listener, token, peers, rank, deadline, made))
+            for peer in peers:
+                made[peer] = opened.enter_context(_dial(peer, everyone[peer], rank, deadline))
+            accepted = _accept(door, deadline, made)
         except PeersMissing as missing:  # said before the connections close, so that their end accuses nobody
             error = TimeoutError(str(missing)) if missing.is_late else ConnectionError(str(missing))
-            raise introduction.diagnose(error, "connecting the ranks", missing.ranks) from missing
+            failure = introduction.diagnose(error, "connecting the ranks", missing.ranks)
+            for connection in (*made.values(), *door.all()):
+                with contextlib.suppress(OSError):
+                    connection.send(last_word, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            raise failure from missing
         opened.pop_all()
+    door.selector.close()
     _made.update([*made.values(), *accepted.values()])
     return made, accepted
 
@@ -175,39 +190,25 @@ def _dial(peer: int, where: tuple[str, int, bytes], rank: int, deadline: float) 
     return _prepared(connection)
 
 
-def _accept(
-    listener: socket.socket,
-    token: bytes,
-    expected: Sequence[int],
-    rank: int,
-    deadline: float,
-    made: Mapping[int, socket.socket] | None = None,
-) -> list[tuple[int, socket.socket]]:
-    """Return the connections of the expected ranks. Any other that comes is dropped with a log line.
+def _accept(door: _Door, deadline: float, made: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+    """Return the connections of all peers that the door expects. Any other that comes is dropped with a log line.
 
     All that come are read side by side, so one that says nothing, or says it slowly, holds up nobody.
 
     Raises:
-        PeersMissing: Not all came before the deadline, or a connection in `made` ended; those that came are closed.
+        PeersMissing: Not all came before the deadline, or a connection in `made` ended.
     """
-    door = _Door(listener, token, expected, rank)
-    try:
-        for peer, connection in (made or {}).items():
-            door.selector.register(connection, selectors.EVENT_READ, peer)
-        while missing := [peer for peer in expected if peer not in door.found]:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise PeersMissing(missing, True, f"ranks {missing} did not connect in time")
-            if gone := door.gone(missing):
-                raise PeersMissing(gone, False, f"the connections to ranks {gone} ended")
-            door.turn(min(left_s, _GONE_S if door.has_gone else _HELLO_S))
-        return [(peer, _prepared(connection)) for peer, connection in door.found.items()]
-    except BaseException:
-        for connection in door.found.values():
-            connection.close()
-        raise
-    finally:
-        door.close()
+    for peer, connection in made.items():
+        door.selector.register(connection, selectors.EVENT_READ, peer)
+    while missing := door.missing:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise PeersMissing(missing, True, f"ranks {missing} did not connect in time")
+        if gone := door.gone(missing):
+            raise PeersMissing(gone, False, f"the connections to ranks {gone} ended")
+        door.turn(min(left_s, _GONE_S if door.has_gone else _HELLO_S))
+    door.drop_unknown()
+    return {peer: _prepared(connection) for peer, connection in door.found.items()}
 
 
 class _Unknown:
@@ -220,7 +221,10 @@ class _Unknown:
 
 
 class _Door:
-    """What comes in at a listener, read side by side; `found` are the peers that have proved who they are."""
+    """What comes in at a listener, read side by side; `found` are the peers that have proved who they are.
+
+    Whoever takes those over does not close the door.
+    """
 
     def __init__(self, listener: socket.socket, token: bytes, expected: Sequence[int], rank: int) -> None:
         self.found: dict[int, socket.socket] = {}
@@ -245,22 +249,40 @@ class _Door:
         for connection in [c for c, unknown in self._unknown.items() if unknown.deadline < now]:
             self._drop(connection)
 
-    def close(self) -> None:
+    @property
+    def missing(self) -> list[int]:
+        """The peers that have not come."""
+        return [peer for peer in self._expected if peer not in self.found]
+
+    def all(self) -> list[socket.socket]:
+        """Return all connections that have come: also those that wait, and of whom it is not known yet."""
+        while self._open():
+            pass
+        return [*self.found.values(), *self._unknown]
+
+    def drop_unknown(self) -> None:
         """Drop who has not said its name."""
         for connection in list(self._unknown):
             self._drop(connection)
+
+    def close(self) -> None:
+        """Close all that have come."""
+        for connection in (*self.found.values(), *self._unknown):
+            connection.close()
         self.selector.close()
 
-    def _open(self) -> None:
+    def _open(self) -> bool:
+        """Take the next that waits; return whether there was one."""
         try:
             connection, where = self._listener.accept()
         except OSError:  # it has gone again
-            return
+            return False
         connection.setblocking(False)
         self.selector.register(connection, selectors.EVENT_READ)
         self._unknown[connection] = _Unknown(where)
         if len(self._unknown) > _MOST_UNKNOWN + len(self._expected):
             self._drop(next(iter(self._unknown)))
+        return True
 
     def _read(self, connection: socket.socket) -> None:
         unknown = self._unknown[connection]

@@ -132,7 +132,7 @@ class TorchTransport(Transport):
 
         def connect() -> tuple[Meeting, dict[int, socket.socket], dict[int, socket.socket]]:
             meeting = Meeting(store, self.rank, self.global_ranks, self.timeout_s)
-            return meeting, *connect_all(meeting)
+            return meeting, *connect_all(meeting, Word.LOST.value)
 
         def check() -> None:
             if time.monotonic() > deadline:

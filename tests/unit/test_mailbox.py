@@ -214,6 +214,17 @@ def test_an_error_in_an_answer_is_raised_on_the_answering_rank(ranks: Ranks) -> 
         ranks.boxes[1].check()
 
 
+def accept(
+    listener: socket.socket,
+    token: bytes,
+    expected: Sequence[int],
+    deadline: float,
+    made: dict[int, socket.socket] | None = None,
+) -> dict[int, socket.socket]:
+    """Take the expected ranks' connections as rank 0."""
+    return connections._accept(connections._Door(listener, token, expected, 0), deadline, made or {})
+
+
 def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixture) -> None:
     token, wrong = b"t" * 16, b"w" * 16
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -229,7 +240,7 @@ def test_foreign_connections_are_dropped_at_set_up(caplog: pytest.LogCaptureFixt
         opened.append(socket.create_connection(listener.getsockname()))
         opened[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, 1))
         with caplog.at_level(logging.WARNING, "commlib"):
-            ((peer, connection),) = connections._accept(listener, token, [1], 0, time.monotonic() + LIMIT_S)
+            ((peer, connection),) = accept(listener, token, [1], time.monotonic() + LIMIT_S).items()
         assert peer == 1
         assert caplog.text.count("dropped a foreign connection") == 3
         for each in (*opened, connection):
@@ -241,7 +252,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(connections.PeersMissing, match=r"ranks \[1, 3\] did not connect") as caught,
     ):
-        connections._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + 0.1)
+        accept(listener, b"t" * 16, [1, 3], time.monotonic() + 0.1)
     assert (caught.value.ranks, caught.value.is_late) == ([1, 3], True)
 
 
@@ -250,9 +261,49 @@ def test_a_rank_that_dies_while_others_connect_is_named_at_once() -> None:
         made = {3: socket.create_connection(dying.getsockname())}
         dying.accept()[0].close()
         with pytest.raises(connections.PeersMissing) as caught:
-            connections._accept(listener, b"t" * 16, [1, 3], 0, time.monotonic() + LIMIT_S, made)
+            accept(listener, b"t" * 16, [1, 3], time.monotonic() + LIMIT_S, made)
         made[3].close()
     assert (caught.value.ranks, caught.value.is_late) == ([3], False)
+
+
+@pytest.mark.parametrize("hello", [True, False], ids=["known", "not yet known"])
+def test_a_rank_that_gives_up_says_so_to_those_who_have_already_connected(hello: bool) -> None:
+    """They are past connecting, and would take its end for a death of its own."""
+    listeners = {rank: socket.create_server(("127.0.0.1", 0)) for rank in (1, 2)}
+    heard: list[socket.socket] = []
+
+    class Introduction:
+        rank, world_size, timeout_s = 0, 3, LIMIT_S
+
+        def local_address(self) -> str:
+            return "127.0.0.1"
+
+        def gather_objects(self, value: Any) -> list[Any]:
+            if isinstance(value, str):
+                return [value] * 3
+            heard.append(socket.create_connection(value[:2]))
+            if hello:
+                heard[0].sendall(connections._HELLO.pack(connections._MAGIC, value[2], 1))
+            return [value, *[(*each.getsockname(), b"t" * 16) for each in listeners.values()]]
+
+        def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
+            assert (what, suspects) == ("connecting the ranks", [2])
+            return error
+
+    def die() -> None:
+        heard.append(listeners[1].accept()[0])
+        listeners[2].accept()[0].close()
+
+    dying = threading.Thread(target=die)
+    dying.start()
+    with pytest.raises(ConnectionError, match=r"ranks \[2\] ended"):
+        connections.connect_all(Introduction(), b"L")
+    dying.join()
+    assert heard[0].recv(1) == b"L"
+    heard[1].recv(connections._HELLO.size)
+    assert heard[1].recv(1) == b"L"
+    for each in (*heard, *listeners.values()):
+        each.close()
 
 
 def test_strangers_that_say_nothing_or_little_hold_up_nobody() -> None:
@@ -273,7 +324,7 @@ def test_strangers_that_say_nothing_or_little_hold_up_nobody() -> None:
         del opened[-2:]
         dripping.start()
         began_s = time.monotonic()
-        found = dict(connections._accept(listener, token, [1, 2], 0, began_s + LIMIT_S))
+        found = accept(listener, token, [1, 2], began_s + LIMIT_S)
         took_s = time.monotonic() - began_s
         over.set()
         dripping.join()
