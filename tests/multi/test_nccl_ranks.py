@@ -59,11 +59,14 @@ def issue_and_go_on(ending: str, timeout_s: float) -> None:
             time.sleep(0.01)
         transport.gather_objects(None)  # and so on all ranks
         began_s = time.monotonic()
+        store = dist.distributed_c10d._get_default_store()
         if rank == VICTIM:
+            store.wait(["0 has issued", "2 has issued"])
             {"killed": die, "stopped": stop, "left": transport.close}[ending]()
             time.sleep(15)
             return
         transport.issue(comm.all_reduce(torch.ones(1000))).wait()
+        store.set(f"{rank} has issued", "")
         report(event="returned", waited_s=time.monotonic() - began_s)
         assert engine.told.wait(30)
         assert transport.failure is engine.error
