@@ -5,6 +5,9 @@ python benchmarks/convergence.py final --model bytes-1m --optimizer adamw --json
 Only the loss on unseen data counts. Every row is one system, model, optimizer and seed; rows that are in the file
 already are kept, so a run that was interrupted goes on, and one file can hold several models and optimizers.
 `--render` makes the table and the plot of what is there.
+
+With `--budgets 1,1.25,1.5,2,3` every system but all-reduce is trained for so many times `--steps`, from the smallest
+budget up until it has reached all-reduce's loss; `time_to_loss.py --losses out.json` says what that took.
 """
 
 from __future__ import annotations
@@ -63,6 +66,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
+    parser.add_argument("--budgets", default="1", help="times --steps, until all-reduce's loss is reached")
+    parser.add_argument("--within", type=float, default=0.005, help="how far above it counts as reached")
     harness.add_worker_options(parser, 3600, "one seed")
     parser.add_argument("--json", required=True, help="file for the results; rows in it are not measured again")
     parser.add_argument("--plot", help="PNG of all the rows in the file")
@@ -72,8 +77,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         names = [system.name for system in parse_list(args.systems)] if args.systems else None
         args.systems = names or [name.format(fifth=args.steps // 5) for name in DEFAULT_SYSTEMS[args.optimizer]]
         args.seeds = [int(seed) for seed in args.seeds.split(",")]
+        args.budgets = sorted(float(budget) for budget in args.budgets.split(","))
     except ValueError as error:
         parser.error(str(error))
+    if len(args.budgets) > 1 and _REFERENCE not in args.systems:
+        args.systems.insert(0, _REFERENCE)
     return args
 
 
@@ -90,18 +98,34 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Train what is missing, one system and seed after the other, and write the file after each."""
-    common = {"model": args.model, "optimizer": args.optimizer, "ranks": args.ranks, "steps": args.steps}
-    known = {key_of(row) for row in result["rows"]}
-    jobs = [{**common, "seed": seed, "system": system} for seed in args.seeds for system in args.systems]
-    missing = [job for job in jobs if key_of(job) not in known]
-    if missing:
-        result["headers"].append(harness.header())
-    for job in missing:
-        settings = {key: getattr(args, key) for key in ("device", "threads", "timeout")}
-        spec = {**job, **settings, "mode": "final", "systems": [job["system"]]}
-        measured = harness.run_workers(Place(args.ranks), spec, args.steps)
-        result["rows"].append({**job, **measured["systems"][job["system"]]})
-        harness.write_json(args.json, result)
+    known = {key_of(row): row for row in result["rows"]}
+    has_begun = False
+    for seed in args.seeds:
+        target = -math.inf  # the loss to reach; without several budgets there is one run of each
+        for system in args.systems:
+            for budget in args.budgets:
+                steps = round(budget * args.steps)
+                place = {"model": args.model, "optimizer": args.optimizer, "ranks": args.ranks, "steps": steps}
+                job = {**place, "seed": seed, "system": system}
+                if key_of(job) not in known:
+                    if not has_begun:
+                        result["headers"].append(harness.header())
+                    has_begun = True
+                    known[key_of(job)] = row = {**job, **_train(args, job)}
+                    result["rows"].append(row)
+                    harness.write_json(args.json, result)
+                loss = known[key_of(job)]["loss"]
+                if system == _REFERENCE:
+                    target = loss * (1 + args.within)
+                if loss <= target:
+                    break
+
+
+def _train(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
+    """Train one system with one seed; return what was measured."""
+    settings = {key: getattr(args, key) for key in ("device", "threads", "timeout")}
+    spec = {**job, **settings, "mode": "final", "systems": [job["system"]]}
+    return harness.run_workers(Place(args.ranks), spec, job["steps"])["systems"][job["system"]]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +33,44 @@ def _frozen_variance_adam(parameters: Iterable[nn.Parameter], lr: float) -> Opti
     return FrozenVarianceAdam(parameters, lr=lr, weight_decay=0.01)
 
 
+class Together:
+    """Several optimizers of one model, stepped as one."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        """Step all."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def _muon(parameters: Iterable[nn.Parameter], lr: float) -> Together:
+    """Muon for the hidden matrices, AdamW for the rest: embeddings, the first matrices of a model here, and vectors."""
+    own = list(parameters)
+    hidden = [param for param in own[2:] if param.ndim == 2]
+    known = {id(param) for param in hidden}
+    rest = [param for param in own if id(param) not in known]
+    muon = torch.optim.Muon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return Together(muon, torch.optim.AdamW(rest, lr=lr, fused=True))
+
+
 #: By name: what takes the parameters and a learning rate. The last two are what some algorithms demand in the place of
 #: the two before, whose learning rates they take (`systems.OPTIMIZER_OF`).
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Any]] = {
     "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True),
     "frozen-variance-adam": _frozen_variance_adam,
     "plain-sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
+    "muon": _muon,
 }
-_RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd"}
+_RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd", "muon": "adamw"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +91,7 @@ class Workload:
     rates: Mapping[str, float]
     validation: Callable[[], list[Batch]] | None = None
 
-    def make_optimizer(self, model: nn.Module, kind: str | None = None, lr: float | None = None) -> Optimizer:
+    def make_optimizer(self, model: nn.Module, kind: str | None = None, lr: float | None = None) -> Any:
         """Return an optimizer (of `OPTIMIZERS`; None is the usual one) of the model's parameters."""
         kind = kind or next(iter(self.rates))
         return OPTIMIZERS[kind](model.parameters(), self.rates[_RATE_OF.get(kind, kind)] if lr is None else lr)

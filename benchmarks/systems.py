@@ -14,6 +14,7 @@ commlib:allreduce(wire_dtype=bf16)@4                           options of the al
 hsdp                                FSDP2 in two islands of the ranks, torch's own all-reduce between them
 islands:diloco(period=50)           FSDP2 in two islands, an algorithm of commlib between them
 commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
+commlib:diloco(period=10,optimizer=muon)                       another optimizer than the command's, for any system
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import threading
 from typing import Any
 
 import torch
+from models import OPTIMIZERS, Together
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 _SINGLE_BUCKET_MB = 100_000
 _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\))?(@(?P<cap>[\d.]+|default))?")
@@ -46,7 +47,10 @@ _WRAPPED = ("commlib", "bound", "islands")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
 #: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
-OPTIMIZER_OF = {"onebit_adam": "frozen-variance-adam", "qadam": "frozen-variance-adam", "dgc": "plain-sgd"}
+OPTIMIZER_OF = {
+    **dict.fromkeys(("onebit_adam", "qadam", "zero_one_adam"), "frozen-variance-adam"),
+    "dgc": "plain-sgd",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class System:
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
         lr: The optimizer's learning rate; None is the workload's.
+        optimizer: Of `models.OPTIMIZERS`; None is the command's, or what the algorithm demands.
     """
 
     name: str
@@ -68,6 +73,7 @@ class System:
     options: tuple[tuple[str, Any], ...] = ()
     cap: str = ""
     lr: float | None = None
+    optimizer: str | None = None
 
     @property
     def cap_mb(self) -> float | None:
@@ -108,7 +114,10 @@ def parse(name: str) -> System:
     lr = options.pop("lr", None)
     if not isinstance(lr, float | None):
         raise ValueError(f"system {name!r}: lr is {lr!r}, expected a number such as 1e-3")
-    return System(name.strip(), kind, variant, tuple(options.items()), match["cap"] or "", lr)
+    optimizer = options.pop("optimizer", None)
+    if optimizer not in (None, *OPTIMIZERS):
+        raise ValueError(f"system {name!r}: optimizer is {optimizer!r}, expected one of {', '.join(OPTIMIZERS)}")
+    return System(name.strip(), kind, variant, tuple(options.items()), match["cap"] or "", lr, optimizer)
 
 
 def parse_list(names: str) -> list[System]:
@@ -175,7 +184,7 @@ def _islands() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+def install(system: System, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """Return `model` made to communicate as `system` says, and the optimizer to step."""
     if system.kind in ("none", "hsdp"):
         return model, optimizer
@@ -194,7 +203,8 @@ def install(system: System, model: nn.Module, optimizer: Optimizer) -> tuple[nn.
         algorithm = bound_of(algorithm)
     group = _islands()["replicate"] if system.kind == "islands" else None
     options = {"bucket_cap_mb": system.cap_mb, "process_group": group}
-    return commlib.wrap(model, algorithm=algorithm, optimizer=optimizer, **options), optimizer
+    inner = optimizer.optimizers if isinstance(optimizer, Together) else optimizer
+    return commlib.wrap(model, algorithm=algorithm, optimizer=inner, **options), optimizer
 
 
 def _algorithm(system: System) -> Any:

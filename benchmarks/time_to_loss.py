@@ -37,7 +37,8 @@ def identity(name: str) -> str:
         return _REFERENCE
     label = f"{system.kind}:{system.variant}" if system.variant else system.kind
     rate = [] if system.lr is None else [f"lr={system.lr:g}"]
-    options = ",".join([*(f"{key}={value}" for key, value in system.options if key not in _BEGINNING), *rate])
+    kind = [] if system.optimizer is None else [f"optimizer={system.optimizer}"]
+    options = ",".join([*(f"{key}={value}" for key, value in system.options if key not in _BEGINNING), *kind, *rate])
     return f"{label}({options})" if options else label
 
 

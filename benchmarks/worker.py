@@ -43,7 +43,7 @@ class Racer:
         self.system = system
         self.loss_of = workload.loss
         model = shard(system, workload.new_model(bench.spec["seed"], bench.device))
-        kind = OPTIMIZER_OF.get(system.variant, bench.spec.get("optimizer"))
+        kind = system.optimizer or OPTIMIZER_OF.get(system.variant, bench.spec.get("optimizer"))
         self.model, self.optimizer = install(system, model, workload.make_optimizer(model, kind, system.lr))
         self.num_steps = 0
         self.blocks_s: list[float] = []

@@ -323,6 +323,28 @@ def test_losses_are_compared_seed_by_seed():
     assert last["optimizer"] == "adamw"
 
 
+def test_budgets_grow_until_the_loss_of_all_reduce_is_reached(tmp_path, monkeypatch):
+    trained = []
+
+    def run_workers(place: object, spec: dict, steps: int) -> dict:
+        (system,) = spec["systems"]
+        trained.append((spec["seed"], system, steps))
+        loss = 2.0 + spec["seed"] if "allreduce" in system else 2.3 - 0.002 * steps
+        return {"systems": {system: {"loss": loss, "accuracy": 0.5, "identical": True}}}
+
+    monkeypatch.setattr(final_loss.harness, "run_workers", run_workers)
+    out = str(tmp_path / "out.json")
+    final_loss.main(
+        ["--systems", "commlib:qsgd@1", "--steps", "100", "--budgets", "2,1,1.25", "--seeds", "0,1", "--json", out]
+    )
+    wanted = [(0, "commlib:allreduce@1", 100), *((0, "commlib:qsgd@1", steps) for steps in (100, 125, 200))]
+    assert trained == [*wanted, (1, "commlib:allreduce@1", 100), (1, "commlib:qsgd@1", 100)]
+    final_loss.main(
+        ["--systems", "commlib:qsgd@1", "--steps", "100", "--budgets", "1,1.5,2", "--seeds", "0", "--json", out]
+    )
+    assert trained[6:] == [(0, "commlib:qsgd@1", 150)]
+
+
 def test_losses_without_a_reference_are_shown_alone():
     (line,) = lines = final_loss.summary([final_row("commlib:x", seed, 2.0) for seed in (0, 1)])
     assert (line["loss"], line["seeds"]) == (2.0, 2)
