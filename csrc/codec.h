@@ -8,7 +8,7 @@
 
 namespace commlib {
 
-// The ids of docs/wire_format.md. Sparse codecs have loops of their own (sparse.h).
+// The ids of docs/reference/wire_format.md. Sparse codecs have loops of their own (sparse.h).
 enum class CodecId : int {
   kInt8 = 1,
   kUint8MinMax = 2,

@@ -1,6 +1,6 @@
 // The arithmetic of the codecs, one element or one block's parameters at a time: the same text for every CPU
-// instruction set and for CUDA (NVRTC compiles it without any header of the standard library). docs/wire_format.md
-// defines it.
+// instruction set and for CUDA (NVRTC compiles it without any header of the standard library).
+// docs/reference/wire_format.md defines it.
 //
 // Included by codec_impl.h inside the namespace of an instruction set, and by the CUDA kernels; hence no #include here.
 // Every function is free of branches that depend on data, so that loops over it vectorise.

@@ -1,4 +1,4 @@
-"""Codecs: how tensors become fewer bytes (docs/wire_format.md defines each)."""
+"""Codecs: how tensors become fewer bytes (docs/reference/wire_format.md defines each)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ __all__ = ["BlockCodec", "Feedback", "Random"]
 
 
 class BlockCodec:
-    """A codec of independent blocks: bytes and values are those of docs/wire_format.md, on every device.
+    """A codec of independent blocks: bytes and values are those of docs/reference/wire_format.md, on every device.
 
     A tensor of `numel` elements is cut into chunks of `chunk` elements (by default one chunk). Their payloads follow
     one another at the distance of `payload_bytes(chunk)`. The caller gives every buffer; nothing else is allocated (but

@@ -1,4 +1,4 @@
-"""The header of a payload that leaves its process group: files, logs, other programs (docs/wire_format.md, "Files")."""
+"""The header of a payload that leaves its process group (docs/reference/wire_format.md, "Files")."""
 
 from __future__ import annotations
 

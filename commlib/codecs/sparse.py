@@ -14,7 +14,7 @@ from commlib.kernels import checks, cuda_sparse, native_sparse
 
 
 class SparseCodec(ABC):
-    """A codec that names at most `places(numel)` elements of a chunk; bytes are those of docs/wire_format.md.
+    """A codec that names at most `places(numel)` elements of a chunk; bytes are those of docs/reference/wire_format.md.
 
     The capacity is fixed, so the size of a payload is known in advance. Use it with error feedback, which keeps what
     was not sent.

@@ -1,4 +1,4 @@
-"""Emulated hosts: real processes over shaped links on one machine (docs/emulation.md)."""
+"""Emulated hosts: real processes over shaped links on one machine (docs/explanation/emulation.md)."""
 
 from commlib.emulation.cluster import (
     EmulatedCluster,

@@ -18,7 +18,7 @@ _MIN_RATE = 1e6
 # A token bucket passes `burst` bytes at once after a pause, so a small burst keeps short messages honest; a large burst
 # forgives a late timer, and a burst below one segment makes the kernel cut the segment up. TCP hands over segments of
 # at most four packets: one packet at a time costs more processor time, 64 KiB would need a burst of as much. The
-# measurements are in docs/emulation.md.
+# measurements are in docs/explanation/emulation.md.
 _SEGMENT_PACKETS = 4
 _MAX_SEGMENT_BYTES = 65536
 _BURST_SEGMENTS = 1.5

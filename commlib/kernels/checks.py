@@ -25,7 +25,7 @@ TOP_K_BLOCK = 4096
 
 @dataclass(frozen=True)
 class Random:
-    """The source of random numbers of one encoding (docs/wire_format.md, "Random numbers").
+    """The source of random numbers of one encoding (docs/reference/wire_format.md, "Random numbers").
 
     Attributes:
         seed: In 0..2**64 - 1; the same on all ranks.

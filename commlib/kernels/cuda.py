@@ -1,8 +1,8 @@
 """The only place where CUDA is compiled and launched.
 
 A kernel (cuda_args.py) is compiled by NVRTC when a device first needs it, for that device's architecture, and the
-result is kept on disk; see docs/kernels.md. CuPy serves as the binding to NVRTC and to the driver, for nothing else:
-its RawModule would append -ftz=true, and denormals count (docs/wire_format.md).
+result is kept on disk; see docs/explanation/kernels.md. CuPy serves as the binding to NVRTC and to the driver, for
+nothing else: its RawModule would append -ftz=true, and denormals count (docs/reference/wire_format.md).
 """
 
 from __future__ import annotations

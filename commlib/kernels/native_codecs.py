@@ -1,7 +1,8 @@
 """The crossing into the C++ loops of the codecs; like native.py, it checks every tensor whose address it passes.
 
 Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of
-`chunk` elements, whose payloads follow one another at the distance of a full chunk's payload (docs/wire_format.md).
+`chunk` elements, whose payloads follow one another at the distance of a full chunk's payload
+(docs/reference/wire_format.md).
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
-    """Apply the random Hadamard rotation of docs/wire_format.md to a chunk, or undo it.
+    """Apply the random Hadamard rotation of docs/reference/wire_format.md to a chunk, or undo it.
 
     Args:
         x: [numel] fp32.

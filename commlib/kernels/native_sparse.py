@@ -1,7 +1,7 @@
 """The crossing into the C++ loops of the sparse codecs; like native.py, it checks every tensor whose address it passes.
 
 A payload names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
-(docs/wire_format.md).
+(docs/reference/wire_format.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The codecs in plain NumPy: the definition that every executor must match byte for byte (docs/wire_format.md).
+"""The codecs in plain NumPy: what every executor must match byte for byte (docs/reference/wire_format.md).
 
 Written to be read beside that page, not to be fast. Arrays are one chunk: `x` [n] fp32, payloads [bytes] uint8.
 """
@@ -158,7 +158,7 @@ class BlockCodec:
     """A codec of independent blocks.
 
     Attributes:
-        name: As in the table of docs/wire_format.md.
+        name: As in the table of docs/reference/wire_format.md.
         block: Elements of a full block; 0 means the whole chunk.
         bits: Bits of a code.
         scale_bytes: Bytes of a block's scale: 2 (bf16), 1 (E8M0) or 0.

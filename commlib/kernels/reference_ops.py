@@ -1,4 +1,4 @@
-"""The rest of docs/wire_format.md in plain NumPy: casts, sparse codecs, error feedback, sums and the rotation."""
+"""The rest of docs/reference/wire_format.md in plain NumPy: casts, sparse codecs, feedback, sums, the rotation."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Device:
             a dtype that is not there costs as much as "fp32", which must be.
         launch_us: Of each operation or kernel.
         codec_fractions: Which part of `memory_gbytes_s` a codec kernel reaches, by "<codec>.<kernel>", by
-            "<codec>", by "<kernel>" (docs/simulator.md lists them), or "" for all others.
+            "<codec>", by "<kernel>" (docs/explanation/simulator.md lists them), or "" for all others.
         contention: Seconds that the computation loses for each second of local communication work beside it (0: it
             costs nothing, 1: they take turns). Ignored where `shares_compute`.
         shares_compute: Whether collectives run on the processor that computes.

@@ -208,7 +208,7 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
         console,
     )
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
-        _say(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/simulator.md).", console)
+        _say(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/explanation/simulator.md).", console)
     rows = list(_grouped(comparison.rows))
     lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
     tables.show(lines[:1], console, "bold")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: The families of docs/algorithms.md with their algorithms; each has its colour (Okabe and Ito's, and a dark red for
-#: the eighth) and marker in `_LOOKS`.
+#: The families of docs/reference/algorithms.md with their algorithms; each has its colour (Okabe and Ito's, and a
+#: dark red for the eighth) and marker in `_LOOKS`.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "full precision": ("allreduce",),
     "quantized": ("bytegrad", "qsgd", "ef_quantized", "qadam"),

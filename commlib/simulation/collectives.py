@@ -129,7 +129,7 @@ NCCL = TransportProfile(
     assumed_latency_us=14.0,
     connections=2,
     op_us=10.0,
-    source="docs/simulator.md",
+    source="docs/explanation/simulator.md",
 )
 
 #: Gloo's rings in segments, its binomial broadcast, and its two threads.
@@ -141,7 +141,7 @@ GLOO = TransportProfile(
     handshakes=True,
     op_us=50.0,
     in_flight=2,
-    source="docs/simulator.md",
+    source="docs/explanation/simulator.md",
 )
 
 PROFILES = {profile.name: profile for profile in (NCCL, GLOO)}

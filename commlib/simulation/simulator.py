@@ -1,4 +1,4 @@
-"""What a training step takes on a network, from the same algorithm objects that train (docs/simulator.md)."""
+"""What a training step takes on a network, from the algorithm objects that train (docs/explanation/simulator.md)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def simulate(
     """Simulate training steps.
 
     The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks that do the same; see
-    docs/simulator.md.
+    docs/explanation/simulator.md.
 
     Args:
         workload: What is trained.

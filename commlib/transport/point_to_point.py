@@ -83,8 +83,8 @@ class GlooExchanges:
     """Sends and receives of one Gloo backend: tags, and a daemon thread that waits for them in order of their issue.
 
     [Note: all-to-all] Gloo's own all-to-all posts each send before its receives, so the notice "ready to receive" waits
-    behind data on the same connection and a third of the link stays unused (docs/emulation.md, "What Gloo reaches"). An
-    exchange posts its receives first.
+    behind data on the same connection and a third of the link stays unused (docs/explanation/emulation.md, "What Gloo
+    reaches"). An exchange posts its receives first.
 
     A work completes only inside `wait()`; to end it before its time see `close_connections`.
 

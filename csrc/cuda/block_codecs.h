@@ -3,7 +3,7 @@
 // [Note: a tile] kBlock elements belong to kLanes lanes of a warp; a tile is what a whole warp holds. A lane has kRuns
 // runs of four neighbours: number 4 * r + i is element r * kRunStride + 4 * t + i of the block, t the lane's place
 // among the kLanes. So every access to memory is one of neighbouring vectors, and the elements whose codes share a byte
-// are in one lane (docs/wire_format.md puts codes that are kRunStride apart into one byte).
+// are in one lane (docs/reference/wire_format.md puts codes that are kRunStride apart into one byte).
 //
 // A codec has the constants of its shape and
 //     analyse(v, m, t)       the parameters of a block of m elements, whose other places hold +0
@@ -145,7 +145,7 @@ struct MinMax : Shape<256, 2, 8, 2, 4> {
   }
 };
 
-// `scale` is s, `inverse` u and `minimum` l of docs/wire_format.md. The whole chunk shares them.
+// `scale` is s, `inverse` u and `minimum` l of docs/reference/wire_format.md. The whole chunk shares them.
 struct Bagua : Shape<256, 2, 8, 0, 8> {
   static constexpr bool kIsOneBlock = true;
 

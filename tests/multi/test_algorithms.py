@@ -41,7 +41,7 @@ from tests.multi.common import (
 )
 from tests.multi.pool import on_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md"
 
 
 class GatherMean(Algorithm):

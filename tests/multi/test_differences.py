@@ -1,4 +1,4 @@
-"""What differs from DDP, or has no counterpart there: the lines of docs/architecture.md that no other file tests."""
+"""What differs from DDP: the lines of docs/explanation/architecture.md that no other file tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECTION = "## What differs from DDP"
 
 def lines_of_the_page() -> list[str]:
     """The bullets of the section, each as one line."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     section = page.split(SECTION)[1].split("\n## ")[0]
     return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", section)[1:]]
 

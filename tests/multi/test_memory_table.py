@@ -1,4 +1,4 @@
-"""The columns "extra memory" of docs/algorithms.md: what every algorithm really keeps."""
+"""The columns "extra memory" of docs/reference/algorithms.md: what every algorithm really keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
 from tests.multi.test_relaxations import two_nodes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "algorithms.md"
 COLUMN = "extra memory"
 #: The algorithms whose first rounds are late: steps until they hold all that they will.
 STEPS = {"noloco": 101, "passive_gossip": 33, "streaming_diloco": 12}

@@ -1,4 +1,4 @@
-"""What algorithms send, by the counters of emulated hosts' interfaces, against the formulas of docs/algorithms.md."""
+"""What algorithms send, by the counters of emulated hosts, against the formulas of docs/reference/algorithms.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[2]
 N = 4
 MATRICES, VECTORS = LAYERS * WIDTH**2, LAYERS * WIDTH
 
-# Bits per element of the block codecs, scales included: docs/wire_format.md.
+# Bits per element of the block codecs, scales included: docs/reference/wire_format.md.
 INT8, INT4, ONE_BIT = 8 + 16 / 256, 4 + 16 / 128, 1 + 16 / 512
 RING = 2 * (N - 1) / N
 PLAIN_VECTORS = RING * 4 * VECTORS

@@ -11,19 +11,11 @@ import pytest
 import commlib
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(
-    path
-    for folder in (
-        ROOT,
-        ROOT / "docs",
-        ROOT / "docs" / "integrations",
-        ROOT / "benchmarks",
-        RESULTS,
-        ROOT / "examples",
-        ROOT / "tests",
-    )
-    for path in folder.glob("*.md")
+    [path for folder in (ROOT, ROOT / "benchmarks", ROOT / "examples") for path in folder.glob("*.md")]
+    + [path for folder in (DOCS, RESULTS, ROOT / "tests") for path in folder.rglob("*.md")]
 )
 
 
@@ -79,7 +71,7 @@ def test_results_that_pages_name_are_there() -> None:
 
 
 def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_names() -> None:
-    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
     bullet = page.split("- **Another number of ranks**")[1].split("\n- ")[0].split("The others keep")[0]
     named = set(re.findall(r"`(\w+)`", bullet))
     portable = {name for name in commlib.algorithms.list() if commlib.algorithms.create(name).portable}
@@ -90,7 +82,7 @@ def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_na
 def test_tests_that_pages_of_integrations_name_are_there() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     defined = set(re.findall(r"def (test_\w+)\(", sources))
-    for page in (ROOT / "docs" / "integrations").glob("*.md"):
+    for page in (DOCS / "how-to" / "integrations").glob("*.md"):
         named = set(re.findall(r"`(test_\w+)", page.read_text(encoding="utf-8")))
         named = {name for name in named if f"{name}*" not in page.read_text(encoding="utf-8")}
         assert named <= defined, f"{page.name}: no such test: {named - defined}"
@@ -99,7 +91,7 @@ def test_tests_that_pages_of_integrations_name_are_there() -> None:
 def test_versions_that_pages_name_are_those_that_were_tested() -> None:
     from commlib.integrations.versions import TESTED
 
-    page = (ROOT / "docs" / "integrations" / "README.md").read_text(encoding="utf-8").lower()
+    page = (DOCS / "how-to" / "integrations" / "README.md").read_text(encoding="utf-8").lower()
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     for name, version in TESTED.items():
         assert f"{name} {version}" in " ".join(page.split()), name

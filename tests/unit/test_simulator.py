@@ -379,7 +379,7 @@ def test_every_algorithm_can_be_simulated(name):
 
 
 def test_the_example_of_the_documentation_runs_on_1024_ranks():
-    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md").read_text()
     (source,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class ScaledSign" in block)
     namespace: dict = {}
     exec(source.partition("\nmodel = ")[0], namespace)
