@@ -22,6 +22,7 @@ from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.decentralized import Decentralized
+from commlib.algorithms.demo import DeMo
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
@@ -60,6 +61,7 @@ __all__ = [
     "Channel",
     "CompressionPolicy",
     "Context",
+    "DeMo",
     "Decentralized",
     "DiLoCo",
     "EFQuantized",
