@@ -53,6 +53,7 @@ SHAPES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "async_averaging": {"period": 1},
     "async_sgd": {"period": 1, "rest": 0.0},
+    "demo": {"chunk": 1},
     "dgc": {"ratio": 1.0},
     "diloco": {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
     "hierarchical_local_sgd": {"period": 2, "global_every": 1},
@@ -314,6 +315,7 @@ def random_factors(model: nn.Module, step: int) -> dict[str, Tensor]:
 def make_small(name: str) -> Any:
     """Make the algorithm so that it leaves something out, if it can."""
     sparse = {"topk": {"ratio": 0.1}, "randomk": {"ratio": 0.1}, "dgc": {"ratio": 0.1}}
+    sparse |= {"demo": {"chunk": 8, "kept": 4}}
     return make(name, **sparse.get(name, {}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import commlib
 from commlib import algorithms
+from commlib.algorithms.demo import chunk_shape
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import BlockTopK
 from commlib.replica import replica_of
@@ -83,11 +85,19 @@ def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
     numel = sum(p.numel() for p in parameters)
     names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
     names |= {"r": getattr(algorithm, "rank", 0), "ratio": getattr(algorithm, "ratio", 0)}
+    if isinstance(algorithm, algorithms.DeMo):
+        names["m"] = components(parameters, algorithm)
     if isinstance(codec := getattr(algorithm, "codec", None), BlockCodec | BlockTopK):
         names["b"] = codec.payload_bytes(numel) / numel
     if (topology := getattr(algorithm, "topology", None)) is not None:
         names["d"] = len(topology.neighbours(0, size, 0).sources)
     return names
+
+
+def components(parameters: list[torch.nn.Parameter], algorithm: algorithms.DeMo) -> int:
+    """Return how many components DeMo sends of these parameters."""
+    sizes = [(p.numel(), math.prod(chunk_shape(p.shape, algorithm.chunk))) for p in parameters]
+    return sum(numel // size * min(size, algorithm.kept) for numel, size in sizes)
 
 
 def storages() -> dict[int, int]:

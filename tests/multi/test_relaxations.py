@@ -276,7 +276,10 @@ def test_signsgd_is_the_majority() -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in GRADIENT_ALGORITHMS), ("dgc", {"clip": 0.5})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in GRADIENT_ALGORITHMS), ("dgc", {"clip": 0.5}), ("demo", {}), ("demo", {"sign": True})],
+)
 def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str, options: dict[str, Any]) -> None:
     """A gradient that is not finite on one rank shows on all of them; the next rounds are finite again."""
     algorithm = commlib.algorithms.get(name)(compress=EVERYTHING, **options)
@@ -328,7 +331,7 @@ def test_only_what_the_policy_names_is_compressed() -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "powersgd"])
+@pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "demo", "powersgd"])
 def test_a_resumed_run_is_bit_identical(name: str) -> None:
     options = {
         "bytegrad": {"feedback": True},
@@ -519,7 +522,7 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "powersgd"])
+@pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "demo", "powersgd"])
 def test_residuals_are_kept_without_the_loss_scale(name: str) -> None:
     """With a scale that changes under way the unscaled gradients are those of a run without one."""
     options = {"powersgd": {"min_compression": 1.0}}.get(name, {})

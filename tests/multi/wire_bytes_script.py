@@ -32,6 +32,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "topk": {},
     "randomk": {},
     "dgc": {"ratio": 0.01},
+    "demo": {},
     "powersgd": {},
     "onebit_adam": {"warmup_steps": 1},
     "qadam": {"warmup_steps": 1},
