@@ -16,7 +16,7 @@ class DeMo(torch.optim.SGD):
 
         x <- (1 - lr weight_decay) x - lr sign(grad)
 
-    An element whose gradient is 0 or NaN only decays.
+    An element whose gradient is 0 or NaN only decays. It is a subclass of SGD since algorithms made for SGD suit it.
 
     Args:
         params: Parameters or groups of them; groups may have their own lr and weight_decay.
