@@ -61,6 +61,12 @@ def _muon(parameters: Iterable[nn.Parameter], lr: float) -> Together:
     return Together(muon, torch.optim.AdamW(rest, lr=lr, fused=True))
 
 
+def _demo(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    from commlib.optim import DeMo
+
+    return DeMo(parameters, lr=lr, weight_decay=0.01)
+
+
 #: By name: what takes the parameters and a learning rate. The last two are what some algorithms demand in the place of
 #: the two before, whose learning rates they take (`systems.OPTIMIZER_OF`).
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Any]] = {
@@ -69,8 +75,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Any]] = {
     "frozen-variance-adam": _frozen_variance_adam,
     "plain-sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, fused=True),
     "muon": _muon,
+    "demo": _demo,
 }
-_RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd", "muon": "adamw"}
+_RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd", "muon": "adamw", "demo": "adamw"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,6 +50,7 @@ _DDP_CAPS = ("default", "1", "5", "25", "100")
 OPTIMIZER_OF = {
     **dict.fromkeys(("onebit_adam", "qadam", "zero_one_adam"), "frozen-variance-adam"),
     "dgc": "plain-sgd",
+    "demo": "demo",
 }
 
 
