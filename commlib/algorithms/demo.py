@@ -150,7 +150,7 @@ class ComponentWorkspace:
         indices = self._firsts + places
         components = self.momentum.index_select(0, indices)
         values.copy_(components)
-        rest = components.sub_(values).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        rest = components.sub_(components).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.momentum.index_copy_(0, indices, rest)
         return values
 
@@ -231,7 +231,7 @@ class DeMo(Compressed[ComponentWorkspace]):
     component by the number of ranks that chose it, not by N. Values are bf16.
     """
 
-    made_for = "sgd"
+    made_for = "sgd"  # or its own sign descent; error feedback is analysed for SGD
     channel = Gradients(accumulates=False)  # one rank alone has a momentum too
     kinds = ("momentum",)
 

@@ -11,12 +11,12 @@ from typing_extensions import override
 from commlib.errors import ConfigError
 
 
-class DeMo(torch.optim.SGD):
+class DeMo(torch.optim.Optimizer):
     """Descends along the signs of gradients, which the algorithm `demo` has made of all ranks' momenta.
 
         x <- (1 - lr weight_decay) x - lr sign(grad)
 
-    An element whose gradient is 0 or NaN only decays. It is a subclass of SGD since algorithms made for SGD suit it.
+    An element whose gradient is 0 or NaN only decays.
 
     Args:
         params: Parameters or groups of them; groups may have their own lr and weight_decay.
@@ -30,7 +30,7 @@ class DeMo(torch.optim.SGD):
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         if not (lr >= 0 and weight_decay >= 0):
             raise ConfigError(f"DeMo: expected lr >= 0 and weight_decay >= 0, got {lr=}, {weight_decay=}")
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -13,7 +13,7 @@ from commlib import algorithms
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.known import KNOWN, LOSES, OPTIMIZERS, doubt, keeping_up, loses_with
 from commlib.engine import optimizers
-from commlib.optim import FrozenVarianceAdam
+from commlib.optim import DeMo, FrozenVarianceAdam
 from commlib.simulation.compare import candidates
 from commlib.tuner import candidates_of, doubts
 
@@ -168,6 +168,7 @@ def parameters():
         (lambda: torch.optim.Adafactor(parameters()), "adam"),
         (lambda: torch.optim.RMSprop(parameters()), "adam"),
         (lambda: FrozenVarianceAdam(parameters()), "adam"),
+        (lambda: DeMo(parameters()), "adam"),
         (lambda: Proxy(torch.optim.AdamW(parameters())), "adam"),
         (lambda: Lion(parameters()), "adam"),
         (lambda: None, "adam"),
