@@ -34,6 +34,7 @@ from commlib.algorithms.known import Known, loses_with
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
 from commlib.algorithms.noloco import NoLoCo
+from commlib.algorithms.ok_topk import OkTopK
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.post_local_sgd import PostLocalSGD
@@ -74,6 +75,7 @@ __all__ = [
     "LocalSteps",
     "LowPrecisionDecentralized",
     "NoLoCo",
+    "OkTopK",
     "OneBitAdam",
     "OptimizerState",
     "PassiveGossip",

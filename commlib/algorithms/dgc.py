@@ -29,11 +29,24 @@ class MomentumWorkspace(SparseWorkspace):
     """A `SparseWorkspace` with u, the local momentum: `velocity` [numel] fp32."""
 
     def __init__(
-        self, numel: int, device: torch.device, codec: SparseCodec, comm: Communicator, *, begin: int, momentum: float
+        self,
+        numel: int,
+        device: torch.device,
+        codec: SparseCodec,
+        comm: Communicator,
+        *,
+        begin: int,
+        balanced: bool,
+        momentum: float,
     ) -> None:
-        super().__init__(numel, device, codec, comm, begin=begin)
+        super().__init__(numel, device, codec, comm, begin=begin, balanced=balanced)
         self.velocity = torch.zeros_like(self.residual)
         self._momentum = momentum
+
+    def mask(self, codec: codecs.TopK, is_summed: torch.Tensor) -> None:
+        """Set the velocity of what was encoded, and `is_summed` [places], to zero."""
+        indices = codec.indices(self.payloads(codec)[0], self.numel).long() & 0xFFFFFFFF
+        self.velocity.index_copy_(0, indices, torch.where(is_summed, 0.0, self.velocity[indices]))
 
     @override
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
@@ -68,6 +81,7 @@ class DGC(Sparse):
         hierarchical: Whether gradients are summed inside each node first, in full precision; a node is a worker then.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default. The gradients of the
             others are averaged in full precision, and the momentum comes after.
+        exchange: "gathered", as above, or "balanced", as `OkTopK` does: s_r is what of top_k(v_r) is in the result.
 
     Paper: Lin et al., "Deep Gradient Compression" (ICLR 2018), algorithm 4 and section 3.
     Deviations: clipping by bucket, as the norm of the whole gradient is not known during backward; no Nesterov
@@ -86,6 +100,7 @@ class DGC(Sparse):
         ratio_warmup_steps: int = 0,
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+        exchange: str = "gathered",
     ) -> None:
         if not 0 <= momentum < 1 or (clip is not None and not clip > 0) or ratio_warmup_steps < 0:
             raise ConfigError(
@@ -93,7 +108,8 @@ class DGC(Sparse):
                 f"{momentum=}, {clip=}, {ratio_warmup_steps=}"
             )
         most = max(ratio, _FIRST_RATIO) if ratio_warmup_steps else ratio
-        super().__init__(codecs.TopK(most), op="mean", compress=compress, hierarchical=hierarchical)
+        codec = codecs.TopK(most)
+        super().__init__(codec, op="mean", compress=compress, hierarchical=hierarchical, exchange=exchange)
         self.ratio = codecs.TopK(ratio).ratio
         self.momentum = momentum
         self.clip = clip
@@ -133,7 +149,9 @@ class DGC(Sparse):
     def _make_workspace(
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> MomentumWorkspace:
-        return MomentumWorkspace(numel, device, self.codec, comm, begin=begin, momentum=self.momentum)
+        return MomentumWorkspace(
+            numel, device, self.codec, comm, begin=begin, balanced=self.is_balanced, momentum=self.momentum
+        )
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of the optimizer's step of this number (of the round, where no optimizer is known)."""
@@ -163,7 +181,7 @@ class DGC(Sparse):
         codec = codecs.TopK(self.ratio_at(comm.optimizer_step))
         assert isinstance(workspace, MomentumWorkspace)
         scale = self._units.scale(comm.step)
-        own, everyone = workspace.payloads(codec)
+        own, _ = workspace.payloads(codec)
         if peers.contributes:
             gradient = tensor
             if self.clip is not None:
@@ -179,14 +197,16 @@ class DGC(Sparse):
                 Feedback(workspace.residual),
                 decay=self.momentum,
                 factor=1.0 / scale,
+                masks=not self.is_balanced,
             )
         else:
             is_finite = all_finite(tensor)
             codec.encode(tensor, own)
         mark_unless(is_finite, codec.values(own, workspace.numel))
-        yield peers.all_gather(everyone.view(-1), own)
         total = workspace.sum_like(tensor)
-        codec.decode_sum(everyone, total, divisor=self.divisor(comm))
+        is_summed = yield from workspace.sum_up(codec, total, peers, divisor=self.divisor(comm))
+        if is_summed is not None and peers.contributes:
+            workspace.mask(codec, is_summed)
         if total is not tensor or scale != 1.0:
             torch.mul(total, scale, out=tensor)
 

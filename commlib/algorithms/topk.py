@@ -28,6 +28,7 @@ class TopK(Sparse):
         op: "mean" or "sum".
         hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
+        exchange: "gathered", as above, or "balanced", as `OkTopK` does.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1; Aji and Heafield (EMNLP
     2017).
@@ -43,8 +44,10 @@ class TopK(Sparse):
         op: str = "mean",
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+        exchange: str = "gathered",
     ) -> None:
-        super().__init__(codecs.TopK(ratio), op=op, compress=compress, hierarchical=hierarchical)
+        codec = codecs.TopK(ratio)
+        super().__init__(codec, op=op, compress=compress, hierarchical=hierarchical, exchange=exchange)
         self.ratio = ratio
 
     @override

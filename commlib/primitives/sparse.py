@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
 from commlib.codecs.base import Feedback, Random
 from commlib.codecs.sparse import PairsCodec, SparseCodec, TopK
 from commlib.kernels import native_ops
+from commlib.primitives.balanced import BalancedSum
 from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.parts import Part, Pieces, cut, pasted, split_at
-from commlib.transport.base import Communication, Communicator
+from commlib.transport.base import Communication, Communicator, Request
 
 
 class SparseWorkspace:
@@ -24,6 +25,7 @@ class SparseWorkspace:
         comm: The ranks that workspace.
         begin: Where the stretch begins in its bucket.
         gathers: Whether everyone's payloads are gathered; else there is room for the own one only.
+        balanced: Whether they are summed by regions instead (`BalancedSum`); the codec is `TopK` then.
     """
 
     def __init__(
@@ -35,13 +37,18 @@ class SparseWorkspace:
         *,
         begin: int = 0,
         gathers: bool = True,
+        balanced: bool = False,
     ) -> None:
-        self._world_size = world_size = comm.world_size if gathers else 0
+        self._world_size = world_size = comm.world_size if gathers and not balanced else 0
         self.begin = begin
         self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
         self.numel = numel
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._sum = torch.zeros(0, dtype=torch.float32, device=device)
+        self.balanced: BalancedSum | None = None
+        if balanced:
+            assert isinstance(codec, TopK)
+            self.balanced = BalancedSum(numel, device, codec, comm)
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes], if these are gathered."""
@@ -60,6 +67,30 @@ class SparseWorkspace:
     def feedback(self, comm: Communicator, scale: float, decay: float) -> Feedback | None:
         """Return the feedback of one encoding; None for a rank that contributes nothing."""
         return Feedback(self.residual, scale * decay, 1.0 / scale) if comm.contributes else None
+
+    def sum_up(
+        self, codec: SparseCodec, total: torch.Tensor, comm: Communicator, *, divisor: float, gamma: float = 1.0
+    ) -> Generator[Request, None, torch.Tensor | None]:
+        """Write the sum of what all ranks have encoded, divided, to `total` [numel] fp32, alike on all ranks.
+
+        Where it is summed by regions, choices that are not in it go back to the residual, times `gamma`.
+
+        Returns:
+            [places] bool, which of the own choices are in the sum; None: all of them.
+        """
+        own, everyone = self.payloads(codec)
+        if self.balanced is None:
+            yield comm.all_gather(everyone.view(-1), own)
+            codec.decode_sum(everyone, total, divisor=divisor)
+            return None
+        assert isinstance(codec, TopK)
+        is_summed = yield from self.balanced.sum_up(codec, own, total, comm, divisor)
+        if comm.contributes:
+            indices, values = codec.indices(own, self.numel).long() & 0xFFFFFFFF, codec.values(own, self.numel)
+            kept = self.residual[indices]  # what the encoding left of them: 0, but for values that are not finite
+            back = torch.where(is_summed | ~torch.isfinite(values), kept, values * gamma)
+            self.residual.index_copy_(0, indices, back)
+        return is_summed
 
     def decode_sum(self, codec: SparseCodec, payloads: torch.Tensor, tensor: torch.Tensor, divisor: float) -> None:
         """Replace `tensor` by the sum of payloads [count, bytes], divided."""
@@ -97,6 +128,7 @@ def centralized_sparse(
         v_r = x_r + decay e_r,  s_r = the codec's elements of v_r,  e_r = v_r - s_r,  x = 1/divisor sum_r s_r
 
     Every rank gathers all payloads, so (N - 1) payloads arrive at each; sums run in rank order, alike on all ranks.
+    With a balanced workspace the payloads are summed by regions, and s_r is what of the codec's choice is in the sum.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -107,10 +139,12 @@ def centralized_sparse(
         scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
         decay: By which the residual is multiplied before it is added.
     """
-    own, everyone = workspace.payloads(codec)
+    own, _ = workspace.payloads(codec)
     codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay))
-    yield comm.all_gather(everyone.view(-1), own)
-    workspace.decode_sum(codec, everyone, tensor, divisor)
+    total = workspace.sum_like(tensor)
+    yield from workspace.sum_up(codec, total, comm, divisor=divisor, gamma=1.0 / scale)
+    if total is not tensor:
+        tensor.copy_(total)
 
 
 def centralized_aligned_sparse(
@@ -156,6 +190,7 @@ def encode_momentum(
     *,
     decay: float,
     factor: float,
+    masks: bool = True,
 ) -> torch.Tensor:
     """Replace `velocity` by decay * velocity + factor * gradient and encode it; named elements of it become 0 then.
 
@@ -167,12 +202,13 @@ def encode_momentum(
         feedback: Error feedback.
         decay: Finite.
         factor: Finite.
+        masks: Whether named elements become 0.
 
     Returns:
         What `all_finite(gradient)` was.
     """
     numel = gradient.numel()
-    if gradient.device.type == "cpu":
+    if gradient.device.type == "cpu" and masks:
         places = codec.places(numel)
         return torch.tensor(
             native_ops.encode_momentum(gradient, velocity, places, out, feedback, decay=decay, factor=factor),
@@ -182,5 +218,6 @@ def encode_momentum(
     torch.nan_to_num(gradient, nan=0.0, posinf=0.0, neginf=0.0, out=gradient)
     velocity.mul_(decay).add_(gradient, alpha=factor)
     codec.encode(velocity, out, feedback=feedback)
-    velocity.index_fill_(0, codec.indices(out, numel).long() & 0xFFFFFFFF, 0.0)
+    if masks:
+        velocity.index_fill_(0, codec.indices(out, numel).long() & 0xFFFFFFFF, 0.0)
     return is_finite

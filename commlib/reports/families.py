@@ -11,7 +11,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "full precision": ("allreduce",),
     "quantized": ("bytegrad", "qsgd", "ef_quantized", "qadam"),
     "sign": ("signsgd", "onebit_adam", "zero_one_adam"),
-    "sparsified": ("topk", "randomk", "dgc", "demo"),
+    "sparsified": ("topk", "randomk", "dgc", "demo", "ok_topk"),
     "low rank": ("powersgd",),
     "local steps": (
         *("local_sgd", "post_local_sgd", "hierarchical_local_sgd", "diloco", "streaming_diloco"),

@@ -28,7 +28,8 @@ TIMEOUT_S = 10.0
 
 #: Each is close to one that is not here. What does not depend on the algorithm is a slow test for them.
 SIBLINGS = (
-    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "qadam", "post_local_sgd", "hierarchical_local_sgd"),
+    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "ok_topk", "qadam"),
+    *("post_local_sgd", "hierarchical_local_sgd"),
     *("streaming_diloco", "gossip", "low_precision_decentralized"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,14 +176,18 @@ class SparseReference:
     def _state(self, by_rank: Sequence[ByName], rank: int) -> tuple[ByName, ByName, ByName]:
         return by_rank[rank], self.residual[rank], self.velocity[rank]
 
-    def _send(self, step: int, index: int, g: Floats, e: Floats, u: Floats) -> tuple[Floats, Floats, Floats]:
+    def _accumulate(self, g: Floats, e: Floats, u: Floats) -> tuple[Floats, Floats]:
+        """Return what there is to be sent, and the new momentum."""
         if self.momentum is not None:
             if self.clip is not None:
                 limit = self.clip * np.sqrt(len(g) / sum(self.numels.values()) / self.world_size)
                 norm = np.linalg.norm(g.astype(np.float64))
                 g = (g * np.float32(min(1.0, limit / (norm + 1e-12)))).astype(np.float32)
             u = (u * np.float32(self.momentum) + g).astype(np.float32)
-        v = (u if self.momentum is not None else g) + e
+        return (u if self.momentum is not None else g) + e, u
+
+    def _send(self, step: int, index: int, g: Floats, e: Floats, u: Floats) -> tuple[Floats, Floats, Floats]:
+        v, u = self._accumulate(g, e, u)
         chosen = self.choose(v, step, index)
         sent = np.zeros_like(v)
         sent[chosen] = v[chosen]
@@ -190,6 +195,58 @@ class SparseReference:
             u = u.copy()
             u[chosen] = 0
         return sent, v - sent, u
+
+
+class BalancedReference(SparseReference):
+    """Ok-Topk, with DGC's momentum where `momentum` is given: choices are summed by regions, the largest sums kept."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.regions: dict[tuple[str, ...], list[int]] = {}  # by the names in a bucket
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the averaged gradients of one step, for buckets that hold these parameters."""
+        result: ByName = {}
+        for index, names in enumerate(buckets):
+            ends = np.cumsum([self.numels[name] for name in names])[:-1]
+            pairs = [
+                self._accumulate(*(np.concatenate([d[name] for name in names]) for d in self._state(by_rank, rank)))
+                for rank in range(self.world_size)
+            ]
+            chosen = [self.choose(v, step, index) for v, _ in pairs]
+            mean, applied = self._exchange(tuple(names), [v for v, _ in pairs], chosen)
+            for rank, (v, u) in enumerate(pairs):
+                v[applied[rank]] = 0
+                if self.momentum is not None:
+                    u[applied[rank]] = 0
+                self.residual[rank].update(zip(names, np.split(v, ends), strict=True))
+                self.velocity[rank].update(zip(names, np.split(u, ends), strict=True))
+            result |= dict(zip(names, np.split(mean, ends), strict=True))
+        return result
+
+    def _exchange(
+        self, names: tuple[str, ...], values: Sequence[Floats], chosen: Sequence[npt.NDArray[np.int64]]
+    ) -> tuple[Floats, list[npt.NDArray[np.int64]]]:
+        """Return the mean, and which elements of each rank are in it."""
+        size, numel, count = self.world_size, len(values[0]), len(chosen[0])
+        regions = self.regions.setdefault(names, [numel * owner // size for owner in range(size + 1)])
+        fitting: list[list[int]] = [[] for _ in range(size)]
+        mean = np.zeros(numel, np.float32)
+        for begin, end in itertools.pairwise(regions):
+            sent = []
+            for rank, (v, own) in enumerate(zip(values, chosen, strict=True)):
+                inside = sorted((idx for idx in own.tolist() if begin <= idx < end), key=lambda i, v=v: (-abs(v[i]), i))
+                fits = inside[: -(-2 * count // size)]
+                fitting[rank] += fits
+                sent.append(np.zeros(numel, np.float32))
+                sent[-1][fits] = v[fits]
+            total = reference_ops.decode_sum(sent, 1.0)
+            largest = np.argsort(-np.abs(total), kind="stable")[: -(-count // size)]
+            mean[largest] += total[largest]
+        mean = mean / np.float32(size)
+        cuts = [sum(int(own[count * owner // size]) for own in chosen) // size for owner in range(1, size)]
+        self.regions[names] = [0, *cuts, numel]
+        return mean, [np.array([i for i in fits if mean[i] != 0], np.int64) for fits in fitting]
 
 
 class PowerSGDReference:

@@ -59,6 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hierarchical_local_sgd": {"period": 2, "global_every": 1},
     "local_sgd": {"period": 2},
     "noloco": {"period": 2, "outer_lr": 0.5, "outer_momentum": 0.5},
+    "ok_topk": {"ratio": 1.0},
     "onebit_adam": {"warmup_steps": 2},
     "passive_gossip": {"period": 1},
     "post_local_sgd": {"warmup_steps": 2, "period": 2},
@@ -78,8 +79,8 @@ BLOCKWISE = (
     "zero_one_adam",
     "auto",  # whatever it takes
 )
-#: Whose random numbers, or blocks of elements of which some are chosen, go by place.
-BY_PLACE = ("qsgd", "randomk", "sparse_loco")
+#: Whose random numbers, or blocks or regions of elements of which some are chosen, go by place.
+BY_PLACE = ("qsgd", "randomk", "sparse_loco", "ok_topk")
 ELEMENTWISE = [name for name in ALL if name not in (*TIMED, *BLOCKWISE, *BY_PLACE)]
 
 
@@ -400,6 +401,7 @@ COMPENSATED: dict[str, Callable[[], Any]] = {
     },
     "signsgd": lambda: algorithms.SignSGD(compress=everything),
     "topk": lambda: algorithms.TopK(ratio=0.05, compress=everything),
+    "ok_topk": lambda: algorithms.OkTopK(ratio=0.05, compress=everything),
     "randomk": lambda: algorithms.RandomK(ratio=0.05, compress=everything),
     "powersgd": lambda: algorithms.PowerSGD(rank=2, min_compression=1.0),
 }

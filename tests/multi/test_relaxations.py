@@ -24,6 +24,7 @@ from commlib.algorithms import (
     ByteGrad,
     CompressionPolicy,
     EFQuantized,
+    OkTopK,
     PowerSGD,
     RandomK,
     SignSGD,
@@ -50,6 +51,7 @@ from tests.multi.common import (
 )
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import (
+    BalancedReference,
     ByName,
     PowerSGDReference,
     QuantizedReference,
@@ -60,7 +62,8 @@ from tests.multi.relaxation_references import (
 )
 
 EVERYTHING = CompressionPolicy()
-GRADIENT_ALGORITHMS = ["bytegrad", "qsgd", "ef_quantized", "signsgd", "topk", "randomk", "dgc", "powersgd"]
+GRADIENT_ALGORITHMS = ["bytegrad", "qsgd", "ef_quantized", "signsgd", "topk", "randomk", "dgc", "ok_topk", "powersgd"]
+BALANCED = {"exchange": "balanced"}
 STEPS = 50
 
 
@@ -189,6 +192,35 @@ def test_dgc_follows_its_equations(clip: float | None) -> None:
     check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
 
 
+@on_ranks(1, 3, slow=(2, 4))
+@pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
+def test_ok_topk_follows_its_equations(cap: float) -> None:
+    reference = BalancedReference(
+        lambda v, step, bucket: reference_ops.top_k(v, max(1, round(0.1 * len(v)))), dist.get_world_size(), numels()
+    )
+    check(OkTopK(0.1, compress=EVERYTHING), reference, bucket_cap_mb=cap)
+
+
+@on_ranks(3, slow=(2, 4))
+def test_dgc_keeps_residual_and_momentum_of_what_is_not_in_a_balanced_sum() -> None:
+    algorithm = DGC(0.05, momentum=0.9, ratio_warmup_steps=20, compress=EVERYTHING, exchange="balanced")
+
+    def choose(v: np.ndarray, step: int, bucket: int) -> np.ndarray:
+        return reference_ops.top_k(v, max(1, round(algorithm.ratio_at(step) * len(v))))
+
+    reference = BalancedReference(choose, dist.get_world_size(), numels(), momentum=0.9)
+    check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
+
+
+@on_ranks(3)
+def test_topk_with_a_balanced_exchange_is_ok_topk() -> None:
+    found = []
+    for algorithm in (OkTopK(0.1), TopK(0.1, exchange="balanced")):
+        model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=SMALL_BUCKET_MB)
+        found.append(train(model, mlp_loss, 5, sgd(model)))
+    assert_same_trace(*found, exact=True)
+
+
 @on_ranks(1, 2, 3)
 def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
     """With nothing made sparse it is SGD with momentum."""
@@ -278,7 +310,13 @@ def test_signsgd_is_the_majority() -> None:
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in GRADIENT_ALGORITHMS), ("dgc", {"clip": 0.5}), ("demo", {}), ("demo", {"sign": True})],
+    [
+        *((name, {}) for name in GRADIENT_ALGORITHMS),
+        ("dgc", {"clip": 0.5}),
+        ("dgc", BALANCED),
+        ("demo", {}),
+        ("demo", {"sign": True}),
+    ],
 )
 def test_overflow_reaches_all_ranks_and_spoils_nothing(name: str, options: dict[str, Any]) -> None:
     """A gradient that is not finite on one rank shows on all of them; the next rounds are finite again."""
@@ -331,11 +369,14 @@ def test_only_what_the_policy_names_is_compressed() -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "demo", "powersgd"])
+@pytest.mark.parametrize(
+    "name", ["bytegrad", "qsgd", "ef_quantized", "topk", "randomk", "dgc", "demo", "ok_topk", "powersgd"]
+)
 def test_a_resumed_run_is_bit_identical(name: str) -> None:
     options = {
         "bytegrad": {"feedback": True},
         "dgc": {"ratio": 0.1, "ratio_warmup_steps": 10, "compress": CompressionPolicy(min_dims=2)},
+        "ok_topk": {"ratio": 0.1},
     }.get(name, {})
 
     def make() -> Algorithm:
@@ -477,6 +518,7 @@ def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: 
     "name",
     [
         "topk",
+        "ok_topk",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("ef_quantized", "signsgd", "randomk", "dgc", "powersgd")),
     ],
 )
@@ -484,6 +526,7 @@ def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
     """The mean of many rounds of one gradient comes to the true mean, through several changes of the plan too."""
     options = {
         "topk": {"ratio": 0.2},
+        "ok_topk": {"ratio": 0.2},
         "randomk": {"ratio": 0.5},
         "dgc": {"ratio": 0.2, "momentum": 0.0},
         "powersgd": {"min_compression": 1.0},
@@ -522,7 +565,7 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "demo", "powersgd"])
+@pytest.mark.parametrize("name", ["ef_quantized", "topk", "dgc", "demo", "ok_topk", "powersgd"])
 def test_residuals_are_kept_without_the_loss_scale(name: str) -> None:
     """With a scale that changes under way the unscaled gradients are those of a run without one."""
     options = {"powersgd": {"min_compression": 1.0}}.get(name, {})

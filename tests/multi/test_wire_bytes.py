@@ -41,6 +41,10 @@ EXPECTED: dict[str, tuple[float, dict[str, int]]] = {
     "randomk": (RING * 4 * 0.01 * MATRICES + PLAIN_VECTORS, {"all_reduce": 2, "flags": 1}),
     "dgc": ((N - 1) * 8 * 0.01 * MATRICES + PLAIN_VECTORS, {"all_gather": 1, "all_reduce": 1, "flags": 1}),
     "demo": ((N - 1) * 4 * 32 * (MATRICES / 64**2 + VECTORS / 64), {"all_gather": 1, "flags": 1}),
+    "ok_topk": (
+        RING * 3 * 4 * 0.01 * MATRICES + PLAIN_VECTORS,
+        {"all_to_all": 1, "all_gather": 1, "all_reduce": 1, "flags": 1},
+    ),
     "powersgd": (RING * 4 * 2 * LAYERS * 2 * WIDTH + PLAIN_VECTORS, {"all_reduce": 3, "flags": 1}),
     "onebit_adam": (
         RING * ONE_BIT / 8 * MATRICES + PLAIN_VECTORS,

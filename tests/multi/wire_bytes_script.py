@@ -33,6 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "randomk": {},
     "dgc": {"ratio": 0.01},
     "demo": {},
+    "ok_topk": {},
     "powersgd": {},
     "onebit_adam": {"warmup_steps": 1},
     "qadam": {"warmup_steps": 1},

@@ -1,0 +1,141 @@
+"""The sum of what all ranks have chosen of a tensor, by regions of equal load instead of by gathering all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+
+from commlib.codecs.sparse import TopK
+from commlib.transport.base import Communicator, Request
+
+#: Places that a rank has for its choices in one region, as a multiple of those that fall on it where all are alike.
+_SLACK = 2
+#: Behind every payload: where a region ends (int64), and padding to the codecs' alignment.
+_HEADER_BYTES = 16
+
+
+class BalancedSum:
+    """Sums sparse payloads as Ok-Topk does: split and reduce, then balance and all-gather. What one bucket keeps.
+
+    The tensor is cut into one region per rank, the same on all ranks; rank i owns region i. Of k choices of a rank
+    there are places for the 2k/N largest in each region; they go to its owner, which sums them in rank order. The k/N
+    largest sums of each region are gathered. So every rank sends 2k(N-1)/N, then k(N-1)/N pairs of index and value:
+    6k(N-1)/N numbers of 4 bytes, beside rounding up and 32 bytes for each other rank.
+
+    In the next round region i ends where, in the mean over ranks, (i+1)/N of a rank's choices lay in this one. This
+    travels behind the payloads, so balancing takes no collective of its own, and no host waits for it.
+
+    What does not fit, or is not among the largest sums, is said to the rank that chose it, which keeps it as a
+    residual: sizes are fixed and the same on all ranks, and a region that overflows is narrower in the next round.
+
+    Args:
+        numel: Elements of the tensor.
+        device: Where it is.
+        codec: Makes the choices; the one with the most places that will be used.
+        comm: The ranks.
+    """
+
+    def __init__(self, numel: int, device: torch.device, codec: TopK, comm: Communicator) -> None:
+        self._numel = numel
+        self._size = size = comm.world_size
+        self._ranks = torch.arange(size + 1, device=device)
+        self.regions = self._ranks * numel // size  # [ranks + 1] int64: where they begin, and the end
+        nbytes = self._codecs(codec)[0].payload_bytes(numel) + _HEADER_BYTES
+        self._sent = torch.zeros((size + 1) * nbytes, dtype=torch.uint8, device=device)  # a row for what does not fit
+        self._received = torch.zeros(size * nbytes, dtype=torch.uint8, device=device)
+
+    def save(self) -> dict[str, Any]:
+        """Return a copy of the regions."""
+        return {"numel": self._numel, "regions": self.regions.clone()}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take regions over; where there were other ranks or elements, they stay as they are: any will do."""
+        if saved["numel"] == self._numel and saved["regions"].shape == self.regions.shape:
+            self.regions.copy_(saved["regions"])
+
+    def _codecs(self, codec: TopK) -> tuple[TopK, TopK]:
+        """Return the codecs of what a rank sends to an owner, and of what an owner sends to all."""
+        numel, places = max(self._numel, 1), codec.places(self._numel)
+        counts = [-(-slack * places // self._size) for slack in (_SLACK, 1)]
+        of_choices, of_sums = (TopK(min(max(count, 1) / numel, 1.0)) for count in counts)
+        return of_choices, of_sums
+
+    def sum_up(
+        self, codec: TopK, own: torch.Tensor, total: torch.Tensor, comm: Communicator, divisor: float
+    ) -> Generator[Request, None, torch.Tensor]:
+        """Write the sum of what is kept of all ranks' choices, divided, alike on all ranks.
+
+        Args:
+            codec: That of `own`.
+            own: The payload of this rank's choices.
+            total: [numel] fp32; elements of which nothing is kept become 0.
+            comm: The ranks.
+            divisor: A true division of the sum.
+
+        Returns:
+            [codec.places(numel)] bool, which of the own choices are in the sum.
+        """
+        if not self._numel:  # of a bucket that nodes share out: as many collectives as the others have, of nothing
+            yield comm.all_to_all(total, total)
+            yield comm.all_gather(total, total)
+            return total.bool()
+        choices, sums = self._codecs(codec)
+        nbytes = choices.payload_bytes(self._numel)
+        row_bytes = nbytes + _HEADER_BYTES
+        indices = codec.indices(own, self._numel).long() & 0xFFFFFFFF
+        sent = self._sent[: (self._size + 1) * row_bytes]
+        fits = self._split(indices, codec.values(own, self._numel), choices.places(self._numel), sent.view(torch.int32))
+        rows, received = (buffer[: self._size * row_bytes] for buffer in (sent, self._received))
+        self._header(rows).copy_(self._proposal(indices) if comm.contributes else self.regions[1:])
+        yield comm.all_to_all(received, rows)
+
+        end = self._header(received).sum() // self._size
+        choices.decode_sum(received.view(self._size, -1)[:, :nbytes].contiguous(), total)
+        nbytes = sums.payload_bytes(self._numel)
+        sums.encode(total, self._sent[:nbytes])
+        row = self._sent[: nbytes + _HEADER_BYTES]
+        row[nbytes:].view(torch.int64)[0].copy_(end)
+        gathered = self._received[: self._size * row.numel()]
+        yield comm.all_gather(gathered, row)
+
+        self.regions[1:].copy_(self._header(gathered))
+        sums.decode_sum(gathered.view(self._size, -1)[:, :nbytes].contiguous(), total, divisor=divisor)
+        return fits & (total[indices] != 0)
+
+    def _header(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a view of the number behind each rank's payload, [ranks] int64."""
+        return rows.view(torch.int64).view(self._size, -1)[:, -(_HEADER_BYTES // 8)]
+
+    def _proposal(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return where the regions would have to end to share out these choices equally, [ranks] int64."""
+        ends = self.regions[1:].clone()
+        ends[:-1] = indices[self._ranks[1:-1] * indices.numel() // self._size]
+        return ends
+
+    def _split(self, indices: torch.Tensor, values: torch.Tensor, places: int, out: torch.Tensor) -> torch.Tensor:
+        """Write a payload for the owner of each region; return which choices have a place in one.
+
+        Args:
+            indices: [count] int64, ascending.
+            values: [count] fp32; the largest of a region come first, among equals those of lower index.
+            places: Of a payload.
+            out: [(ranks + 1) * words of a row] int32; the last row is of no use afterwards.
+        """
+        counter = torch.arange(indices.numel(), device=indices.device)
+        owner = torch.searchsorted(self.regions[1:-1], indices, right=True)
+        first = torch.searchsorted(owner, self._ranks[:-1])  # the first choice in each region
+        words = values.view(torch.int32)
+        by_size = (owner << 32 | 0x7FFFFFFF - (words & 0x7FFFFFFF).long()).argsort(stable=True)
+        fits = torch.empty_like(counter).scatter_(0, by_size, counter) - first[owner] < places
+
+        rows = out.zero_().view(self._size + 1, -1)
+        rows[:, :places] = -1
+        num_words = rows.shape[1]
+        until = fits.cumsum(0)
+        before = (until - fits.long())[first[owner]]  # how many fit in the regions before
+        at = torch.where(fits, owner * num_words + until - 1 - before, self._size * num_words)
+        out.scatter_(0, at, indices.to(torch.int32))
+        out.scatter_(0, at + (num_words - _HEADER_BYTES // 4) // 2, words)
+        return fits
