@@ -192,6 +192,59 @@ class SparseReference:
         return sent, v - sent, u
 
 
+class EF21Reference:
+    """EF21-SGDM as its paper has it, with each rank's part of the estimate kept as such.
+
+    Args:
+        compress: Maps (values [numel], step, bucket) to what arrives of them.
+        world_size: The number of ranks.
+        numels: Elements of each parameter.
+        weight: Of a new gradient in the momentum.
+        compresses_mean: Whether what the estimate lacks of the mean of the parts is compressed again.
+        is_sent: Whether the parameters of these names are compressed; the others get the momentum of their mean.
+    """
+
+    def __init__(
+        self,
+        compress: Callable[[Floats, int, int], Floats],
+        world_size: int,
+        numels: dict[str, int],
+        *,
+        weight: float,
+        compresses_mean: bool = False,
+        is_sent: Callable[[Sequence[str]], bool] = lambda names: True,
+    ) -> None:
+        self.compress, self.weight = compress, weight
+        self.compresses_mean, self.is_sent = compresses_mean, is_sent
+        self.momentum = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
+        self.sent = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
+        self.estimate = {name: np.zeros(n) for name, n in numels.items()}
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the estimate after one step, for buckets that hold these parameters."""
+        for momentum, gradients in zip(self.momentum, by_rank, strict=True):
+            for name, gradient in gradients.items():
+                momentum[name] += self.weight * (gradient - momentum[name])
+        for index, names in enumerate(buckets):
+            if not self.is_sent(names):
+                self.estimate |= {name: np.mean([own[name] for own in self.momentum], axis=0) for name in names}
+                continue
+            for momentum, sent in zip(self.momentum, self.sent, strict=True):
+                self._send(momentum, sent, names, step, index)
+            mean = {name: np.mean([own[name] for own in self.sent], axis=0) for name in names}
+            if self.compresses_mean:
+                self._send(mean, self.estimate, names, step, index)
+            else:
+                self.estimate |= mean
+        return {name: value.astype(np.float32) for name, value in self.estimate.items()}
+
+    def _send(self, target: dict[str, Any], sent: dict[str, Any], names: Sequence[str], step: int, index: int) -> None:
+        lacks = np.concatenate([target[name] - sent[name] for name in names]).astype(np.float32)
+        ends = np.cumsum([len(target[name]) for name in names])
+        for name, piece in zip(names, np.split(self.compress(lacks, step, index), ends[:-1]), strict=True):
+            sent[name] = sent[name] + piece
+
+
 class PowerSGDReference:
     """PowerSGD in float64, one matrix after the other; parameters whose name is not in `first_q` are averaged.
 
