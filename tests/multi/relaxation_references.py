@@ -200,7 +200,6 @@ class EF21Reference:
         world_size: The number of ranks.
         numels: Elements of each parameter.
         weight: Of a new gradient in the momentum.
-        compresses_mean: Whether what the estimate lacks of the mean of the parts is compressed again.
         is_sent: Whether the parameters of these names are compressed; the others get the momentum of their mean.
     """
 
@@ -211,11 +210,9 @@ class EF21Reference:
         numels: dict[str, int],
         *,
         weight: float,
-        compresses_mean: bool = False,
         is_sent: Callable[[Sequence[str]], bool] = lambda names: True,
     ) -> None:
-        self.compress, self.weight = compress, weight
-        self.compresses_mean, self.is_sent = compresses_mean, is_sent
+        self.compress, self.weight, self.is_sent = compress, weight, is_sent
         self.momentum = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
         self.sent = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
         self.estimate = {name: np.zeros(n) for name, n in numels.items()}
@@ -231,11 +228,7 @@ class EF21Reference:
                 continue
             for momentum, sent in zip(self.momentum, self.sent, strict=True):
                 self._send(momentum, sent, names, step, index)
-            mean = {name: np.mean([own[name] for own in self.sent], axis=0) for name in names}
-            if self.compresses_mean:
-                self._send(mean, self.estimate, names, step, index)
-            else:
-                self.estimate |= mean
+            self.estimate |= {name: np.mean([own[name] for own in self.sent], axis=0) for name in names}
         return {name: value.astype(np.float32) for name, value in self.estimate.items()}
 
     def _send(self, target: dict[str, Any], sent: dict[str, Any], names: Sequence[str], step: int, index: int) -> None:
@@ -243,6 +236,33 @@ class EF21Reference:
         ends = np.cumsum([len(target[name]) for name in names])
         for name, piece in zip(names, np.split(self.compress(lacks, step, index), ends[:-1]), strict=True):
             sent[name] = sent[name] + piece
+
+
+class QuantizedEF21Reference:
+    """EF21-SGDM whose estimates' means are compressed too: error feedback on both sides, of how the momenta change.
+
+    Args:
+        average: Averages the changes, with feedback.
+        weight: Of a new gradient in the momentum.
+    """
+
+    def __init__(self, average: QuantizedReference, weight: float) -> None:
+        self.average, self.weight = average, np.float32(weight)
+        self.momentum = [{name: np.zeros(n, np.float32) for name, n in average.numels.items()} for _ in average.worker]
+        self.estimate = {name: np.zeros(n, np.float32) for name, n in average.numels.items()}
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the estimate after one step, and check what the paper says of it."""
+        changes = []
+        for momentum, gradients in zip(self.momentum, by_rank, strict=True):
+            changes.append({name: (gradients[name] - momentum[name]) * self.weight for name in momentum})
+            momentum.update({name: momentum[name] + change for name, change in changes[-1].items()})
+        for name, change in self.average.step(step, changes, buckets).items():
+            self.estimate[name] = self.estimate[name] + change
+            sent = [v[name] - e[name] for v, e in zip(self.momentum, self.average.worker, strict=True)]
+            lacks = sum(own[name] for own in self.average.owner)
+            assert np.allclose(np.mean(sent, axis=0), self.estimate[name] + lacks, rtol=0, atol=1e-5), (step, name)
+        return self.estimate
 
 
 class PowerSGDReference:
