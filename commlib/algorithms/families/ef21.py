@@ -55,6 +55,7 @@ class EF21Option(Compressed[F]):
         if given:
             raise ConfigError(f"{name}.ef21: expected no other error feedback and no nodes with it, got {given[0]}")
         self.ef21 = weight
+        self.made_for = "sgd"
         # What is left is no mean of gradients, and one rank alone has a momentum too.
         self.channel = dataclasses.replace(self.channel, accumulates=False, idle_alone=False)
 
