@@ -9,6 +9,7 @@ import torch
 from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import SparseCodec
 
 
 class DiLoCo(OuterSGD):
@@ -25,14 +26,17 @@ class DiLoCo(OuterSGD):
         outer_lr: The outer learning rate.
         outer_momentum: The outer momentum m.
         nesterov: Whether the outer momentum is Nesterov's; False steps along u.
-        codec: Any block codec or its name for the outer gradients; None sends them in the weights' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        codec: For the outer gradients: any block codec, or a sparse one, `TopK`, `BlockTopK` or `Threshold`, with which
+            the mean is not encoded again; or its name. None sends them in the weights' dtype.
+        feedback: Whether errors of the codec are fed back, by all who encode; None does where there is a codec. A
+            sparse one needs it.
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step (the
             paper starts from a pretrained model).
         outer: Makes another outer optimizer of the global weights, such as `torch.optim.AdamW`, in place of
             outer_lr, outer_momentum and nesterov; called with lists of parameters, once for each bucket. Its state is
             saved.
+        error_decay: What error feedback keeps from one outer step to the next, from 0 to 1.
 
     Paper: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1.
     Deviations: none without a codec; the paper's outer gradients are fp32. The inner optimizer's state stays local, as
@@ -47,11 +51,12 @@ class DiLoCo(OuterSGD):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        codec: BlockCodec | str | None = None,
+        codec: BlockCodec | SparseCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,
         outer: MakeOptimizer | None = None,
+        error_decay: float = 1.0,
     ) -> None:
         super().__init__(
             lr=outer_lr,
@@ -60,6 +65,7 @@ class DiLoCo(OuterSGD):
             outer=outer,
             codec=codec,
             feedback=feedback,
+            error_decay=error_decay,
             compress=compress,
             period=period,
             warmup_steps=warmup_steps,

@@ -20,6 +20,10 @@ class EFQuantized(Quantized):
         v_r = g_r + e_r,              e_r <- lambda e_r + (1 - lambda) (v_r - C(v_r))
         w   = 1/N sum_r C(v_r) + f,   f   <- lambda f + (1 - lambda) (w - C(w)),    g = C(w)
 
+    With `ef21` = w what is sent is how the momentum v_r differs from what was sent of it, and the sum h of that is g:
+
+        v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + C(1/N sum_r c_r + f),   g = h
+
     Args:
         codec: Any block codec or its name; `Int4` by default.
         op: "mean" or "sum".
@@ -27,10 +31,15 @@ class EFQuantized(Quantized):
         reset_every: Rounds after which residuals are forgotten (LoCo: 1024); None never does.
         hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default.
+        ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
+            is plain error feedback. Not with `averaging`, `reset_every` or nodes.
 
     Paper: Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (2024), equations 4 to 6;
     both stages compensated as in Tang et al., "DoubleSqueeze" (ICML 2019), algorithm 1.
-    Deviations: residuals are fp32, LoCo's are 8-bit; plain feedback by default.
+    EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
+    weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
+    Deviations: residuals are fp32, LoCo's are 8-bit; plain feedback by default. With `ef21` the mean is compressed
+    once more, with error feedback, and all state begins with zeros.
     """
 
     made_for = "any"
@@ -43,6 +52,7 @@ class EFQuantized(Quantized):
         reset_every: int | None = None,
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+        ef21: float | None = None,
     ) -> None:
         super().__init__(
             codec or Int4(),
@@ -54,3 +64,4 @@ class EFQuantized(Quantized):
             averaging=averaging,
             reset_every=reset_every,
         )
+        self._set_ef21(ef21, **{f"{averaging=}": averaging != 0, f"{reset_every=}": reset_every is not None})

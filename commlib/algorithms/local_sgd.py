@@ -9,6 +9,7 @@ import torch
 from commlib.algorithms.families.outer import OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import SparseCodec
 
 
 class LocalSGD(OuterSGD):
@@ -24,14 +25,16 @@ class LocalSGD(OuterSGD):
 
     Args:
         period: Optimizer steps from one average to the next.
-        codec: Any block codec or its name; None averages in the weights' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        codec: Any block codec, or a sparse one, `TopK`, `BlockTopK` or `Threshold`; or its name. None averages in the
+            weights' dtype.
+        feedback: Whether errors of the codec are fed back, by all who encode; None does where there is a codec. A
+            sparse one needs it.
         compress: With a codec: which parameters are compressed; all by default.
 
     Paper: Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), algorithm 1; with a codec, Basu et
     al., "Qsparse-local-SGD" (NeurIPS 2019), algorithm 1.
-    Deviations: the local optimizer is the user's, and its state (momentum, variance) stays local. With a codec the mean
-    is encoded as well, and its error fed back.
+    Deviations: the local optimizer is the user's, and its state (momentum, variance) stays local. With a block
+    codec the mean is encoded as well, and its error fed back.
     """
 
     made_for = "sgd"
@@ -39,7 +42,7 @@ class LocalSGD(OuterSGD):
     def __init__(
         self,
         period: int = 8,
-        codec: BlockCodec | str | None = None,
+        codec: BlockCodec | SparseCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:

@@ -9,6 +9,7 @@ import torch
 from commlib.algorithms.families.outer import OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import SparseCodec
 
 
 class PostLocalSGD(OuterSGD):
@@ -33,7 +34,7 @@ class PostLocalSGD(OuterSGD):
         self,
         warmup_steps: int = 100,
         period: int = 8,
-        codec: BlockCodec | str | None = None,
+        codec: BlockCodec | SparseCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
     ) -> None:

@@ -29,15 +29,24 @@ class SignSGD(Quantized):
 
     so the learning rate is that of signSGD, far smaller than SGD's.
 
+    With `ef21` = w what is sent is how the momentum v_r differs from what was sent of it, and the sum h of that is g:
+
+        v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + C(1/N sum_r c_r + f),   g = h
+
     Args:
         feedback: See above.
         hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The others are
             averaged in full precision.
+        ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
+            is plain error feedback. Not with nodes.
 
     Paper: with feedback Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 1, both stages as in
     Zheng et al. (NeurIPS 2019), algorithm 2; the vote is Bernstein et al., "signSGD with Majority Vote" (ICLR 2019).
-    Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own.
+    EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
+    weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
+    Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own. With
+    `ef21` the mean is compressed once more, with error feedback, and all state begins with zeros.
     """
 
     made_for = "sgd"
@@ -47,12 +56,14 @@ class SignSGD(Quantized):
         feedback: bool = True,
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+        ef21: float | None = None,
     ) -> None:
         super().__init__(
             OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
         )
         self.made_for = "sgd" if feedback else "any"  # error feedback is analysed for SGD, a sign is one to any
         self.channel = dataclasses.replace(self.channel, accumulates=feedback)  # a vote is no gradient
+        self._set_ef21(ef21, **{"feedback=False": not feedback})
 
     @override
     def _average(

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.channels import Weights
-from commlib.algorithms.families.outer import Outer
+from commlib.algorithms.families.outer import OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
-from commlib.algorithms.families.sparse import Sparse
 from commlib.codecs.sparse import BlockTopK
 from commlib.errors import ConfigError
-from commlib.primitives.sparse import SparseWorkspace, centralized_sparse
-from commlib.transport.base import Communication, Communicator
 
 
-class SparseLoCo(Outer[SparseWorkspace], Sparse):
+class SparseLoCo(OuterSGD):
     """Every `period` local steps, a step of SGD along the mean of the largest elements of what the ranks moved.
 
     With x the global weights, x_r those that rank r came to from them, e_r its error feedback, and C the largest `kept`
@@ -62,23 +56,13 @@ class SparseLoCo(Outer[SparseWorkspace], Sparse):
     ) -> None:
         if not 1 <= kept <= BlockTopK.block:
             raise ConfigError(f"SparseLoCo.kept: expected 1 to {BlockTopK.block}, got {kept}")
-        if not 0 <= error_decay <= 1:
-            raise ConfigError(f"SparseLoCo.error_decay: expected 0 <= error_decay <= 1, got {error_decay}")
-        super().__init__(BlockTopK(kept), op="mean", compress=compress)
-        self._set_outer(lr=outer_lr)
-        self.channel = Weights(period=period, delay=delay, warmup_steps=warmup_steps)
-        self.kept = kept
-        self.error_decay = error_decay
-
-    @override
-    def _average(
-        self,
-        tensor: torch.Tensor,
-        workspace: SparseWorkspace,
-        bucket: BucketView,
-        comm: Communicator,
-        peers: Communicator,
-    ) -> Communication:
-        yield from centralized_sparse(
-            tensor, workspace, self.codec, peers, divisor=self.divisor(comm), decay=self.error_decay
+        super().__init__(
+            lr=outer_lr,
+            codec=BlockTopK(kept),
+            error_decay=error_decay,
+            compress=compress,
+            period=period,
+            delay=delay,
+            warmup_steps=warmup_steps,
         )
+        self.kept = kept

@@ -9,6 +9,7 @@ import torch
 from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
 
 
@@ -35,12 +36,12 @@ class StreamingDiLoCo(OuterSGD):
         outer_lr: The outer learning rate.
         outer_momentum: The outer momentum m.
         nesterov: Whether the outer momentum is Nesterov's.
-        codec: Any block codec or its name for the outer gradients (the paper sends 4 bits); None sends them in the
-            weights' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        codec: As in `DiLoCo`; the paper sends 4 bits.
+        feedback: As in `DiLoCo`.
         compress: With a codec: which parameters are compressed; all by default.
         warmup_steps: As in `DiLoCo`.
         outer: As in `DiLoCo`.
+        error_decay: As in `DiLoCo`, from one outer step of a fragment to its next.
 
     Paper: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), algorithm 2.
     Deviations: fragments consist of buckets, every `fragments`-th one, where the paper's are of transformer blocks;
@@ -58,11 +59,12 @@ class StreamingDiLoCo(OuterSGD):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
-        codec: BlockCodec | str | None = None,
+        codec: BlockCodec | SparseCodec | str | None = None,
         feedback: bool | None = None,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,
         outer: MakeOptimizer | None = None,
+        error_decay: float = 1.0,
     ) -> None:
         if fragments < 1 or period < 1 or period % fragments:
             raise ConfigError(
@@ -82,6 +84,7 @@ class StreamingDiLoCo(OuterSGD):
             outer=outer,
             codec=codec,
             feedback=feedback,
+            error_decay=error_decay,
             compress=compress,
             period=period // fragments,
             fragments=fragments,

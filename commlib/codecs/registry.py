@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
@@ -31,9 +33,27 @@ def block_codec(codec: BlockCodec | str) -> BlockCodec:
     """
     if isinstance(codec, BlockCodec):
         return codec
-    known = {each.name: each for each in _BLOCK_CODECS}
+    return _named(codec, {each.name: each for each in _BLOCK_CODECS}, "a block codec")
+
+
+def gathered_codec(codec: BlockCodec | SparseCodec | str) -> BlockCodec | SparseCodec:
+    """Return `codec`, or a new one of that name: a block codec, or a sparse one with which each rank names its own.
+
+    Raises:
+        ConfigError: It is neither such a codec nor the name of one that needs no arguments.
+    """
+    if isinstance(codec, BlockCodec | SparseCodec) and not isinstance(codec, RandomK):
+        return codec
+    known = {each.name: each for each in (*_BLOCK_CODECS, TopK, BlockTopK)}
+    return _named(codec, known, "a block codec, TopK, BlockTopK, Threshold")
+
+
+C = TypeVar("C")
+
+
+def _named(codec: Any, known: Mapping[str, Callable[[], C]], what: str) -> C:
     if isinstance(codec, str) and codec in known:
         return known[codec]()
     near = difflib.get_close_matches(codec, known, n=1, cutoff=0.5) if isinstance(codec, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"codec: expected a block codec or the name of one ({', '.join(known)}), got {codec!r}{hint}")
+    raise ConfigError(f"codec: expected {what} or the name of one ({', '.join(known)}), got {codec!r}{hint}")

@@ -106,6 +106,11 @@ class LowPrecisionWorkspace:
         self.worker.zero_()
         self.owner.zero_()
 
+    def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
+        """Let residuals be `values` [numel] as a worker and 0 as an owner where `keeps` [numel] bool is false."""
+        torch.where(keeps, self.worker, values, out=self.worker)
+        self.owner.mul_(keeps[self.first : self.first + self.count])
+
     @contextlib.contextmanager
     def feeding_back(self, residual: torch.Tensor, scale: float, decay: float) -> Iterator[Feedback | None]:
         """Give the feedback of one encoding; afterwards the residual is averaged with what it was, if so asked."""

@@ -103,6 +103,10 @@ class SparseWorkspace:
         """Set the residual to zero."""
         self.residual.zero_()
 
+    def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
+        """Let the residual be `values` [numel] where `keeps` [numel] bool is false."""
+        torch.where(keeps, self.residual, values, out=self.residual)
+
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return a copy of the residual by parameter."""
         return {"worker": cut(self.residual, self.begin, parts)}

@@ -50,6 +50,25 @@ def test_two_ranks(algorithm: str, contract: str) -> None:
     run_ranks(hold, 2, algorithm, contract)
 
 
+#: Options of algorithms (`tests.contract.variants`), and whether each is a slow test: its relatives are not.
+VARIANTS = {
+    "EF21TopK": False,
+    "EF21Quantized": False,
+    "SparseDiLoCo": False,
+    "EF21RandomK": True,
+    "EF21SignSGD": True,
+    "SparseStreamingDiLoCo": True,
+}
+
+
+@pytest.mark.parametrize("contract", [name for name in CONTRACTS if name not in OF_THE_ENGINE])
+@pytest.mark.parametrize(
+    "cls", [pytest.param(c, marks=pytest.mark.slow if slow else ()) for c, slow in VARIANTS.items()]
+)
+def test_options_on_two_ranks(cls: str, contract: str) -> None:
+    run_ranks(hold, 2, f"tests.contract.variants:{cls}", contract)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("algorithm", FAMILIES)
 def test_other_numbers_of_ranks(algorithm: str, world_size: int) -> None:

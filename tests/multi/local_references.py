@@ -136,17 +136,38 @@ class OuterReference:
                     own[name].copy_(self.mixing * own[name] + (1 - self.mixing) * common)
 
 
+def block_top_k(kept: int) -> Callable[[Floats], Floats]:
+    """Return what arrives of values of which `kept` of each block are sent, in 2 bits."""
+    return lambda v: reference_ops.block_top_k_values(reference_ops.block_top_k_payload(v, kept), kept, len(v))
+
+
+def top_k(ratio: float) -> Callable[[Floats], Floats]:
+    """Return what arrives of values of which the largest are sent."""
+    return lambda v: _named(v, reference_ops.top_k(v, max(1, round(ratio * len(v)))))
+
+
+def above(threshold: float, ratio: float) -> Callable[[Floats], Floats]:
+    """Return what arrives of values of which the first that reach a threshold are sent."""
+    return lambda v: _named(v, np.flatnonzero(np.abs(v) >= threshold)[: max(1, round(ratio * len(v)))])
+
+
+def _named(v: Floats, indices: Any) -> Floats:
+    sent = np.zeros_like(v)
+    sent[indices] = v[indices]
+    return sent
+
+
 class SparseAverage:
-    """What SparseLoCo averages: the error feedback decays, then takes the differences; what is sent leaves it.
+    """The mean of a few elements of each rank: error feedback decays, takes the differences; what is sent leaves it.
 
     Args:
         world_size: The number of replicas.
-        kept: Elements sent of each block.
+        compress: Maps values [numel] of a bucket to what arrives of them.
         error_decay: What of the error feedback is kept.
     """
 
-    def __init__(self, world_size: int, kept: int, error_decay: float) -> None:
-        self.kept, self.error_decay = kept, np.float32(error_decay)
+    def __init__(self, world_size: int, compress: Callable[[Floats], Floats], error_decay: float) -> None:
+        self.compress, self.error_decay = compress, np.float32(error_decay)
         self.errors: list[ByName] = [{} for _ in range(world_size)]
 
     def __call__(self, _: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
@@ -166,13 +187,13 @@ class SparseAverage:
         zeros = dict(zip(names, np.split(np.zeros_like(moved), cuts), strict=True))
         error = np.concatenate([self.errors[rank].get(name, zeros[name]) for name in names])
         error = moved + self.error_decay * error
-        payload = reference_ops.block_top_k_payload(error, self.kept)
-        sent = reference_ops.block_top_k_values(payload, self.kept, len(error))
+        sent = self.compress(error)
         self.errors[rank] |= dict(zip(names, np.split(error - sent, cuts), strict=True))
         return sent
 
 
-def quantized(codec: Any, world_size: int, *, feedback: bool) -> Average:
+def quantized(codec: Any, world_size: int, *, feedback: bool, decay: float = 1.0) -> Average:
     """Average with a codec on the wire, as the equations of `QuantizedReference` have it."""
     numels = {name: p.numel() for name, p in Mlp().named_parameters()}
-    return QuantizedReference(codec, world_size, numels, feedback=feedback).step
+    reference = QuantizedReference(codec, world_size, numels, feedback=feedback)
+    return lambda step, by_rank, buckets: reference.step(step, by_rank, buckets, decay)

@@ -249,6 +249,79 @@ class BalancedReference(SparseReference):
         return mean, [np.array([i for i in fits if mean[i] != 0], np.int64) for fits in fitting]
 
 
+class EF21Reference:
+    """EF21-SGDM as its paper has it, with each rank's part of the estimate kept as such.
+
+    Args:
+        compress: Maps (values [numel], step, bucket) to what arrives of them.
+        world_size: The number of ranks.
+        numels: Elements of each parameter.
+        weight: Of a new gradient in the momentum.
+        is_sent: Whether the parameters of these names are compressed; the others get the momentum of their mean.
+    """
+
+    def __init__(
+        self,
+        compress: Callable[[Floats, int, int], Floats],
+        world_size: int,
+        numels: dict[str, int],
+        *,
+        weight: float,
+        is_sent: Callable[[Sequence[str]], bool] = lambda names: True,
+    ) -> None:
+        self.compress, self.weight, self.is_sent = compress, weight, is_sent
+        self.momentum = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
+        self.sent = [{name: np.zeros(n) for name, n in numels.items()} for _ in range(world_size)]
+        self.estimate = {name: np.zeros(n) for name, n in numels.items()}
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the estimate after one step, for buckets that hold these parameters."""
+        for momentum, gradients in zip(self.momentum, by_rank, strict=True):
+            for name, gradient in gradients.items():
+                momentum[name] += self.weight * (gradient - momentum[name])
+        for index, names in enumerate(buckets):
+            if not self.is_sent(names):
+                self.estimate |= {name: np.mean([own[name] for own in self.momentum], axis=0) for name in names}
+                continue
+            for momentum, sent in zip(self.momentum, self.sent, strict=True):
+                self._send(momentum, sent, names, step, index)
+            self.estimate |= {name: np.mean([own[name] for own in self.sent], axis=0) for name in names}
+        return {name: value.astype(np.float32) for name, value in self.estimate.items()}
+
+    def _send(self, target: dict[str, Any], sent: dict[str, Any], names: Sequence[str], step: int, index: int) -> None:
+        lacks = np.concatenate([target[name] - sent[name] for name in names]).astype(np.float32)
+        ends = np.cumsum([len(target[name]) for name in names])
+        for name, piece in zip(names, np.split(self.compress(lacks, step, index), ends[:-1]), strict=True):
+            sent[name] = sent[name] + piece
+
+
+class QuantizedEF21Reference:
+    """EF21-SGDM whose estimates' means are compressed too: error feedback on both sides, of how the momenta change.
+
+    Args:
+        average: Averages the changes, with feedback.
+        weight: Of a new gradient in the momentum.
+    """
+
+    def __init__(self, average: QuantizedReference, weight: float) -> None:
+        self.average, self.weight = average, np.float32(weight)
+        self.momentum = [{name: np.zeros(n, np.float32) for name, n in average.numels.items()} for _ in average.worker]
+        self.estimate = {name: np.zeros(n, np.float32) for name, n in average.numels.items()}
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the estimate after one step, and check what the paper says of it."""
+        changes = []
+        for momentum, gradients in zip(self.momentum, by_rank, strict=True):
+            changes.append({name: (gradients[name] - momentum[name]) * self.weight for name in momentum})
+            momentum.update({name: momentum[name] + change for name, change in changes[-1].items()})
+        for name, change in self.average.step(step, changes, buckets).items():
+            self.estimate[name] = self.estimate[name] + change
+            sent = [v[name] - e[name] for v, e in zip(self.momentum, self.average.worker, strict=True)]
+            lacks = sum(own[name] for own in self.average.owner)
+            assert np.allclose(np.mean(sent, axis=0), self.estimate[name] + lacks, rtol=0, atol=1e-5), (step, name)
+        return self.estimate
+
+
 class PowerSGDReference:
     """PowerSGD in float64, one matrix after the other; parameters whose name is not in `first_q` are averaged.
 

@@ -21,7 +21,7 @@ from commlib.algorithms import (
     SparseLoCo,
     StreamingDiLoCo,
 )
-from commlib.codecs import Int4, Int8, OneBit
+from commlib.codecs import BlockTopK, Int4, Int8, OneBit, RandomK, Threshold, TopK
 from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
 from commlib.replica import replica_of
@@ -41,7 +41,16 @@ from tests.multi.common import (
     train,
     wrap,
 )
-from tests.multi.local_references import Average, OuterReference, SparseAverage, mean, quantized
+from tests.multi.local_references import (
+    Average,
+    OuterReference,
+    SparseAverage,
+    above,
+    block_top_k,
+    mean,
+    quantized,
+    top_k,
+)
 from tests.multi.pool import on_ranks, run_ranks
 from tests.multi.test_relaxations import two_nodes
 
@@ -93,6 +102,12 @@ CASES: dict[str, Case] = {
         nesterov,
         {"period": 4},
     ),
+    "diloco, 4 bits with errors that decay": (
+        lambda: DiLoCo(period=4, codec=Int4(), error_decay=0.5),
+        lambda size: quantized(BLOCK_CODECS["int4"], size, feedback=True, decay=0.5),
+        nesterov,
+        {"period": 4},
+    ),
     "diloco, 1 bit": (lambda: DiLoCo(period=4, codec=OneBit()), ("onebit", True), nesterov, {"period": 4}),
     "streaming_diloco": (
         lambda: StreamingDiLoCo(period=6, fragments=3, delay=1, mixing=0.5),
@@ -118,33 +133,63 @@ CASES: dict[str, Case] = {
 SPARSE_CASES: dict[str, Case] = {
     "sparse_loco": (
         lambda: SparseLoCo(period=3, kept=16),
-        lambda size: SparseAverage(size, 16, 0.95),
+        lambda size: SparseAverage(size, block_top_k(16), 0.95),
         plain_step,
         {"period": 3},
     ),
     "sparse_loco, every step": (
         lambda: SparseLoCo(period=1, kept=5, error_decay=0.5),
-        lambda size: SparseAverage(size, 5, 0.5),
+        lambda size: SparseAverage(size, block_top_k(5), 0.5),
         plain_step,
         {"period": 1},
     ),
     "sparse_loco, half a step": (
         lambda: SparseLoCo(period=4, kept=64, error_decay=1.0, outer_lr=0.5, warmup_steps=2),
-        lambda size: SparseAverage(size, 64, 1.0),
+        lambda size: SparseAverage(size, block_top_k(64), 1.0),
         lambda params: torch.optim.SGD(params, lr=0.5),
         {"period": 4, "warm_up": 2},
     ),
     "sparse_loco, in the background": (
         lambda: SparseLoCo(period=3, kept=16, delay=2),
-        lambda size: SparseAverage(size, 16, 0.95),
+        lambda size: SparseAverage(size, block_top_k(16), 0.95),
         plain_step,
         {"period": 3, "delay": 2},
     ),
     "sparse_loco, in the background throughout": (
         lambda: SparseLoCo(period=3, kept=16, delay=3),
-        lambda size: SparseAverage(size, 16, 0.95),
+        lambda size: SparseAverage(size, block_top_k(16), 0.95),
         plain_step,
         {"period": 3, "delay": 3},
+    ),
+    "diloco, top-k": (
+        lambda: DiLoCo(period=4, codec=TopK(0.1)),
+        lambda size: SparseAverage(size, top_k(0.1), 1.0),
+        nesterov,
+        {"period": 4},
+    ),
+    "diloco, top-k of blocks": (
+        lambda: DiLoCo(period=3, codec=BlockTopK(16), error_decay=0.9, outer=adamw),
+        lambda size: SparseAverage(size, block_top_k(16), 0.9),
+        adamw,
+        {"period": 3},
+    ),
+    "diloco, above a threshold": (
+        lambda: DiLoCo(period=4, codec=Threshold(0.02, 0.25), error_decay=0.5, warmup_steps=2),
+        lambda size: SparseAverage(size, above(0.02, 0.25), 0.5),
+        nesterov,
+        {"period": 4, "warm_up": 2},
+    ),
+    "streaming_diloco, top-k": (
+        lambda: StreamingDiLoCo(period=6, fragments=2, delay=3, mixing=0.0, codec=TopK(0.1), error_decay=0.9),
+        lambda size: SparseAverage(size, top_k(0.1), 0.9),
+        nesterov,
+        {"period": 3, "delay": 3, "mixing": 0.0},
+    ),
+    "local_sgd, top-k": (
+        lambda: LocalSGD(period=3, codec=TopK(0.1)),
+        lambda size: SparseAverage(size, top_k(0.1), 1.0),
+        plain_step,
+        {"period": 3},
     ),
 }
 
@@ -274,7 +319,9 @@ def check_against_reference(
 
 
 @on_ranks(3, slow=(2,))
-@pytest.mark.parametrize("case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits", "sparse_loco"])
+@pytest.mark.parametrize(
+    "case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits", "diloco, top-k", "sparse_loco"]
+)
 def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> None:
     make, _, _, options = (CASES | SPARSE_CASES)[case]
     model, optimizer = wrapped(make())
@@ -342,6 +389,8 @@ RESUMED = {
     "streaming_diloco": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2),
     "sparse_loco": lambda: SparseLoCo(period=3, kept=16),
     "sparse_loco, in the background": lambda: SparseLoCo(period=3, kept=16, delay=2),
+    "diloco, top-k": lambda: DiLoCo(period=3, codec=TopK(0.1), error_decay=0.9),
+    "streaming_diloco, top-k of blocks": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2, codec=BlockTopK(16)),
 }
 
 
@@ -377,18 +426,19 @@ def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
 
 
 @on_ranks(2)
-def test_anchors_and_errors_of_sparse_loco_survive_another_plan() -> None:
-    whole, optimizer = wrapped(SparseLoCo(period=3, kept=16))
+@pytest.mark.parametrize("name", ["sparse_loco", "diloco, top-k"])
+def test_anchors_and_errors_of_sparse_codecs_survive_another_plan(name: str) -> None:
+    whole, optimizer = wrapped(RESUMED[name]())
     train(whole, mlp_loss, 7, optimizer)
     saved = saved_of(whole, optimizer)
-    model, own = resumed(SparseLoCo(period=3, kept=16), saved, bucket_cap_mb=1.0)
+    model, own = resumed(RESUMED[name](), saved, bucket_cap_mb=1.0)
     assert len(fragments_of(model)[0]) == 1 < len(fragments_of(whole)[0])
     one_step(model, own, 7)
     again = saved_of(model, own)[2]["state"]
     for kind in ("common", "worker"):
         assert saved[2]["state"][kind].keys() == again[kind].keys() == dict(model.named_parameters()).keys()
+        assert any(values.any() for _, values in saved[2]["state"][kind].values())
         for name, (start, values) in saved[2]["state"][kind].items():
-            assert values.any()
             assert again[kind][name][0] == start
             assert torch.equal(again[kind][name][1], values)
 
@@ -449,7 +499,7 @@ def load_elsewhere(name: str, saved: tuple[Any, Any, Any]) -> None:
         commlib.load_state_dict(model, saved[2])
 
 
-@pytest.mark.parametrize("name", ["diloco, 4 bits", "sparse_loco"])
+@pytest.mark.parametrize("name", ["diloco, 4 bits", "diloco, top-k", "sparse_loco"])
 def test_residuals_are_refused_at_another_number_of_ranks(name: str) -> None:
     run_ranks(load_elsewhere, 2, name, run_ranks(train_and_save, 3, name, False)[0])
 
@@ -536,6 +586,16 @@ def test_sparse_loco_sends_14_bits_of_each_element_that_it_keeps_and_two_levels_
         formula = others * blocks * (kept * (12 + 2) / 8 + 4)
         sent = bytes_of(10, algorithm=SparseLoCo(period=period, kept=kept))
         assert sent == pytest.approx(formula * 10 / period, rel=0.05)
+
+
+@on_ranks(2, 4)
+def test_outer_gradients_by_a_sparse_codec_send_its_payload_to_all_others() -> None:
+    numel, others = sum(p.numel() for p in Wide().parameters()), dist.get_world_size() - 1
+    for codec in (TopK(0.02), BlockTopK(32), Threshold(0.1, 0.05)):
+        formula = others * codec.payload_bytes(numel)
+        assert bytes_of(10, algorithm=DiLoCo(period=5, codec=codec)) == pytest.approx(2 * formula, rel=0.02)
+        streaming = StreamingDiLoCo(period=5, fragments=1, delay=0, codec=codec)
+        assert bytes_of(10, algorithm=streaming) == pytest.approx(2 * formula, rel=0.02)
 
 
 class Mixed(nn.Module):
@@ -633,6 +693,18 @@ BAD: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {
     "warmup_steps": (lambda: PostLocalSGD(-1), ("warmup_steps",)),
     "global_every": (lambda: HierarchicalLocalSGD(global_every=0), ("global_every", "0")),
     "fragments": (lambda: StreamingDiLoCo(period=10, fragments=3), ("multiple of fragments", "period=10", "3")),
+    "feedback of a sparse codec": (
+        lambda: DiLoCo(codec="topk", feedback=False),
+        ("DiLoCo", "feedback=False", "TopK(ratio=0.01)"),
+    ),
+    "decay without feedback": (
+        lambda: DiLoCo(codec=Int8(), feedback=False, error_decay=0.5),
+        ("error_decay=0.5", "feedback"),
+    ),
+    "decay without a codec": (lambda: DiLoCo(error_decay=0.5), ("error_decay=0.5", "codec")),
+    "decay of diloco": (lambda: DiLoCo(codec="topk", error_decay=-0.5), ("DiLoCo.error_decay", "-0.5")),
+    "randomk": (lambda: DiLoCo(codec=RandomK(0.1)), ("a block codec, TopK, BlockTopK, Threshold", "RandomK")),
+    "name of a codec": (lambda: StreamingDiLoCo(codec="blocktop"), ("did you mean 'blocktopk'",)),
     "kept": (lambda: SparseLoCo(kept=0), ("kept", "4096", "0")),
     "error_decay": (lambda: SparseLoCo(error_decay=1.5), ("error_decay", "1.5")),
     "outer_lr of sparse_loco": (lambda: SparseLoCo(outer_lr=-1.0), ("SparseLoCo", "outer_lr", "-1.0")),
@@ -640,6 +712,11 @@ BAD: dict[str, tuple[Callable[[], Algorithm], tuple[str, ...]]] = {
     "delay": (lambda: StreamingDiLoCo(period=10, fragments=2, delay=6), ("delay", "6")),
     "mixing": (lambda: StreamingDiLoCo(mixing=1.0), ("mixing", "1.0")),
 }
+
+
+@pytest.mark.parametrize(("name", "codec"), [("topk", TopK), ("blocktopk", BlockTopK), ("int4", Int4)])
+def test_codecs_of_outer_gradients_have_names(name: str, codec: type) -> None:
+    assert isinstance(DiLoCo(codec=name).codec, codec)
 
 
 @pytest.mark.parametrize("option", BAD)

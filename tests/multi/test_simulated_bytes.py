@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -18,9 +20,20 @@ from tests.multi.pool import on_ranks
 CAP_MB = 100.0
 WIDTH = 64
 
+VARIANTS: dict[str, Callable[[], algorithms.Algorithm]] = {
+    "topk with EF21": lambda: algorithms.TopK(ef21=0.5),
+    "randomk with EF21": lambda: algorithms.RandomK(ef21=0.5),
+    "ef_quantized with EF21": lambda: algorithms.EFQuantized(ef21=0.5),
+    "diloco, top-k": lambda: algorithms.DiLoCo(period=2, codec="topk"),
+    "diloco, top-k of blocks": lambda: algorithms.DiLoCo(period=2, codec="blocktopk"),
+    "streaming_diloco, top-k": lambda: algorithms.StreamingDiLoCo(2, fragments=1, delay=0, codec="topk"),
+}
+
 
 def make(name: str) -> algorithms.Algorithm:
     """Return an algorithm whose every step after the first few is alike."""
+    if name in VARIANTS:
+        return VARIANTS[name]()
     cls = algorithms.get(name)
     options = {"diloco": {"period": 2}, "decentralized": {"overlap": False}}
     options |= {"local_sgd": {"period": 2}, "post_local_sgd": {"period": 2, "warmup_steps": 1}}
@@ -46,7 +59,7 @@ def simulated_bytes(algorithm: algorithms.Algorithm, num_steps: int) -> float:
 @on_ranks(2, 3)
 def test_simulated_bytes_are_those_of_real_ranks() -> None:
     num_checked = 0
-    for name in algorithms.list():
+    for name in [*algorithms.list(), *VARIANTS]:
         if name == "auto":  # which measures the network, and becomes one of the others
             continue
         algorithm = make(name)
@@ -73,4 +86,4 @@ def test_simulated_bytes_are_those_of_real_ranks() -> None:
         expected = simulated_bytes(algorithm, cycle)
         assert abs(sent[-1] - sent[-2] - expected) < 1e-3, f"{name}: sent {sent}, simulated {expected}"
         num_checked += 1
-    assert num_checked >= 10
+    assert num_checked >= 10 + len(VARIANTS)

@@ -14,12 +14,14 @@ from commlib.algorithms.base import Algorithm, BucketView, Context
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.families.compressed import Compressed, Workspace
 from commlib.algorithms.families.policy import CompressionPolicy
-from commlib.algorithms.families.quantized import Quantized
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
+from commlib.codecs.registry import gathered_codec
+from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.low_precision import LowPrecisionWorkspace
+from commlib.primitives.low_precision import LowPrecisionWorkspace, centralized_low_precision
 from commlib.primitives.parts import Part, cut, placed, shaped
+from commlib.primitives.sparse import SparseWorkspace, centralized_sparse
 from commlib.transport.base import Communication, Communicator
 
 #: What makes an optimizer of a list of parameters, such as a class of `torch.optim`.
@@ -182,8 +184,7 @@ class Outer(OuterStep, Compressed[W]):
     """An `OuterStep` whose g is what `_average` makes of all x - x_r, with x_r the weights that rank r came to.
 
     All ranks hold the same x and u at all times. With lr = 1 and m = 0 the new x of what is not compressed is the mean
-    of the x_r, and neither x nor u is kept. It comes before another `Compressed` among the bases, whose `_average` it
-    drives.
+    of the x_r, and neither x nor u is kept.
     """
 
     @override
@@ -222,16 +223,23 @@ class Outer(OuterStep, Compressed[W]):
         return () if self._is_mean else super().shaped_state
 
 
-class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
-    """`Outer` with a block codec C, or nothing, on the wire: g = C(1/N sum_r C(x - x_r)).
+class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
+    """`Outer` with a codec C, or nothing, on the wire.
+
+    A block codec encodes what each rank moved and then the mean, a sparse one what each rank moved; with e_r and f the
+    error feedback, d = `error_decay`:
+
+        v_r = x - x_r + d e_r,   e_r <- v_r - C(v_r),   w = 1/N sum_r C(v_r)
+        g = w  where C is sparse,   else   g = C(w + d f),   f <- w + d f - g
 
     Args:
         lr: The outer learning rate.
         momentum: The outer momentum m, in [0, 1).
         nesterov: Whether it is Nesterov's.
         outer: Makes another optimizer of x, in place of these three.
-        codec: What x - x_r is encoded with, and the mean again; None sends it in the parameters' dtype.
-        feedback: Whether errors of the codec are fed back, on both sides; None does where there is a codec.
+        codec: See above; None sends x - x_r in the parameters' dtype.
+        feedback: Whether errors of the codec are fed back; None does where there is a codec. A sparse one needs it.
+        error_decay: What error feedback keeps from one round to the next, from 0 to 1.
         compress: With a codec: which parameters are compressed; the others travel in full precision.
         **channel: The fields of its `Weights`.
     """
@@ -243,25 +251,59 @@ class OuterSGD(Outer[LowPrecisionWorkspace], Quantized):
         momentum: float = 0.0,
         nesterov: bool = False,
         outer: MakeOptimizer | None = None,
-        codec: BlockCodec | str | None,
-        feedback: bool | None,
+        codec: BlockCodec | SparseCodec | str | None,
+        feedback: bool | None = None,
+        error_decay: float = 1.0,
         compress: Callable[[str, torch.Tensor], bool],
         **channel: Any,
     ) -> None:
-        if feedback and codec is None:
-            raise ConfigError(
-                f"{type(self).__name__}: feedback=True needs a codec, whose errors it feeds back; got codec=None"
-            )
-        super().__init__(
-            codec or Int8(),  # which compresses nothing where there is none
-            op="mean",
-            feedback=codec is not None if feedback is None else feedback,
-            seed=None,
-            compress=_NOTHING if codec is None else compress,
-        )
+        super().__init__(op="mean", compress=_NOTHING if codec is None else compress, hierarchical=False)
+        self.codec = Int8() if codec is None else gathered_codec(codec)  # which compresses nothing where there is none
+        self.feedback = codec is not None if feedback is None else feedback
+        self.error_decay = error_decay
+        self._check_feedback(codec is not None)
+        self.kinds = ("worker",) if isinstance(self.codec, SparseCodec) else ("worker", "owner")
         self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, outer=outer)
         self.channel = Weights(**channel)
         self.portable = codec is None and outer is None
+
+    def _check_feedback(self, has_codec: bool) -> None:
+        name = type(self).__name__
+        if self.feedback and not has_codec:
+            raise ConfigError(f"{name}: feedback=True needs a codec, whose errors it feeds back; got codec=None")
+        if not self.feedback and isinstance(self.codec, SparseCodec):
+            raise ConfigError(
+                f"{name}: feedback=False needs a codec that sends all elements, got {self.codec}; what a sparse one "
+                "does not send must be remembered"
+            )
+        if not 0 <= self.error_decay <= 1:
+            raise ConfigError(f"{name}.error_decay: expected 0 <= error_decay <= 1, got {self.error_decay}")
+        if self.error_decay != 1 and not self.feedback:
+            raise ConfigError(f"{name}: error_decay={self.error_decay} needs a codec with feedback, got none")
+
+    @override
+    def _make_workspace(
+        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
+    ) -> LowPrecisionWorkspace | SparseWorkspace:
+        if isinstance(self.codec, SparseCodec):
+            return SparseWorkspace(numel, device, self.codec, comm, begin=begin)
+        return LowPrecisionWorkspace(numel, device, self.codec, comm, begin=begin, feedback=self.feedback)
+
+    @override
+    def _average(
+        self,
+        tensor: torch.Tensor,
+        workspace: LowPrecisionWorkspace | SparseWorkspace,
+        bucket: BucketView,
+        comm: Communicator,
+        peers: Communicator,
+    ) -> Communication:
+        divisor, decay = self.divisor(comm), self.error_decay
+        if isinstance(workspace, LowPrecisionWorkspace):
+            yield from centralized_low_precision(tensor, workspace, peers, divisor=divisor, decay=decay)
+        else:
+            assert isinstance(self.codec, SparseCodec)
+            yield from centralized_sparse(tensor, workspace, self.codec, peers, divisor=divisor, decay=decay)
 
 
 class _OuterOptimizer:

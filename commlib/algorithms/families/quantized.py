@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import BucketView, Part
-from commlib.algorithms.families.compressed import Compressed
+from commlib.algorithms.families.ef21 import EF21Option
 from commlib.codecs.base import BlockCodec, Random
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
@@ -16,7 +16,7 @@ from commlib.primitives.low_precision import LowPrecisionWorkspace, centralized_
 from commlib.transport.base import Communication, Communicator
 
 
-class Quantized(Compressed[LowPrecisionWorkspace]):
+class Quantized(EF21Option[LowPrecisionWorkspace]):
     """Averages gradients with a block codec on the wire, in both directions.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.compressed import Compressed
+from commlib.algorithms.families.ef21 import EF21Option
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
 from commlib.primitives.balanced import BalancedSum
@@ -17,7 +17,7 @@ from commlib.primitives.sparse import SparseWorkspace
 from commlib.transport.base import Communicator
 
 
-class Sparse(Compressed[SparseWorkspace]):
+class Sparse(EF21Option[SparseWorkspace]):
     """Keeps, per bucket, buffers and the residual of what was not sent.
 
     Args:

@@ -1,0 +1,127 @@
+"""EF21: what is compressed is how the gradient has changed; what was sent so far is everyone's estimate of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from commlib.primitives.parts import Part, Pieces, cut, paste
+from commlib.transport.base import Communication
+
+
+class RestartingWorkspace(Protocol):
+    """A workspace with error feedback that can take some elements to its beginning."""
+
+    def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
+        """Owe `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
+        ...
+
+
+class Estimate:
+    """The momentum v_r of this rank's gradients and the estimate h of their mean, [numel], unscaled.
+
+    Args:
+        numel: Elements of the bucket.
+        device: Where it is.
+        weight: Of a new gradient in the momentum, above 0 and at most 1.
+        dtype: Of the state: fp32 or wider.
+        is_sent: Whether the momentum is what is sent; else there is no estimate.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        device: torch.device,
+        weight: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+        is_sent: bool = True,
+    ) -> None:
+        self.weight = weight
+        self.momentum = torch.zeros(numel, dtype=dtype, device=device)
+        self.estimate = torch.zeros(numel if is_sent else 0, dtype=dtype, device=device)
+        self._values = torch.zeros(0, dtype=dtype, device=device)
+
+    def advance(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        """Move the momentum towards a gradient [numel], and return by how much; where that is not finite, not at all.
+
+        The result lies in `gradient` if that has the state's dtype.
+        """
+        change = self._values_like(gradient).copy_(gradient)
+        change.mul_(1.0 / scale).sub_(self.momentum).mul_(self.weight)
+        self.momentum.add_(torch.nan_to_num(change, nan=0.0, posinf=0.0, neginf=0.0))
+        return change
+
+    def smooth(self, gradient: torch.Tensor, scale: float) -> None:
+        """Replace a gradient [numel] by the momentum, but for elements that are not finite: they become NaN."""
+        is_finite = torch.isfinite(self.advance(gradient, scale))
+        torch.mul(self.momentum, scale, out=gradient)
+        gradient.masked_fill_(~is_finite, torch.nan)
+
+    def nothing(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return zeros where `advance` would return a change."""
+        return self._values_like(gradient).zero_()
+
+    def take(self, change: torch.Tensor, gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        """Add to the estimate what all ranks have sent, and leave it in `gradient`; see `ef21`.
+
+        Returns:
+            [numel] bool: which elements are finite.
+        """
+        is_finite = torch.isfinite(change.add_(self.estimate))
+        self.estimate.copy_(change.masked_fill_(~is_finite, 0.0))
+        torch.mul(self.estimate, scale, out=gradient)
+        gradient.masked_fill_(~is_finite, torch.nan)
+        return is_finite
+
+    def _values_like(self, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.dtype == self.momentum.dtype:
+            return gradient
+        if not self._values.numel():
+            self._values = torch.zeros_like(self.momentum)
+        return self._values
+
+    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
+        """Return copies of the state by kind and parameter."""
+        return {"momentum": cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
+
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
+        """Take state over, also from another plan."""
+        paste(saved["momentum"], self.momentum.zero_(), parts)
+        if self.estimate.numel():
+            paste(saved["estimate"], self.estimate.zero_(), parts)
+
+
+def ef21(
+    gradient: torch.Tensor,
+    state: Estimate,
+    workspace: RestartingWorkspace,
+    average: Callable[[torch.Tensor], Communication],
+    *,
+    contributes: bool,
+    scale: float = 1.0,
+) -> Communication:
+    """Replace `gradient` by the estimate of the mean of all ranks' momenta, brought nearer to it by what is sent.
+
+    With w the weight of a new gradient, C the compression, h_r the part of the estimate that is of rank r:
+
+        v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + 1/N sum_r c_r,   g = h
+
+    h_r is not kept: v_r - h_r is what error feedback remembers when the changes of v_r are averaged, so that any
+    averaging with error feedback will do, and what the second stage of one loses is made good too.
+
+    Where the result is not finite, it is NaN on all ranks, and all begin anew: h_r = h = 0.
+
+    Args:
+        gradient: [numel] fp32, bf16, fp16 or fp64; changed in place.
+        state: The bucket's momentum and estimate.
+        workspace: What keeps the error feedback of `average`.
+        average: Communicates a tensor in place, with error feedback that neither scales nor decays.
+        contributes: Whether this rank has a gradient; one that has none changes nothing.
+        scale: By which the gradient is scaled (a loss scale).
+    """
+    change = state.advance(gradient, scale) if contributes else state.nothing(gradient)
+    yield from average(change)
+    workspace.restart(state.take(change, gradient, scale), state.momentum)

@@ -1,0 +1,49 @@
+"""Options that change what an algorithm keeps, as algorithms of their own: held to the contracts like those."""
+
+from __future__ import annotations
+
+from commlib.algorithms import DiLoCo, EFQuantized, RandomK, SignSGD, StreamingDiLoCo, TopK
+from commlib.codecs import BlockTopK
+from commlib.codecs import TopK as TopKCodec
+
+
+class EF21TopK(TopK):
+    """`topk` with EF21-SGDM."""
+
+    def __init__(self, ratio: float = 0.25) -> None:
+        super().__init__(ratio, ef21=0.5)
+
+
+class EF21RandomK(RandomK):
+    """`randomk` with EF21-SGDM."""
+
+    def __init__(self, ratio: float = 0.25) -> None:
+        super().__init__(ratio, ef21=0.5)
+
+
+class EF21Quantized(EFQuantized):
+    """`ef_quantized` with EF21-SGDM."""
+
+    def __init__(self) -> None:
+        super().__init__(ef21=0.5)
+
+
+class EF21SignSGD(SignSGD):
+    """`signsgd` with EF21-SGDM."""
+
+    def __init__(self) -> None:
+        super().__init__(ef21=0.5)
+
+
+class SparseDiLoCo(DiLoCo):
+    """`diloco` that sends a few elements."""
+
+    def __init__(self, period: int = 2) -> None:
+        super().__init__(period, codec=TopKCodec(0.25), error_decay=0.9)
+
+
+class SparseStreamingDiLoCo(StreamingDiLoCo):
+    """`streaming_diloco` that sends a few elements."""
+
+    def __init__(self, period: int = 4, fragments: int = 2, delay: int = 1) -> None:
+        super().__init__(period, fragments, delay, codec=BlockTopK(512), error_decay=0.9)
