@@ -150,7 +150,7 @@ class ComponentWorkspace:
         indices = self._firsts + places
         components = self.momentum.index_select(0, indices)
         values.copy_(components)
-        rest = components.sub_(components).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        rest = components.sub_(values).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.momentum.index_copy_(0, indices, rest)
         return values
 
