@@ -18,7 +18,7 @@ from commlib.primitives.topology import Topology
 #: The measured ones lie apart there: below it the highest mean is 4.8 %, above it the lowest is 7.2 %.
 LOSES = 0.05
 #: What each kind of optimizer is called, by the kind (`Algorithm.made_for`).
-OPTIMIZERS = {"sgd": "SGD", "adam": "AdamW"}
+OPTIMIZERS = {"sgd": "SGD", "adam": "AdamW", "muon": "Muon"}
 #: The models, by what the benchmark calls them.
 _MODELS = {"digits": "a CNN on digits", "bytes-1m": "a byte GPT of 1 M parameters"}
 #: Options of which less means that less is sent, and those of which more does.
@@ -31,7 +31,7 @@ class Known:
 
     Attributes:
         system: What the result file calls it: the registered name, and the options that were given.
-        optimizer: The optimizer's kind, "sgd" or "adam".
+        optimizer: The optimizer's kind, "sgd", "adam" or "muon" (with AdamW for what is no hidden matrix).
         model: What the benchmark calls the model.
         steps: After how many steps.
         loss: Of unseen data, relative to all-reduce's with the same seeds: 0.31 is 31 % more.
@@ -58,21 +58,29 @@ class Known:
 
     @property
     def command(self) -> str:
-        """The command that measures it, beside all-reduce."""
-        optimizer = OPTIMIZERS[self.optimizer].lower()
+        """The command that measures it, beside all-reduce with the same optimizer."""
+        optimizer = "adamw" if self.optimizer == "muon" else OPTIMIZERS[self.optimizer].lower()
         return (
             f"python benchmarks/convergence.py final --model {self.model} --optimizer {optimizer} --steps {self.steps} "
             f"--ranks {self.ranks} --seeds {','.join(map(str, self.seeds))} "
-            f"--systems 'commlib:allreduce@1,commlib:{self.system}@1'"
+            f"--systems 'commlib:{self.reference}@1,commlib:{self.system}@1'"
         )
+
+    @property
+    def reference(self) -> str:
+        """All-reduce with the same optimizer."""
+        return "allreduce(optimizer=muon)" if self.optimizer == "muon" else "allreduce"
 
     def speaks_of(self, algorithm: Algorithm) -> bool:
         """Return whether it holds for an instance, too.
 
-        A loss does for options with which as much or less is sent, keeping up for those with as much or more.
+        A loss does for options with which as much or less is sent, keeping up for those with as much or more. EF21
+        takes another gradient, of which another run must speak.
         """
-        return algorithm.name == self.algorithm and all(
-            self._covers(name, value, _option(algorithm, name)) for name, value in self.options.items()
+        return (
+            algorithm.name == self.algorithm
+            and _option(algorithm, "ef21") == self.options.get("ef21")
+            and all(self._covers(name, value, _option(algorithm, name)) for name, value in self.options.items())
         )
 
     def _covers(self, name: str, measured: Any, value: Any) -> bool:
@@ -184,9 +192,10 @@ KNOWN: tuple[Known, ...] = (
 def measured(algorithm: Algorithm, kind: str) -> Known | None:
     """Return what speaks most against an algorithm, of what was measured with a kind of optimizer; None: nothing was.
 
-    Of the runs of one model the best counts, as more steps may make up for a slow start; of the models the worst.
+    Of the runs of one model the best counts, as more steps may make up for a slow start; of the models the worst. What
+    was not measured with Muon counts as with AdamW, which does not step in proportion to gradients either.
     """
-    found = [each for each in KNOWN if each.optimizer == kind and each.speaks_of(algorithm)]
+    found = [each for each in _known_with(kind) if each.speaks_of(algorithm)]
     found.sort(key=_model)
     best = [min(runs, key=_loss) for _, runs in groupby(found, key=_model)]
     return max(best, key=_loss, default=None)
@@ -197,7 +206,7 @@ def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
 
     Args:
         algorithm: An instance that has its name (`create`).
-        optimizer_kind: "sgd" or "adam".
+        optimizer_kind: "sgd", "adam" or "muon".
     """
     found = measured(algorithm, optimizer_kind)
     return found if found is not None and found.loss > LOSES else None
@@ -211,7 +220,7 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
     found = measured(algorithm, optimizer_kind)
     if found is not None:
         return str(found) if found.loss > LOSES else ""
-    if algorithm.made_for in ("any", optimizer_kind):
+    if algorithm.made_for in ("any", optimizer_kind) or (optimizer_kind, algorithm.made_for) == ("muon", "adam"):
         return ""
     own = OPTIMIZERS.get(algorithm.made_for, algorithm.made_for)
     return f"made for {own}, not measured with {OPTIMIZERS[optimizer_kind]}"
@@ -220,11 +229,19 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
 def keeping_up(optimizer_kind: str) -> list[str]:
     """Return the systems that were measured with an optimizer and lost at most `LOSES` in every run, the best first."""
     alike: dict[str, list[Known]] = {}
-    for each in KNOWN:
-        if each.optimizer == optimizer_kind:
-            alike.setdefault(f"{each.algorithm} {each.options}", []).append(each)
+    for each in _known_with(optimizer_kind):
+        alike.setdefault(f"{each.algorithm} {each.options}", []).append(each)
     worst = sorted((max(runs, key=_loss) for runs in alike.values()), key=_loss)
     return [each.system for each in worst if each.loss <= LOSES]
+
+
+def _known_with(kind: str) -> list[Known]:
+    """Return what was measured with a kind of optimizer, and for "muon" what was with "adam" and not with it."""
+    found = [each for each in KNOWN if each.optimizer == kind]
+    if kind == "muon":
+        own = {each.algorithm for each in found}
+        found += [each for each in KNOWN if each.optimizer == "adam" and each.algorithm not in own]
+    return found
 
 
 def _option(algorithm: Algorithm, name: str) -> Any:

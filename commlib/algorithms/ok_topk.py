@@ -39,6 +39,8 @@ class OkTopK(TopK):
     2k/N choices instead of sizes that are exchanged first. The largest elements of a bucket, not of the whole model.
     """
 
+    made_for = "sgd"
+
     def __init__(
         self,
         ratio: float = 0.01,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +56,21 @@ def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return "sgd" where every optimizer of what `resolve` returned is SGD, else "adam", which is the cautious side.
+    """Return "sgd", "muon" or "adam" for what `resolve` returned; "adam" is the cautious side.
 
     What counts is how a step depends on the size of a gradient: in proportion for SGD (and its subclasses, ASGD, LARS),
-    not at all for what divides by the root of mean squares or takes a sign or an orthogonal factor: Adam and its like,
-    RMSprop, Lion, Muon. An optimizer that is not known, or not given, may be one of these.
+    not at all for what divides by the root of mean squares or takes a sign: Adam and its like, RMSprop, Lion. An
+    optimizer that is not known, or not given, may be one of these. It is "muon" where one of several is Muon, which has
+    the matrices, and so almost all parameters.
     """
     found = all_of(optimizer)
-    is_sgd = [any(base.__name__.upper() in _SGD for base in type(each).__mro__) for each in found]
-    return "sgd" if found and all(is_sgd) else "adam"
+    if any(_has_base(each, {"MUON"}) for each in found):
+        return "muon"
+    return "sgd" if found and all(_has_base(each, _SGD) for each in found) else "adam"
+
+
+def _has_base(optimizer: Any, names: Collection[str]) -> bool:
+    return any(base.__name__.upper() in names for base in type(optimizer).__mro__)
 
 
 def left_out(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
