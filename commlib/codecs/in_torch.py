@@ -230,7 +230,7 @@ class TorchSparseCodec(_Shown, SparseCodec):
         checks.check_sparse_decoding(payload.view(1, -1), self.payload_bytes(out.numel()), out, out.device)
 
         def work() -> None:
-            out.add_(self._unpacked(payload, out.numel()), alpha=weight)
+            out.add_(weight * self._unpacked(payload, out.numel()))
 
         _run(work, out, self, "decode_add", out.numel())
 
@@ -321,7 +321,8 @@ def _sum(payloads: torch.Tensor, unpacked: Callable[[torch.Tensor], torch.Tensor
     total = unpacked(payloads[0])
     for payload in payloads[1:]:
         total = total + unpacked(payload)
-    return total if divisor == 1.0 else total / divisor
+    # By a tensor: torch multiplies by the inverse of a number on CUDA devices.
+    return total if divisor == 1.0 else total / torch.full((1,), divisor, dtype=torch.float32, device=total.device)
 
 
 def _padded(packed: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:

@@ -14,7 +14,6 @@ from commlib.errors import CommlibError
 
 ALIGNMENT = 16
 """Bytes: sections begin at multiples of it."""
-OWN_IDS = range(1, 1 << 15)
 FOREIGN_IDS = range(1 << 15, 1 << 16)
 """The ids of other packages' codecs."""
 
