@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "wire_format.md"
 
 def rows_of_the_page() -> dict[str, list[str]]:
     """Return the cells behind the name of each row of the table of codecs."""
-    text = PAGE.read_text(encoding="utf-8").partition("## Codecs")[2].partition("\n\nA change")[0]
+    text = PAGE.read_text(encoding="utf-8").partition("## Codecs")[2].partition("\n\nIds from")[0]
     cells = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in text.splitlines()[4:]]
     return {name: [number, version, *rest] for number, version, name, *rest in cells}
 
