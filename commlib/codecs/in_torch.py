@@ -76,7 +76,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
         random: Random | None = None,
     ) -> None:
         self._check_random(random)
-        chunk = checks.check_encoding(x, self.payload_bytes, out, chunk, feedback, out.device)
+        chunk = checks.check_encoding(x, self.payload_bytes, out, chunk, feedback, _device_of(out))
 
         def work() -> None:
             self._encode(x.float(), out, chunk, feedback, random, 0)
@@ -96,7 +96,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
         first: int = 0,
     ) -> None:
         self._check_random(random)
-        count = checks.check_sum_encoding(payloads, self.payload_bytes, numel, out, feedback, out.device)
+        count = checks.check_sum_encoding(payloads, self.payload_bytes, numel, out, feedback, _device_of(out))
         checks.check_number("divisor", divisor, may_be_zero=False)
         checks.check_first(first)
 
@@ -108,7 +108,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
 
     @override
     def decode(self, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
-        chunk = checks.check_decoding(payload, self.payload_bytes, out, chunk, out.device)
+        chunk = checks.check_decoding(payload, self.payload_bytes, out, chunk, _device_of(out))
 
         def work() -> None:
             for part, values in self._decoded_chunks(payload, out, chunk):
@@ -121,7 +121,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
         self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
     ) -> None:
         checks.check_number("weight", weight)
-        chunk = checks.check_decoding(payload, self.payload_bytes, out, chunk, out.device)
+        chunk = checks.check_decoding(payload, self.payload_bytes, out, chunk, _device_of(out))
 
         def work() -> None:
             for part, values in self._decoded_chunks(payload, out, chunk):
@@ -131,7 +131,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
 
     @override
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        count = checks.check_sum_decoding(payloads, self.payload_bytes, out, out.device)
+        count = checks.check_sum_decoding(payloads, self.payload_bytes, out, _device_of(out))
         checks.check_number("divisor", divisor, may_be_zero=False)
 
         def work() -> None:
@@ -211,7 +211,7 @@ class TorchSparseCodec(_Shown, SparseCodec):
     def encode(
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
-        checks.check_block_encoding(x, self.payload_bytes(x.numel()), out, feedback, out.device)
+        checks.check_block_encoding(x, self.payload_bytes(x.numel()), out, feedback, _device_of(out))
 
         def work() -> None:
             values = _with_feedback(x.float(), feedback)
@@ -227,7 +227,7 @@ class TorchSparseCodec(_Shown, SparseCodec):
     @override
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
         checks.check_number("weight", weight)
-        checks.check_sparse_decoding(payload.view(1, -1), self.payload_bytes(out.numel()), out, out.device)
+        checks.check_sparse_decoding(payload.view(1, -1), self.payload_bytes(out.numel()), out, _device_of(out))
 
         def work() -> None:
             out.add_(weight * self._unpacked(payload, out.numel()))
@@ -236,7 +236,7 @@ class TorchSparseCodec(_Shown, SparseCodec):
 
     @override
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        count = checks.check_sparse_decoding(payloads, self.payload_bytes(out.numel()), out, out.device)
+        count = checks.check_sparse_decoding(payloads, self.payload_bytes(out.numel()), out, _device_of(out))
         checks.check_number("divisor", divisor, may_be_zero=False)
 
         def work() -> None:
@@ -296,6 +296,11 @@ def _philox(counters: torch.Tensor, random: Random) -> list[torch.Tensor]:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _device_of(out: torch.Tensor) -> torch.device:
+    """Return where the tensors are to be; what is no tensor is found when it is checked."""
+    return getattr(out, "device", checks.CPU)
 
 
 def _run(work: Callable[[], None], out: torch.Tensor, *key: object) -> None:
