@@ -8,7 +8,7 @@
 
 namespace commlib {
 
-// The ids of block codecs (docs/wire_format.md) are below it; tables have a place for each.
+// The ids of block codecs (docs/reference/wire_format.md) are below it; tables have a place for each.
 inline constexpr int kCodecIds = 32;
 inline constexpr std::size_t kMostTile = 512;  // elements that are worked on at once
 inline constexpr std::size_t kAlignment = 16;

@@ -254,7 +254,7 @@ class TorchSparseCodec(_Shown, SparseCodec):
 
 
 def uniforms(random: Random, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the random numbers of docs/wire_format.md for stochastic rounding, in torch operations.
+    """Return the random numbers of docs/reference/wire_format.md for stochastic rounding, in torch operations.
 
     Args:
         random: Their source.

@@ -2,7 +2,7 @@
 
 The codecs' classes, the NumPy reference and what launches CUDA kernels take their numbers from here. The kernels in C++
 and CUDA are templates with constants of their own: these are held to the table when the extension is loaded (native.py)
-and when a CUDA kernel is compiled. docs/wire_format.md says what the numbers mean; a test compares it.
+and when a CUDA kernel is compiled. docs/reference/wire_format.md says what the numbers mean; a test compares it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ class WithCodec(Subject):
 
 
 def train_with(name: str, folder: str) -> None:
-    """Train with the codec by its name, then with an object of it."""
+    """Train with the codec by its name, then with an object of it, and with the sparse one where such are taken."""
+    takes_sparse = "SparseCodec" in str(inspect.signature(commlib.algorithms.get(name)).parameters["codec"].annotation)
     with plugins.on_path(folder):
-        for codec in ("byte64", block_codec("byte64")):
+        for codec in ("byte64", block_codec("byte64"), *(["top16"] if takes_sparse else [])):
             subject = WithCodec(name, codec)
             training = subject.start().steps(5)
             training.assert_sound()

@@ -15,7 +15,7 @@ from commlib.kernels.codec_table import BLOCK_ROWS, BY_NAME, SPARSE_ROWS
 from commlib.kernels.cuda_args import codec_asserts
 from tests.cuda_emulation import emulator
 
-PAGE = Path(__file__).parents[2] / "docs" / "wire_format.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "wire_format.md"
 
 
 def rows_of_the_page() -> dict[str, list[str]]:

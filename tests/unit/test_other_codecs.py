@@ -27,6 +27,7 @@ from commlib.codecs import (
     seal,
     uniforms,
 )
+from commlib.codecs.registry import gathered_codec
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta
 from commlib.kernels.reference import Stream
@@ -82,6 +83,14 @@ def test_a_codec_is_found_by_name_and_by_number() -> None:
     assert by_name["byte64"] is by_id[40_064] is type(codec)
     assert {"byte64", "top16", "int8"} <= set(by_name)
     assert len(by_name) == len(by_id) == len(list(by_id))
+
+
+@pytest.mark.usefixtures("relaxed")
+def test_a_sparse_codec_is_found_where_sparse_ones_are_taken() -> None:
+    assert type(gathered_codec("top16")) is by_name["top16"]
+    assert type(gathered_codec("byte64")) is by_name["byte64"]
+    with pytest.raises(ConfigError, match="expected a block codec .* got 'top16'"):
+        block_codec("top16")
 
 
 @pytest.mark.usefixtures("relaxed")
