@@ -26,22 +26,6 @@ std::size_t find_streaming_bytes() {
 
 const std::size_t kStreamingBytes = find_streaming_bytes();
 
-constexpr CodecShape kShapes[kNumBlockCodecs] = {
-    {},
-    {256, 8, 2, 0, false},   // kInt8
-    {256, 8, 2, 4, false},   // kUint8MinMax
-    {256, 8, 0, 8, true},    // kUint8Bagua
-    {128, 4, 2, 0, false},   // kInt4
-    {128, 2, 2, 0, false},   // kInt2
-    {512, 1, 2, 0, false},   // kOneBit
-    {128, 8, 2, 0, false},   // kFp8E4M3
-    {128, 8, 2, 0, false},   // kFp8E5M2
-    {32, 8, 1, 0, false},    // kMxFp8
-    {32, 4, 1, 0, false},    // kMxFp4
-    {256, 16, 0, 0, false},  // kBFloat16
-    {256, 16, 0, 0, false},  // kFloat16
-};
-
 // A thread's part is not worth waking it for below this: some ten microseconds of work.
 constexpr std::size_t kElementsPerPart = 1 << 17;
 
@@ -98,7 +82,9 @@ bool exceeds_cache(std::size_t nbytes) {
 }
 
 const CodecShape* find_shape(int codec) {
-  return codec > 0 && codec < kNumBlockCodecs ? &kShapes[codec] : nullptr;
+  if (codec < 0 || codec >= kCodecIds) return nullptr;
+  const CodecKernels& kernels = *active_kernels().codecs;
+  return kernels.encode[codec] == nullptr ? nullptr : &kernels.shapes[codec];
 }
 
 Layout::Layout(const CodecShape& shape, std::size_t numel)
@@ -111,14 +97,14 @@ Layout::Layout(const CodecShape& shape, std::size_t numel)
   payload_bytes = aligned(codes_at + code_bytes);
 }
 
-void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads) {
+void encode_chunk(int codec, const EncodeJob& job, int num_threads) {
   if (job.numel == 0) return;
-  const CodecShape& shape = kShapes[static_cast<int>(codec)];
   const CodecKernels& kernels = *active_kernels().codecs;
+  const CodecShape& shape = kernels.shapes[codec];
   const std::size_t grain = grain_of(shape, job.num_inputs);
   zero_gaps(shape, job);
   if (shape.is_one_block) store_range(kernels, job, grain, num_threads);
-  const EncodeFn encode = kernels.encode[static_cast<int>(codec)];
+  const EncodeFn encode = kernels.encode[codec];
   parallel_for(job.layout.blocks, grain, num_threads,
                [&](std::size_t begin, std::size_t end) { encode(job, begin, end); });
 }
@@ -130,9 +116,10 @@ void rotate_chunk(const RotateJob& job, int num_threads) {
                [&](std::size_t begin, std::size_t end) { rotate(job, begin, end); });
 }
 
-void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads) {
-  const CodecShape& shape = kShapes[static_cast<int>(codec)];
-  const DecodeFn decode = active_kernels().codecs->decode[static_cast<int>(codec)];
+void decode_chunk(int codec, const DecodeJob& job, int num_threads) {
+  const CodecKernels& kernels = *active_kernels().codecs;
+  const CodecShape& shape = kernels.shapes[codec];
+  const DecodeFn decode = kernels.decode[codec];
   parallel_for(job.layout.blocks, grain_of(shape, job.num_inputs), num_threads,
                [&](std::size_t begin, std::size_t end) { decode(job, begin, end); });
 }

@@ -8,27 +8,16 @@
 
 namespace commlib {
 
-// The ids of docs/reference/wire_format.md. Sparse codecs have loops of their own (sparse.h).
-enum class CodecId : int {
-  kInt8 = 1,
-  kUint8MinMax = 2,
-  kUint8Bagua = 3,
-  kInt4 = 4,
-  kInt2 = 5,
-  kOneBit = 6,
-  kFp8E4M3 = 7,
-  kFp8E5M2 = 8,
-  kMxFp8 = 9,
-  kMxFp4 = 10,
-  kBFloat16 = 11,
-  kFloat16 = 12,
-};
-inline constexpr int kNumBlockCodecs = 13;     // the table's size; place 0 is empty
+// The ids of block codecs (docs/reference/wire_format.md) are below it; tables have a place for each.
+inline constexpr int kCodecIds = 32;
 inline constexpr std::size_t kMostTile = 512;  // elements that are worked on at once
 inline constexpr std::size_t kAlignment = 16;
 
+// Taken from the constants of the codec's struct (codec_loops.h), and held to commlib/kernels/codec_table.py when the
+// extension is loaded.
 struct CodecShape {
-  std::size_t block;          // elements; for kUint8Bagua only the portion that is worked on at once
+  const char* name;
+  std::size_t block;          // elements; where blocks share or have no parameters, a portion that is worked on at once
   std::size_t bits;           // of a code
   std::size_t scale_bytes;    // of a block
   std::size_t minimum_bytes;  // of a block
@@ -95,7 +84,7 @@ struct DecodeJob {
   bool streams;  // `out` does not fit into the caches: written past them
 };
 
-// Both work on the blocks from `begin` to `end`. The parameters of a chunk of one block (kUint8Bagua) are at the front
+// Both work on the blocks from `begin` to `end`. The parameters of a chunk of one block (uint8_bagua) are at the front
 // of the payload before.
 using EncodeFn = void (*)(const EncodeJob& job, std::size_t begin, std::size_t end);
 using DecodeFn = void (*)(const DecodeJob& job, std::size_t begin, std::size_t end);
@@ -117,8 +106,10 @@ using RotateFn = void (*)(const RotateJob& job, std::size_t begin, std::size_t e
 using CopyFn = void (*)(void* dst, const void* src, std::size_t nbytes);
 
 struct CodecKernels {
-  EncodeFn encode[kNumBlockCodecs];
-  DecodeFn decode[kNumBlockCodecs];
+  // By the codec's id; null where there is none.
+  CodecShape shapes[kCodecIds];
+  EncodeFn encode[kCodecIds];
+  DecodeFn decode[kCodecIds];
   RangeFn range;
   RotateFn rotate;
   CopyFn stream_copy;
@@ -132,8 +123,8 @@ struct CodecKernels {
 bool exceeds_cache(std::size_t nbytes);
 
 // Checked by their caller. `num_threads` is at least 1.
-void encode_chunk(CodecId codec, const EncodeJob& job, int num_threads);
-void decode_chunk(CodecId codec, const DecodeJob& job, int num_threads);
+void encode_chunk(int codec, const EncodeJob& job, int num_threads);
+void decode_chunk(int codec, const DecodeJob& job, int num_threads);
 void rotate_chunk(const RotateJob& job, int num_threads);
 
 }  // namespace commlib

@@ -33,6 +33,20 @@ DType type_of(int type) {
   return static_cast<DType>(type);
 }
 
+// What the kernels are made for, by id; native.py holds it to its own table.
+py::dict block_codecs() {
+  py::dict found;
+  for (int codec = 0; codec < kCodecIds; ++codec) {
+    const CodecShape* shape = find_shape(codec);
+    if (shape == nullptr) continue;
+    found[py::int_(codec)] =
+        py::dict(py::arg("name") = shape->name, py::arg("portion") = shape->block, py::arg("bits") = shape->bits,
+                 py::arg("scale_bytes") = shape->scale_bytes, py::arg("minimum_bytes") = shape->minimum_bytes,
+                 py::arg("is_one_block") = shape->is_one_block);
+  }
+  return found;
+}
+
 std::size_t payload_bytes(int codec, std::size_t numel) {
   return Layout(shape_of(codec), numel).payload_bytes;
 }
@@ -117,7 +131,7 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
     job.type = dtype;
     job.exceeds_cache = is_large;
     job.streams = streams;
-    encode_chunk(static_cast<CodecId>(codec), job, num_threads);
+    encode_chunk(codec, job, num_threads);
   }
 }
 
@@ -144,7 +158,7 @@ void encode_sum(int codec, const Payloads& payloads, std::size_t numel, Feedback
   job.num_inputs = payloads.count;
   job.divisor = payloads.divisor;
   job.streams = exceeds_cache((payloads.count + 1) * distance / 2);  // the cache holds at most twice what streams
-  encode_chunk(static_cast<CodecId>(codec), job, num_threads);
+  encode_chunk(codec, job, num_threads);
 }
 
 void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, Address out, int type, bool adds,
@@ -159,8 +173,8 @@ void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, A
     const auto* payload = reinterpret_cast<const std::uint8_t*>(payloads) + first / chunk * distance;
     const std::size_t count = std::min(chunk, numel - first);
     void* to = reinterpret_cast<std::uint8_t*>(out) + first * element_bytes(dtype);
-    decode_chunk(static_cast<CodecId>(codec),
-                 {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count), streams}, num_threads);
+    decode_chunk(codec, {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count), streams},
+                 num_threads);
   }
 }
 
@@ -170,7 +184,7 @@ void decode_sum(int codec, const Payloads& payloads, std::size_t numel, Address 
   const Layout layout(shape, numel);
   const auto& inputs = rows(payloads, layout.payload_bytes);
   const py::gil_scoped_release released;
-  decode_chunk(static_cast<CodecId>(codec),
+  decode_chunk(codec,
                {inputs.data(), payloads.count, payloads.divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype,
                 numel, layout, exceeds_cache(numel * element_bytes(dtype))},
                num_threads);
@@ -303,6 +317,8 @@ void bind_codecs(py::module_& module) {
              py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
   module.def("encode_momentum", &encode_momentum_at, py::arg("gradient"), py::arg("type"), py::arg("numel"),
              py::arg("velocity"), py::arg("places"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("block_codecs", &block_codecs);
+  module.attr("top_k_block") = kTopKBlock;
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
   module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
              py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));

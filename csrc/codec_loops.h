@@ -415,26 +415,29 @@ static void decode_blocks(const DecodeJob& job, std::size_t begin, std::size_t e
 
 #include "hadamard_impl.h"
 
-template <class Codec>
-static inline void add_codec(CodecKernels& kernels, CodecId id) {
-  kernels.encode[static_cast<int>(id)] = &encode_blocks<Codec>;
-  kernels.decode[static_cast<int>(id)] = &decode_blocks<Codec>;
+template <int kId, class Codec>
+static inline void add_codec(CodecKernels& kernels, const char* name) {
+  static_assert(kId > 0 && kId < kCodecIds);
+  kernels.shapes[kId] = {
+      name, Codec::kBlock, Codec::kBits, Codec::kScaleBytes, Codec::kMinimumBytes, Codec::kIsOneBlock};
+  kernels.encode[kId] = &encode_blocks<Codec>;
+  kernels.decode[kId] = &decode_blocks<Codec>;
 }
 
 static inline CodecKernels make_codec_kernels() {
   CodecKernels kernels = {};
-  add_codec<Integer<8, 127, 256>>(kernels, CodecId::kInt8);
-  add_codec<MinMax>(kernels, CodecId::kUint8MinMax);
-  add_codec<Bagua>(kernels, CodecId::kUint8Bagua);
-  add_codec<Integer<4, 7, 128>>(kernels, CodecId::kInt4);
-  add_codec<Integer<2, 1, 128>>(kernels, CodecId::kInt2);
-  add_codec<OneBit>(kernels, CodecId::kOneBit);
-  add_codec<Float8<E4M3>>(kernels, CodecId::kFp8E4M3);
-  add_codec<Float8<E5M2>>(kernels, CodecId::kFp8E5M2);
-  add_codec<Microscaling<E4M3, 8>>(kernels, CodecId::kMxFp8);
-  add_codec<Microscaling<E2M1, 4>>(kernels, CodecId::kMxFp4);
-  add_codec<Cast16<BFloat16>>(kernels, CodecId::kBFloat16);
-  add_codec<Cast16<Float16>>(kernels, CodecId::kFloat16);
+  add_codec<1, Integer<8, 127, 256>>(kernels, "int8");
+  add_codec<2, MinMax>(kernels, "uint8_minmax");
+  add_codec<3, Bagua>(kernels, "uint8_bagua");
+  add_codec<4, Integer<4, 7, 128>>(kernels, "int4");
+  add_codec<5, Integer<2, 1, 128>>(kernels, "int2");
+  add_codec<6, OneBit>(kernels, "onebit");
+  add_codec<7, Float8<E4M3>>(kernels, "fp8_e4m3");
+  add_codec<8, Float8<E5M2>>(kernels, "fp8_e5m2");
+  add_codec<9, Microscaling<E4M3, 8>>(kernels, "mxfp8");
+  add_codec<10, Microscaling<E2M1, 4>>(kernels, "mxfp4");
+  add_codec<11, Cast16<BFloat16>>(kernels, "bf16");
+  add_codec<12, Cast16<Float16>>(kernels, "fp16");
   kernels.range = &range_of_blocks<Bagua>;
   kernels.rotate = &rotate_pieces;
   kernels.stream_copy = [](void* dst, const void* src, std::size_t nbytes) {

@@ -11,7 +11,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from commlib.algorithms.allreduce import AllReduce
@@ -113,7 +113,7 @@ def get(name: str) -> type[Algorithm]:
     if name in _own_names():
         return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
     if name in _entry_points():
-        return _checked(_entry_points()[name].load(), name)
+        return _checked(_load(_entry_points()[name]), name)
     near = difflib.get_close_matches(str(name), list(), n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}")
@@ -142,8 +142,18 @@ def _own_names() -> frozenset[str]:
     return frozenset(name for name in files if name not in ("base", "channels", "known") and not name.startswith("_"))
 
 
-def _entry_points() -> dict[str, Any]:
+def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:
+        package = f" of the package {point.dist.name!r}" if point.dist is not None else ""
+        raise ConfigError(
+            f"algorithm: {point.name!r} ({point.value}{package}) cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _class_in(module: Any, name: str) -> type[Algorithm]:

@@ -1,16 +1,23 @@
-"""Codecs: how tensors become fewer bytes (docs/reference/wire_format.md defines each)."""
+"""Codecs: how tensors become fewer bytes (docs/reference/wire_format.md defines each).
+
+Other packages' codecs come through the entry point group `commlib.codecs` (`my_codec = "package.module:MyCodec"`) or
+through `register`; `commlib.wrap(model, algorithm=ByteGrad(codec="my_codec"))` then works.
+"""
 
 from __future__ import annotations
 
 from commlib.codecs.base import BlockCodec, Feedback, Random
 from commlib.codecs.envelope import Envelope, open_envelope, seal
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
+from commlib.codecs.in_torch import TorchBlockCodec, TorchSparseCodec, uniforms
 from commlib.codecs.integer import Int2, Int4, Int8, UInt8Bagua, UInt8MinMax
-from commlib.codecs.registry import block_codec, by_id, by_name
+from commlib.codecs.registry import block_codec, by_id, by_name, register
 from commlib.codecs.sparse import BlockTopK, PairsCodec, RandomK, SparseCodec, Threshold, TopK, raise_if_damaged
+from commlib.kernels.codec_table import FOREIGN_IDS
 
 __all__ = [
     "BF16",
+    "FOREIGN_IDS",
     "FP16",
     "BlockCodec",
     "BlockTopK",
@@ -30,6 +37,8 @@ __all__ = [
     "SparseCodec",
     "Threshold",
     "TopK",
+    "TorchBlockCodec",
+    "TorchSparseCodec",
     "UInt8Bagua",
     "UInt8MinMax",
     "block_codec",
@@ -37,5 +46,7 @@ __all__ = [
     "by_name",
     "open_envelope",
     "raise_if_damaged",
+    "register",
     "seal",
+    "uniforms",
 ]

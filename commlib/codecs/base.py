@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from commlib.errors import CodecError
 from commlib.kernels import cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
 from commlib.kernels.checks import Feedback, Random
+from commlib.kernels.codec_table import BY_NAME
 
 __all__ = ["BlockCodec", "Feedback", "Random"]
+
+C = TypeVar("C", bound=type)
+
+
+def from_table(name: str) -> Callable[[C], C]:
+    """Give a class of this package what the table of codecs (kernels/codec_table.py) says of `name`."""
+    row = BY_NAME[name]
+
+    def fill(cls: C) -> C:
+        for field in ("id", "name", "version", "block", "rounds_stochastically"):
+            if hasattr(row, field):
+                setattr(cls, field, getattr(row, field))
+        return cls
+
+    return fill
 
 
 class BlockCodec:

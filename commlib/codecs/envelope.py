@@ -12,7 +12,6 @@ from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import by_id
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import CodecError
-from commlib.kernels import native_codecs
 
 _MAGIC = b"CMLB"
 _VERSION = 1
@@ -78,8 +77,7 @@ def open_envelope(data: bytes) -> Envelope:
     kind = by_id[codec]
     if codec_version != kind.version:
         raise CodecError(f"header: expected version {kind.version} of codec {codec}, got {codec_version}")
-    is_sparse = issubclass(kind, SparseCodec)
-    expected = kind.bytes_of(numel, places) if is_sparse else native_codecs.payload_bytes(codec, numel)
+    expected = kind.bytes_of(numel, places) if issubclass(kind, SparseCodec) else kind().payload_bytes(numel)
     if nbytes != expected:
         raise CodecError(f"payload: expected {expected} bytes for {numel} elements, got {nbytes}")
     payload = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

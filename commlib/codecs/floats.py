@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from commlib.codecs.base import BlockCodec
+from commlib.codecs.base import BlockCodec, from_table
 
 
+@from_table("onebit")
 class OneBit(BlockCodec):
     """The sign, and the mean magnitude of 512 elements in bf16: use it with error feedback only.
 
@@ -12,11 +13,8 @@ class OneBit(BlockCodec):
     Compression: 31.0 of fp32 (66 bytes for 512 elements).
     """
 
-    id = 6
-    name = "onebit"
-    block = 512
 
-
+@from_table("fp8_e4m3")
 class Fp8E4M3(BlockCodec):
     """OCP e4m3 codes and a bf16 scale for 128 elements, scaled to the format's largest number, 448.
 
@@ -24,11 +22,8 @@ class Fp8E4M3(BlockCodec):
     Compression: 3.94 of fp32 (130 bytes for 128 elements).
     """
 
-    id = 7
-    name = "fp8_e4m3"
-    block = 128
 
-
+@from_table("fp8_e5m2")
 class Fp8E5M2(BlockCodec):
     """OCP e5m2 codes and a bf16 scale for 128 elements, scaled to the format's largest number, 57344.
 
@@ -36,11 +31,8 @@ class Fp8E5M2(BlockCodec):
     Compression: 3.94 of fp32 (130 bytes for 128 elements).
     """
 
-    id = 8
-    name = "fp8_e5m2"
-    block = 128
 
-
+@from_table("mxfp8")
 class MxFp8(BlockCodec):
     """OCP Microscaling MXFP8 (e4m3): a power of two for 32 elements.
 
@@ -49,11 +41,8 @@ class MxFp8(BlockCodec):
     Compression: 3.88 of fp32 (33 bytes for 32 elements).
     """
 
-    id = 9
-    name = "mxfp8"
-    block = 32
 
-
+@from_table("mxfp4")
 class MxFp4(BlockCodec):
     """OCP Microscaling MXFP4 (e2m1): a power of two for 32 elements.
 
@@ -61,11 +50,8 @@ class MxFp4(BlockCodec):
     Compression: 7.53 of fp32 (17 bytes for 32 elements).
     """
 
-    id = 10
-    name = "mxfp4"
-    block = 32
 
-
+@from_table("bf16")
 class BF16(BlockCodec):
     """A cast to bfloat16.
 
@@ -73,18 +59,11 @@ class BF16(BlockCodec):
     Compression: 2 of fp32.
     """
 
-    id = 11
-    name = "bf16"
-    block = 1
 
-
+@from_table("fp16")
 class FP16(BlockCodec):
     """A cast to IEEE half precision; magnitudes of 65520 and more become infinite.
 
     Error of an element: at most 2^-11 |x| for normal results (2^-14 and above), 2^-25 below.
     Compression: 2 of fp32.
     """
-
-    id = 12
-    name = "fp16"
-    block = 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from commlib.codecs.base import BlockCodec
+from commlib.codecs.base import BlockCodec, from_table
 
 
+@from_table("int8")
 class Int8(BlockCodec):
     """Signed 8-bit codes and a bf16 scale for 256 elements: the default.
 
@@ -12,12 +13,8 @@ class Int8(BlockCodec):
     Compression: 3.97 of fp32 (258 bytes for 256 elements).
     """
 
-    id = 1
-    name = "int8"
-    block = 256
-    rounds_stochastically = True
 
-
+@from_table("int4")
 class Int4(BlockCodec):
     """Signed 4-bit codes (-7 to 7) and a bf16 scale for 128 elements; wants error feedback or stochastic rounding.
 
@@ -25,12 +22,8 @@ class Int4(BlockCodec):
     Compression: 7.76 of fp32 (66 bytes for 128 elements).
     """
 
-    id = 4
-    name = "int4"
-    block = 128
-    rounds_stochastically = True
 
-
+@from_table("int2")
 class Int2(BlockCodec):
     """Codes -1, 0, 1 in 2 bits and a bf16 scale for 128 elements; stochastically rounded it is TernGrad, by blocks.
 
@@ -38,12 +31,8 @@ class Int2(BlockCodec):
     Compression: 15.1 of fp32 (34 bytes for 128 elements).
     """
 
-    id = 5
-    name = "int2"
-    block = 128
-    rounds_stochastically = True
 
-
+@from_table("uint8_minmax")
 class UInt8MinMax(BlockCodec):
     """Unsigned 8-bit codes between the minimum and the maximum of 256 elements (fp32 minimum, bf16 scale).
 
@@ -53,12 +42,8 @@ class UInt8MinMax(BlockCodec):
     Compression: 3.91 of fp32 (262 bytes for 256 elements).
     """
 
-    id = 2
-    name = "uint8_minmax"
-    block = 256
-    rounds_stochastically = True
 
-
+@from_table("uint8_bagua")
 class UInt8Bagua(BlockCodec):
     """BAGUA's MinMaxUInt8: unsigned 8-bit codes between the minimum and the maximum of the whole chunk.
 
@@ -67,7 +52,3 @@ class UInt8Bagua(BlockCodec):
     Error of an element: about (max - min + 1e-7) / 510, more where |x| is large against the range.
     Compression: 4 of fp32 for large chunks (16 bytes and one for each element).
     """
-
-    id = 3
-    name = "uint8_bagua"
-    block = 0

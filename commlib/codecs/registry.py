@@ -1,39 +1,99 @@
-"""Every codec by its number and by its name on the wire."""
+"""Every codec by its number and by its name on the wire: this package's, and other packages'.
+
+Another package names the class of a codec in the entry point group `commlib.codecs`, or gives it to `register`. Entry
+points are loaded when a codec is asked for that is not of this package, or when all are listed.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
 
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
+from commlib.codecs.in_torch import TorchBlockCodec
 from commlib.codecs.integer import Int2, Int4, Int8, UInt8Bagua, UInt8MinMax
 from commlib.codecs.sparse import BlockTopK, RandomK, SparseCodec, Threshold, TopK
 from commlib.errors import ConfigError
+from commlib.kernels.codec_table import BY_NAME, FOREIGN_IDS
 
-_BLOCK_CODECS = (Int8, UInt8MinMax, UInt8Bagua, Int4, Int2, OneBit, Fp8E4M3, Fp8E5M2, MxFp8, MxFp4, BF16, FP16)
-_CODECS = (*_BLOCK_CODECS, TopK, RandomK, Threshold, BlockTopK)
+ENTRY_POINT_GROUP = "commlib.codecs"
 
-by_id: dict[int, type[BlockCodec | SparseCodec]] = {codec.id: codec for codec in _CODECS}
+Kind = type[BlockCodec | SparseCodec]
+T = TypeVar("T", bound=Kind)
+K = TypeVar("K", int, str)
+
+_OWN: tuple[Kind, ...] = (
+    *(Int8, UInt8MinMax, UInt8Bagua, Int4, Int2, OneBit, Fp8E4M3, Fp8E5M2, MxFp8, MxFp4, BF16, FP16),
+    *(TopK, RandomK, Threshold, BlockTopK),
+)
+if {kind.name for kind in _OWN} != set(BY_NAME) or len({kind.id for kind in _OWN}) < len(BY_NAME):
+    raise AssertionError("the classes of codecs are not those of kernels/codec_table.py")
+
+
+class Registry(Mapping[K, Kind], Generic[K]):
+    """Codecs by number or by name; other packages' are loaded when one is asked for that is not of this package."""
+
+    def __init__(self, key: str) -> None:
+        self._kinds: dict[K, Kind] = {getattr(kind, key): kind for kind in _OWN}
+
+    def __getitem__(self, key: K) -> Kind:
+        if key not in self._kinds:
+            _load_entry_points()
+        return self._kinds[key]
+
+    def __iter__(self) -> Iterator[K]:
+        _load_entry_points()
+        return iter(tuple(self._kinds))
+
+    def __len__(self) -> int:
+        _load_entry_points()
+        return len(self._kinds)
+
+
+by_id: Registry[int] = Registry("id")
 """Every codec by its number on the wire."""
 
-by_name: dict[str, type[BlockCodec | SparseCodec]] = {codec.name: codec for codec in _CODECS}
+by_name: Registry[str] = Registry("name")
 """Every codec by its name on the wire."""
 
-if len(by_id) < len(_CODECS) or len(by_name) < len(_CODECS):
-    raise AssertionError("two codecs share an id or a name")
+_packages: dict[Kind, str] = dict.fromkeys(_OWN, "commlib")
+_failures: dict[str, str] = {}
+_lock = threading.RLock()
+_is_loaded = False
+
+
+def register(kind: T) -> T:
+    """Make another package's codec known by its name and its number; usable as the decorator of its class.
+
+    Args:
+        kind: A subclass of `TorchBlockCodec` or `SparseCodec` with `id` (one of `FOREIGN_IDS`) and `name`. Again the
+            same class: nothing is done.
+
+    Returns:
+        `kind`.
+
+    Raises:
+        ConfigError: It is not as described, or another codec has its name or its number; both packages are named.
+    """
+    _add(kind, kind.__module__.partition(".")[0] if isinstance(kind, type) else "?")
+    return kind
 
 
 def block_codec(codec: BlockCodec | str) -> BlockCodec:
     """Return `codec`, or a new one of that name.
 
     Raises:
-        ConfigError: It is neither a block codec nor the name of one.
+        ConfigError: It is neither a block codec nor the name of one, or the package that has it cannot be loaded.
     """
     if isinstance(codec, BlockCodec):
         return codec
-    return _named(codec, {each.name: each for each in _BLOCK_CODECS}, "a block codec")
+    return _named(codec, lambda kind: issubclass(kind, BlockCodec), "a block codec")
 
 
 def gathered_codec(codec: BlockCodec | SparseCodec | str) -> BlockCodec | SparseCodec:
@@ -44,16 +104,95 @@ def gathered_codec(codec: BlockCodec | SparseCodec | str) -> BlockCodec | Sparse
     """
     if isinstance(codec, BlockCodec | SparseCodec) and not isinstance(codec, RandomK):
         return codec
-    known = {each.name: each for each in (*_BLOCK_CODECS, TopK, BlockTopK)}
-    return _named(codec, known, "a block codec, TopK, BlockTopK, Threshold")
+    return _named(codec, lambda kind: kind not in (RandomK, Threshold), "a block codec, TopK, BlockTopK, Threshold")
 
 
-C = TypeVar("C")
-
-
-def _named(codec: Any, known: Mapping[str, Callable[[], C]], what: str) -> C:
-    if isinstance(codec, str) and codec in known:
-        return known[codec]()
+def _named(codec: Any, fits: Callable[[Kind], bool], what: str) -> Any:
+    kind = by_name.get(codec) if isinstance(codec, str) else None
+    if kind is not None and fits(kind):
+        return kind()
+    if isinstance(codec, str) and codec in _failures:
+        raise ConfigError(f"codec: {codec!r} cannot be loaded: {_failures[codec]}")
+    known = [name for name, each in by_name.items() if fits(each)]
     near = difflib.get_close_matches(codec, known, n=1, cutoff=0.5) if isinstance(codec, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"codec: expected {what} or the name of one ({', '.join(known)}), got {codec!r}{hint}")
+
+
+# --- other packages ---------------------------------------------------------------------------------------------------
+
+
+def _load_entry_points() -> None:
+    """Register what installed packages name, once; a package that fails is warned of, and its codecs are missing.
+
+    Raises:
+        ConfigError: Codecs of two packages clash.
+    """
+    global _is_loaded
+    with _lock:
+        if _is_loaded:
+            return
+        _is_loaded = True
+        try:
+            for point in entry_points(group=ENTRY_POINT_GROUP):
+                _load(point)
+        except ConfigError:
+            _is_loaded = False  # so that whoever asks next hears of it, too
+            raise
+
+
+def _load(point: EntryPoint) -> None:
+    package = point.dist.name if point.dist is not None else point.value.partition(":")[0].partition(".")[0]
+    try:
+        kind = point.load()
+        _check(kind, package)
+        if kind.name != point.name:
+            raise ConfigError(f"it names {kind.__qualname__}, whose name is {kind.name!r}")
+    except Exception as error:
+        _failures[point.name] = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"commlib: the entry point {point.name!r} ({point.value}) of the package {package!r} gives no codec and is "
+            f"left out: {_failures[point.name]}",
+            stacklevel=2,
+        )
+        return
+    _add(kind, package)
+
+
+def _add(kind: Any, package: str) -> None:
+    with _lock:
+        _check(kind, package)
+        if by_name._kinds.get(kind.name) is kind:
+            return
+        for field, known in (("name", by_name), ("id", by_id)):
+            other = known._kinds.get(getattr(kind, field))
+            if other is not None:
+                raise ConfigError(
+                    f"codec: {_shown(kind, package)} and {_shown(other, _packages[other])} have the same {field}, "
+                    f"{getattr(kind, field)!r}; uninstall one, or have one renumbered (and a new name) by its authors"
+                )
+        by_name._kinds[kind.name] = by_id._kinds[kind.id] = kind
+        _packages[kind] = package
+
+
+def _shown(kind: Kind, package: str) -> str:
+    return f"{kind.__module__}.{kind.__qualname__} of the package {package!r}"
+
+
+def _check(kind: Any, package: str) -> None:
+    """Raise unless `kind` is the class of a codec that another package may have."""
+    if not isinstance(kind, type) or not issubclass(kind, (TorchBlockCodec, SparseCodec)) or inspect.isabstract(kind):
+        raise ConfigError(
+            f"codec of the package {package!r}: expected a class made of TorchBlockCodec or SparseCodec with all of "
+            f"its methods, got {kind!r}"
+        )
+    name, number = getattr(kind, "name", None), getattr(kind, "id", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(f"{_shown(kind, package)}: expected an identifier as its name, got {name!r}")
+    if number not in FOREIGN_IDS:
+        raise ConfigError(
+            f"{_shown(kind, package)}: expected an id in {FOREIGN_IDS.start}..{FOREIGN_IDS.stop - 1}, the ids of other "
+            f"packages' codecs, got {number!r}"
+        )
+    if issubclass(kind, TorchBlockCodec) and not isinstance(getattr(kind, "block", None), int):
+        raise ConfigError(f"{_shown(kind, package)}: expected the elements of a block as `block` (0: the chunk)")

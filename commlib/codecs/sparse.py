@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from commlib.codecs.base import Feedback, Random, sparse_executor_of
+from commlib.codecs.base import Feedback, Random, from_table, sparse_executor_of
 from commlib.errors import CodecError
 from commlib.kernels import checks, cuda_sparse, native_sparse
 
@@ -162,15 +162,13 @@ def raise_if_damaged(device: torch.device) -> None:
         cuda_sparse.raise_if_damaged(device)
 
 
+@from_table("topk")
 class TopK(PairsCodec):
     """The elements of largest magnitude, exactly: among equals those of lower index, whatever the threads.
 
     Error: that of the elements that are not named, at most the smallest magnitude that is. Named ones are exact.
     Compression: 1 / (2 ratio) of fp32.
     """
-
-    id = 13
-    name = "topk"
 
     def encode(
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
@@ -179,6 +177,7 @@ class TopK(PairsCodec):
         sparse_executor_of(out).encode_top_k(x, self.places(x.numel()), out, feedback)
 
 
+@from_table("randomk")
 class RandomK(PairsCodec):
     """One random element of each of `places` neighbourhoods of the chunk (stratified random-k).
 
@@ -187,9 +186,6 @@ class RandomK(PairsCodec):
     Error: that of the elements that are not named.
     Compression: 1 / (2 ratio) of fp32.
     """
-
-    id = 14
-    name = "randomk"
 
     def encode(
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
@@ -200,6 +196,7 @@ class RandomK(PairsCodec):
         sparse_executor_of(out).encode_random_k(x, self.places(x.numel()), out, random, feedback)
 
 
+@from_table("threshold")
 class Threshold(PairsCodec):
     """The first elements whose magnitude reaches a threshold, as many as there are places.
 
@@ -210,9 +207,6 @@ class Threshold(PairsCodec):
     Error: below the threshold, unless more elements reach it than there are places.
     Compression: 1 / (2 ratio) of fp32.
     """
-
-    id = 15
-    name = "threshold"
 
     def __init__(self, threshold: float, ratio: float = 0.01) -> None:
         super().__init__(ratio)
@@ -230,6 +224,7 @@ class Threshold(PairsCodec):
         return f"Threshold(threshold={self.threshold}, ratio={self.ratio})"
 
 
+@from_table("blocktopk")
 class BlockTopK(SparseCodec):
     """The elements of largest magnitude of each block of 4,096: 12 bits of index and 2 of value for each.
 
@@ -248,9 +243,7 @@ class BlockTopK(SparseCodec):
     Compression: 16,384 bytes of fp32 become 1.75 kept + 4: 141 times with 64.
     """
 
-    id = 16
-    name = "blocktopk"
-    block: ClassVar[int] = checks.TOP_K_BLOCK
+    block: ClassVar[int]
 
     def __init__(self, kept: int = 64) -> None:
         checks.check_kept(kept)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from commlib.errors import CodecError
+from commlib.kernels.codec_table import TOP_K_BLOCK
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 CPU = torch.device("cpu")
 MOST_SPARSE_ELEMENTS = 2**32 - 2
 """Elements that a chunk of a sparse codec of pairs may have."""
-TOP_K_BLOCK = 4096
-"""Elements of a block of `blocktopk`: what 12 bits tell apart."""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from commlib.kernels.checks import TOP_K_BLOCK, Random
+from commlib.kernels.checks import Random
+from commlib.kernels.codec_table import TOP_K_BLOCK, BlockRow, aligned
 
 WARPS_PER_BLOCK = 8
 THREADS = 32 * WARPS_PER_BLOCK
 TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float64: "Float64"}
 """The structs of csrc/cuda/device.h for the types of tensors."""
-
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,13 @@ class Kernel:
         header: The file that has it.
         call: The template's name and its arguments.
         args: The name of the struct that it takes.
+        asserts: What must be true of the template's arguments, for the compiler.
     """
 
     header: str
     call: str
     args: str
+    asserts: str = ""
 
     @property
     def symbol(self) -> str:
@@ -48,6 +49,7 @@ class Kernel:
         name = name or self.symbol
         return (
             f'#include "{self.header}"\n'
+            f"{self.asserts}"
             f'extern "C" __global__ void __launch_bounds__(kThreads) '
             f"{name}(const __grid_constant__ {self.args} args) {{\n"
             f"  {self.call}(args);\n"
@@ -55,68 +57,19 @@ class Kernel:
         )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A block codec's constants (csrc/cuda/block_codecs.h).
-
-    Attributes:
-        name: Of its struct.
-        block: Elements of a block.
-        tile: Elements that a warp works on at once.
-        bits: Of a code.
-        scale_bytes: Of a block.
-        minimum_bytes: Of a block.
-        is_one_block: Whether a chunk has only one set of parameters.
-    """
-
-    name: str
-    block: int
-    tile: int
-    bits: int
-    scale_bytes: int = 2
-    minimum_bytes: int = 0
-    is_one_block: bool = False
-
-    def layout(self, numel: int) -> BlockLayout:
-        """Return where the sections of the payload of a chunk of `numel` elements begin."""
-        full, rest = divmod(numel, self.block)
-        blocks = full + (rest > 0)
-        sets = min(blocks, 1) if self.is_one_block else blocks
-        scales_at = aligned(sets * self.minimum_bytes)
-        codes_at = scales_at + aligned(blocks * self.scale_bytes)
-        code_bytes = full * (self.block * self.bits // 8) + (rest * self.bits + 7) // 8
-        return BlockLayout(scales_at, codes_at, aligned(codes_at + code_bytes))
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of the payload of a chunk of `numel` elements."""
-        return self.layout(numel).nbytes
-
-
-SHAPES = {
-    1: Shape("Int8", 256, 256, 8),
-    2: Shape("MinMax", 256, 256, 8, minimum_bytes=4),
-    3: Shape("Bagua", 256, 256, 8, 0, 8, is_one_block=True),
-    4: Shape("Int4", 128, 256, 4),
-    5: Shape("Int2", 128, 512, 2),
-    6: Shape("OneBit", 512, 512, 1),
-    7: Shape("Fp8E4M3", 128, 256, 8),
-    8: Shape("Fp8E5M2", 128, 256, 8),
-    9: Shape("MxFp8", 32, 256, 8, 1),
-    10: Shape("MxFp4", 32, 256, 4, 1),
-    11: Shape("CastBFloat16", 256, 256, 16, 0),
-    12: Shape("CastFloat16", 256, 256, 16, 0),
-}
-"""By the codec's id."""
-
-
-def aligned(nbytes: int) -> int:
-    """Return `nbytes`, rounded up to where a section may begin."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
 def blocks_of(count: int, per_block: int) -> int:
     """Return how many blocks of threads work on `count` things."""
     return -(-count // per_block)
+
+
+_CONSTANTS = {
+    "portion": "kBlock",
+    "bits": "kBits",
+    "scale_bytes": "kScaleBytes",
+    "minimum_bytes": "kMinimumBytes",
+    "is_one_block": "kIsOneBlock",
+    "tile": "kTile",
+}  # of the structs in csrc/cuda/block_codecs.h
 
 
 # --- structs ----------------------------------------------------------------------------------------------------------
@@ -306,12 +259,22 @@ def block_top_k_layout(numel: int, kept: int) -> BlockTopKLayout:
     return BlockTopKLayout(numel, indices_at, codes_at, nbytes, kept)
 
 
-def chunks_of(shape: Shape, numel: int, chunk: int) -> Chunks:
+def codec_asserts(row: BlockRow) -> str:
+    """Return what holds a codec's struct to its row of the table, when one of its kernels is compiled."""
+    expected = {**row.constants, "tile": row.tile}
+    return "".join(
+        f"static_assert({row.struct}::{constant} == {int(expected[field])}, "
+        f'"{row.name}.{field}: expected {int(expected[field])}, as commlib/kernels/codec_table.py says");\n'
+        for field, constant in _CONSTANTS.items()
+    )
+
+
+def chunks_of(row: BlockRow, numel: int, chunk: int) -> Chunks:
     """Return how a tensor is cut."""
     full, rest = divmod(numel, chunk)
-    tiles = blocks_of(min(chunk, max(numel, 1)), shape.tile)
-    num_tiles = full * tiles + blocks_of(rest, shape.tile)
-    return Chunks(numel, chunk, tiles, num_tiles, shape.layout(chunk), shape.layout(rest))
+    tiles = blocks_of(min(chunk, max(numel, 1)), row.tile)
+    num_tiles = full * tiles + blocks_of(rest, row.tile)
+    return Chunks(numel, chunk, tiles, num_tiles, BlockLayout(*row.sections(chunk)), BlockLayout(*row.sections(rest)))
 
 
 def random_source(random: Random | None, device: torch.device) -> RandomSource:

@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 
 from commlib.errors import CommlibError, ConfigError
+from commlib.kernels import codec_table
 
 FORCE_ISA_VARIABLE = "COMMLIB_FORCE_ISA"
 """The environment variable that names the instruction set to use instead of the best one (for tests)."""
@@ -53,6 +54,7 @@ def load() -> ModuleType:
         )
     _native.select_isa(wanted or supported[0])
     _bind_tensors(_native)
+    _check_codecs(_native)
     return _native
 
 
@@ -181,6 +183,17 @@ def _bind_tensors(native: ModuleType) -> None:
         raise CommlibError(
             f"This torch ({torch.__version__}) cannot be used: {error}. Install torch 2.11 or later."
         ) from None
+
+
+def _check_codecs(native: ModuleType) -> None:
+    try:
+        built, top_k_block = native.block_codecs(), native.top_k_block
+    except AttributeError:
+        raise CommlibError(
+            "The compiled extension commlib._native is of another version of commlib: it does not say which codecs it "
+            "has. Build it again from these sources (pip install --force-reinstall --no-deps .)."
+        ) from None
+    codec_table.check_built(built, top_k_block)
 
 
 def _dtype_code(dtype: torch.dtype) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from commlib.kernels.codec_table import BLOCK_BY_NAME, aligned
+
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -19,7 +21,6 @@ UNUSED_INDEX = 0xFFFFFFFF
 _TOO_LARGE = np.uint32(0x7F000000)  # bits of 2**127
 _TINY = F32(2.0**-100)
 _WIDEST_RANGE = F32(2.0**127)
-_ALIGNMENT = 16
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -183,10 +184,10 @@ class BlockCodec:
         """Return where scales and codes begin, where the codes end, and the payload's size (minima begin at 0)."""
         full, rest = divmod(numel, self.block_size(numel))
         blocks = full + (rest > 0)
-        scales = _aligned(blocks * self.minimum_bytes)
-        codes = scales + _aligned(blocks * self.scale_bytes)
+        scales = aligned(blocks * self.minimum_bytes)
+        codes = scales + aligned(blocks * self.scale_bytes)
         end = codes + full * self.code_bytes(self.block_size(numel)) + self.code_bytes(rest)
-        return scales, codes, end, _aligned(end)
+        return scales, codes, end, aligned(end)
 
     def code_bytes(self, numel: int) -> int:
         """Return the bytes of the codes of a block of `numel` elements."""
@@ -401,22 +402,24 @@ def _put(payload: Bytes, at: int, values: list[F32] | Bytes) -> None:
     payload[at : at + len(raw)] = raw
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def _shape(name: str) -> tuple[str, int, int, int, int]:
+    """Return the first fields of a codec, from the table."""
+    row = BLOCK_BY_NAME[name]
+    return row.name, row.block, row.bits, row.scale_bytes, row.minimum_bytes
 
 
 BLOCK_CODECS: dict[str, BlockCodec] = {
     codec.name: codec
     for codec in (
-        Integer("int8", 256, 8, levels=127),
-        MinMax("uint8_minmax", 256, 8, minimum_bytes=4),
-        Bagua("uint8_bagua", 0, 8, scale_bytes=0, minimum_bytes=8),
-        Integer("int4", 128, 4, levels=7),
-        Integer("int2", 128, 2, levels=1),
-        OneBit("onebit", 512, 1),
-        Float8("fp8_e4m3", 128, 8, element=E4M3),
-        Float8("fp8_e5m2", 128, 8, element=E5M2),
-        Microscaling("mxfp8", 32, 8, scale_bytes=1, element=E4M3),
-        Microscaling("mxfp4", 32, 4, scale_bytes=1, element=E2M1),
+        Integer(*_shape("int8"), levels=127),
+        MinMax(*_shape("uint8_minmax")),
+        Bagua(*_shape("uint8_bagua")),
+        Integer(*_shape("int4"), levels=7),
+        Integer(*_shape("int2"), levels=1),
+        OneBit(*_shape("onebit")),
+        Float8(*_shape("fp8_e4m3"), element=E4M3),
+        Float8(*_shape("fp8_e5m2"), element=E5M2),
+        Microscaling(*_shape("mxfp8"), element=E4M3),
+        Microscaling(*_shape("mxfp4"), element=E2M1),
     )
 }

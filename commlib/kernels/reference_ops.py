@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from commlib.kernels.codec_table import TOP_K_BLOCK
 from commlib.kernels.reference import (
     F32,
     UNUSED_INDEX,
@@ -100,8 +101,6 @@ def sparse_values(payload: Bytes, places: int, numel: int) -> Floats:
 
 
 # --- blocktopk --------------------------------------------------------------------------------------------------------
-
-TOP_K_BLOCK = 4096
 
 
 def block_top_k_sections(numel: int, kept: int) -> tuple[int, int, int]:

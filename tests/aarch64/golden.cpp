@@ -34,7 +34,7 @@ Bytes encode(int codec, bool is_random, const Bytes& input) {
       input.data(), commlib::DType::kFloat32, nullptr, 0,    1.0f, nullptr, 1.0f, 1.0f, nullptr, 0, numel,
       layout,       payload.data(),           false,   false};
   if (is_random) job.random = &kRandom;
-  commlib::encode_chunk(static_cast<commlib::CodecId>(codec), job, 1);
+  commlib::encode_chunk(codec, job, 1);
   return payload;
 }
 
@@ -42,8 +42,8 @@ Bytes decode(int codec, const Bytes& payload, std::size_t numel) {
   const std::uint8_t* at = payload.data();
   Bytes out(numel * sizeof(float));
   const commlib::Layout layout(*commlib::find_shape(codec), numel);
-  commlib::decode_chunk(static_cast<commlib::CodecId>(codec),
-                        {&at, 1, 1.0f, false, 1.0f, out.data(), commlib::DType::kFloat32, numel, layout, false}, 1);
+  commlib::decode_chunk(codec, {&at, 1, 1.0f, false, 1.0f, out.data(), commlib::DType::kFloat32, numel, layout, false},
+                        1);
   return out;
 }
 

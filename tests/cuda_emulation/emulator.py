@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from commlib.kernels import cuda, cuda_codecs, cuda_sparse
-from commlib.kernels.cuda_args import SHAPES, TYPES, Kernel
+from commlib.kernels.codec_table import BLOCK_ROWS
+from commlib.kernels.cuda_args import TYPES, Kernel
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
@@ -37,7 +38,7 @@ FLAGS = [
 ]
 # sm_80 and later find a warp's maximum by one instruction, older ones by shuffles; each way is taken by some groups.
 WITH_REDUX = ("Int8", "OneBit", "Bagua")
-STOCHASTIC = ("Int8", "MinMax", "Int4", "Int2")
+STOCHASTIC = tuple(row.struct for row in BLOCK_ROWS if row.rounds_stochastically)
 
 
 def compiler() -> str | None:
@@ -48,7 +49,7 @@ def compiler() -> str | None:
 @functools.cache
 def groups() -> dict[str, list[Kernel]]:
     """All kernels, in groups that are compiled together."""
-    found = {shape.name: block_kernels(shape.name) for shape in SHAPES.values()}
+    found = {row.struct: block_kernels(row.struct) for row in BLOCK_ROWS}
     found["rotation"] = [cuda_codecs.ROTATE_KERNEL]
     found |= {f"sparse-{name}": cuda_sparse.all_kernels(name) for name in TYPES.values()}
     return found

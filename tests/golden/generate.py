@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from commlib.kernels import reference_ops
+from commlib.kernels.codec_table import BLOCK_BY_NAME, BY_NAME
 from commlib.kernels.reference import BLOCK_CODECS, F32, Stream
 
 HERE = Path(__file__).parent
@@ -38,25 +39,26 @@ def chunk() -> np.ndarray:
 def payloads(x: np.ndarray) -> dict[str, tuple[int, int, np.ndarray, np.ndarray]]:
     """Return (id, places, payload, decoded) of every codec by the name of its file."""
     made = {}
-    for idx, (name, codec) in enumerate(BLOCK_CODECS.items(), start=1):
+    for name, codec in BLOCK_CODECS.items():
         payload = codec.encode(np.where(np.isnan(x), F32(0), x) if name == "uint8_bagua" else x)
-        made[name] = (idx, 0, payload, codec.decode(payload, len(x)))
-        if name in ("int8", "uint8_minmax", "int4", "int2"):
+        made[name] = (BY_NAME[name].id, 0, payload, codec.decode(payload, len(x)))
+        if BLOCK_BY_NAME[name].rounds_stochastically:
             payload = codec.encode(x, STREAM)
-            made[f"{name}_stochastic"] = (idx, 0, payload, codec.decode(payload, len(x)))
+            made[f"{name}_stochastic"] = (BY_NAME[name].id, 0, payload, codec.decode(payload, len(x)))
     bf16, fp16 = reference_ops.cast_to_bf16(x), reference_ops.cast_to_fp16(x)
-    made["bf16"] = (11, 0, bf16, reference_ops.cast_from_bf16(bf16, len(x)))
-    made["fp16"] = (12, 0, fp16, reference_ops.cast_from_fp16(fp16, len(x)))
-    for idx, name, named in (
-        (13, "topk", reference_ops.top_k(x, PLACES)),
-        (14, "randomk", reference_ops.random_k(len(x), PLACES, STREAM)),
-        (15, "threshold", reference_ops.above(x, PLACES, THRESHOLD)),
+    made["bf16"] = (BY_NAME["bf16"].id, 0, bf16, reference_ops.cast_from_bf16(bf16, len(x)))
+    made["fp16"] = (BY_NAME["fp16"].id, 0, fp16, reference_ops.cast_from_fp16(fp16, len(x)))
+    for name, named in (
+        ("topk", reference_ops.top_k(x, PLACES)),
+        ("randomk", reference_ops.random_k(len(x), PLACES, STREAM)),
+        ("threshold", reference_ops.above(x, PLACES, THRESHOLD)),
     ):
         payload = reference_ops.sparse_payload(x, named, PLACES)
-        made[name] = (idx, PLACES, payload, reference_ops.sparse_values(payload, PLACES, len(x)))
+        made[name] = (BY_NAME[name].id, PLACES, payload, reference_ops.sparse_values(payload, PLACES, len(x)))
     numbers = np.where(np.isnan(x), F32(0), x)  # one NaN is that of all that a block names
     payload = reference_ops.block_top_k_payload(numbers, KEPT)
-    made["blocktopk"] = (16, KEPT, payload, reference_ops.block_top_k_values(payload, KEPT, len(x)))
+    values = reference_ops.block_top_k_values(payload, KEPT, len(x))
+    made["blocktopk"] = (BY_NAME["blocktopk"].id, KEPT, payload, values)
     return made
 
 

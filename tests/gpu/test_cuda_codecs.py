@@ -18,18 +18,20 @@ share blocks of memory):
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from commlib.codecs import BF16, BlockTopK, Int4, Int8, OneBit, RandomK, Threshold, TopK, UInt8MinMax, by_name
+from commlib.codecs import BF16, BlockTopK, Int4, Int8, OneBit, RandomK, Threshold, TopK, UInt8MinMax, by_name, uniforms
 from commlib.errors import CodecError
 from commlib.kernels import cuda, cuda_codecs, cuda_sparse, native_codecs
 from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS
 from tests.cuda_emulation import cases
 from tests.gpu.waits import no_waiting, waits_of
+from tests.plugins import relaxed
 from tests.unit.test_block_codecs import IDS, STOCHASTIC
 
 pytestmark = [
@@ -232,3 +234,27 @@ def test_a_thread_that_never_used_the_device_can_launch(device: torch.device) ->
 def test_tensors_on_two_devices_are_refused(device: torch.device) -> None:
     with pytest.raises(CodecError, match="x: expected a tensor on cuda"):
         cuda_codecs.encode(1, torch.randn(10), torch.empty(32, dtype=torch.uint8, device=device))
+
+
+@pytest.mark.parametrize("codec", [relaxed.Byte64(), relaxed.Top16(0.1)], ids=repr)
+def test_codecs_of_torch_operations_have_the_cpu_s_bytes(codec: Any, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(10_001, generator=generator) for _ in range(2))
+    found = []
+    for where in (torch.device("cpu"), device):
+        state = residual.to(where, copy=True)
+        payloads = torch.empty(2, codec.payload_bytes(x.numel()), dtype=torch.uint8, device=where)
+        for idx, payload in enumerate(payloads):
+            codec.encode(x.to(where) * (idx + 1), payload, feedback=Feedback(state, 0.9, 1.1))
+        total, added = torch.empty_like(state), torch.ones_like(state)
+        codec.decode_sum(payloads, total, divisor=3.0)
+        codec.decode_add(payloads[0], added, weight=0.3)
+        found.append([payloads, state, total, added])
+    for own, other in zip(*found, strict=True):
+        assert torch.equal(own, other.cpu())
+
+
+def test_random_numbers_of_torch_operations_are_the_cpu_s(device: torch.device) -> None:
+    source = Random(seed=2**63 + 5, step=9, rank=3, stage=1, segments=[(0, 1 << 40), (333, 7)])
+    expected = uniforms(source, 100, 1000, torch.device("cpu"))
+    assert torch.equal(uniforms(source, 100, 1000, device).cpu(), expected)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from commlib.errors import CodecError
 from commlib.kernels import native, native_codecs, reference_ops
+from commlib.kernels.codec_table import BLOCK_ROWS
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS, F32, Floats, Stream
 
-IDS = {name: idx for idx, name in enumerate(BLOCK_CODECS, start=1)} | {"bf16": 11, "fp16": 12}
-STOCHASTIC = ("int8", "uint8_minmax", "int4", "int2")
+IDS = {row.name: row.id for row in BLOCK_ROWS}
+STOCHASTIC = tuple(row.name for row in BLOCK_ROWS if row.rounds_stochastically)
 SLOW = os.environ.get("COMMLIB_SLOW_TESTS") == "1"
 CASES = 10_000 if SLOW else 300
 SIZES = (0, 1, 2, 3, 7, 15, 31, 32, 33, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 5000)

@@ -11,7 +11,8 @@ import pytest
 
 from commlib.errors import CodecError
 from commlib.kernels import cuda, cuda_codecs, cuda_sparse
-from commlib.kernels.cuda_args import SHAPES, Kernel
+from commlib.kernels.codec_table import BLOCK_ROWS
+from commlib.kernels.cuda_args import Kernel
 from tests.cuda_emulation import emulator, nvrtc
 
 pytestmark = pytest.mark.timeout(180)
@@ -171,4 +172,4 @@ def test_every_header_is_found(compiler: nvrtc.Nvrtc) -> None:
     assert {"codec_math.h", "device.h", "encode_kernels.h", "decode_kernels.h", "select_kernels.h"} <= set(
         cuda.headers()
     )
-    assert {shape.name for shape in SHAPES.values()} <= set(emulator.groups())
+    assert {row.struct for row in BLOCK_ROWS} <= set(emulator.groups())

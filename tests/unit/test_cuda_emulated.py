@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from commlib.errors import CodecError
 from commlib.kernels import (
-    checks,
     cuda,
     cuda_args,
     cuda_codecs,
@@ -26,7 +25,7 @@ from commlib.kernels import (
     reference_ops,
 )
 from commlib.kernels.checks import CPU, Feedback, Random
-from commlib.kernels.cuda_args import SHAPES
+from commlib.kernels.codec_table import BLOCK_BY_ID, TOP_K_BLOCK
 from commlib.kernels.reference import BLOCK_CODECS, F32
 from tests.cuda_emulation import cases, emulator, random_cases
 from tests.unit.test_block_codecs import IDS, STOCHASTIC
@@ -216,14 +215,14 @@ def test_one_launch_for_all_chunks(name: str, emulated: emulator.Launches) -> No
         ("sparse_kernels.h", "kRange", cuda_sparse._RANGE),
         ("sparse_kernels.h", "kBins", cuda_args.Selection.histogram.size // 4),
         ("rotate_kernels.h", "kPiece", cuda_codecs._PIECE),
-        ("block_top_k_kernels.h", "kTopKBlock", checks.TOP_K_BLOCK),
+        ("block_top_k_kernels.h", "kTopKBlock", TOP_K_BLOCK),
     ],
 )
 def test_constants_are_those_of_the_sources(header: str, name: str, value: int) -> None:
     assert f"constexpr int {name} = {value};" in cuda.headers()[header]
 
 
-@pytest.mark.parametrize("codec", SHAPES)
+@pytest.mark.parametrize("codec", BLOCK_BY_ID)
 def test_sizes_are_those_of_the_native_executor(codec: int) -> None:
     for numel in (0, 1, 31, 32, 33, 127, 128, 255, 256, 257, 512, 513, 100_000, 2**33 + 5):
         assert cuda_codecs.payload_bytes(codec, numel) == native_codecs.payload_bytes(codec, numel)
