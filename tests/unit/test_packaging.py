@@ -19,7 +19,7 @@ from commlib.kernels import cuda, native
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = {"cuda12", "cuda13", "plot", "accelerate", "transformers", "lightning", "test", "dev", "release"}
+EXTRAS = {"cuda12", "cuda13", "plot", "accelerate", "transformers", "lightning", "test", "dev", "release", "docs"}
 BUILD_FILES = ["pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "csrc"]
 
 
@@ -62,8 +62,11 @@ def requirements_of(name: str, extras: set[str]) -> list[Requirement]:
 
 
 def all_packages() -> set[str]:
-    """Every package that `pip install .[plot,test,dev,release]` and its isolated build bring, direct or not."""
-    waiting = [Requirement("commlib[plot,test,dev,release]"), *map(Requirement, PYPROJECT["build-system"]["requires"])]
+    """Every package that `pip install .[plot,test,dev,release,docs]` and its isolated build bring, direct or not."""
+    waiting = [
+        Requirement("commlib[plot,test,dev,release,docs]"),
+        *map(Requirement, PYPROJECT["build-system"]["requires"]),
+    ]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         item = waiting.pop()
@@ -165,7 +168,15 @@ def test_the_wheel_has_the_cuda_sources_where_they_are_looked_for(source_tree):
     assert cuda.headers(installed.parent / "cuda.py") == cuda.headers()
 
 
-SCRIPTS = ["scripts/setup", "scripts/demo", "scripts/test", "scripts/lint", "scripts/release", ".ci/run"]
+SCRIPTS = [
+    "scripts/setup",
+    "scripts/demo",
+    "scripts/test",
+    "scripts/lint",
+    "scripts/release",
+    "scripts/docs",
+    ".ci/run",
+]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,0 +1,90 @@
+"""What MkDocs does beside its own to these pages: links as they are in the repository lead somewhere on the site too.
+
+A link to a file outside docs/ becomes one to that file on GitHub, a picture there is copied into the site, and
+CONTRIBUTING.md and CHANGELOG.md are pages. Headings have the anchors that GitHub gives them. A site that loads something
+from elsewhere is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from scripts.site.loads import from_elsewhere
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://github.com/commlib/commlib"
+#: Files outside docs/ that are pages, by their paths on the site.
+PAGES = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
+PICTURES = {".png", ".svg"}
+
+_LINK_OR_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<link>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let headings have GitHub's anchors."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are outside docs/."""
+    for name, path in PAGES.items():
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the links of a page that leave docs/."""
+    source = Path(page.file.abs_src_path or "")
+    return replace_links(markdown, lambda link: _on_the_site(link, source, page.file.src_uri, config, files))
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site that loads something from elsewhere."""
+    if found := from_elsewhere(Path(config.site_dir)):
+        raise PluginError("The pages load what is elsewhere:\n" + "\n".join(found))
+
+
+def slug(heading: str, separator: str = "-") -> str:
+    """Return the anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
+
+
+def replace_links(markdown: str, replace: Callable[[str], str]) -> str:
+    """Replace the relative links of a page, but not what looks like one in code."""
+
+    def replaced(match: re.Match[str]) -> str:
+        link = match["link"]
+        if link is None or link.startswith("#") or re.match(r"[a-z]+:", link):
+            return match[0]
+        return f"]({replace(link)})"
+
+    return _LINK_OR_CODE.sub(replaced, markdown)
+
+
+def _on_the_site(link: str, source: Path, page: str, config: MkDocsConfig, files: Files) -> str:
+    """Return where a link of the file `source` leads to from the page that is made of it."""
+    name, hash_sign, anchor = link.partition("#")
+    target = (source.parent / name).resolve()
+    docs = Path(config.docs_dir).resolve()
+    pages = {path: name for name, path in PAGES.items()}
+    if target.is_relative_to(docs):
+        place = target.relative_to(docs).as_posix()
+    elif target in pages:
+        place = pages[target]
+    elif target.suffix in PICTURES:
+        place = f"assets/{target.name}"
+        if files.get_file_from_path(place) is None:
+            files.append(File.generated(config, place, abs_src_path=str(target)))
+    else:
+        kind = "tree" if target.is_dir() else "blob"
+        return f"{REPOSITORY}/{kind}/main/{target.relative_to(ROOT).as_posix()}{hash_sign}{anchor}"
+    return f"{os.path.relpath(place, os.path.dirname(page) or '.')}{hash_sign}{anchor}"
