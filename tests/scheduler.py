@@ -16,6 +16,8 @@ TOGETHER = {
     "tests/unit/test_aarch64.py": "aarch64",
     "tests/unit/test_release.py": "releases",
     "tests/multi/test_examples.py": "examples",
+    "tests/unit/test_document_code.py": "documents",
+    "tests/unit/test_site.py": "documents",
     **dict.fromkeys(
         (f"tests/integrations/test_lightning{end}.py" for end in ("", "_checkpoints", "_launchers", "_stages")),
         "lightning",  # which takes seconds to import, in each rank
