@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 import commlib
+from scripts.site.hooks import slug
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -19,21 +21,30 @@ PAGES = sorted(
 )
 
 
+#: Links and pictures, also as HTML and where a link's address stands apart: [name]: address.
+LINK = re.compile(r"""\]\(([^)\s]+)(?:\s"[^"]*")?\)|\b(?:href|src)="([^"]+)"|^\[[^\]]+\]:\s*(\S+)""", re.MULTILINE)
+
+
 def prose(page: Path) -> str:
-    """The page without its blocks of code, whose brackets are no links."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    """The page without its code, whose brackets are no links, and without comments."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```$|`[^`\n]+`(?!\])|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to headings of a page end with: as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    """What links to headings of a page end with, as GitHub makes them; and to what it takes from docstrings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        place = slug(heading)
+        found.add(next(name for name in (place, *(f"{place}-{idx}" for idx in count(1))) if name not in found))
+    return found
 
 
 def dangling(page: Path) -> list[str]:
     """The links of a page to files or headings that are not there."""
     found = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+    for link in map("".join, LINK.findall(prose(page))):
         if re.match(r"[a-z]+:", link):
             continue
         name, _, anchor = link.partition("#")
@@ -52,8 +63,10 @@ def test_links_to_what_is_not_there_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A `b`, c\n[1](gone.md) [2](page.md#a-b-c) [3](#a-b-d) [4](https://example.org)\n```\n[5](code)\n```\n"
+        '`[6](code)` ![7](gone.png "Title") <img src="gone.svg"> [8](page.md#same-1) [9](page.md#same-2)\n'
+        "# Same\n# Same\n::: commlib.wrap\n[10](page.md#commlib.wrap) [`code`](gone.py)\n[11]: gone/\n"
     )
-    assert dangling(page) == ["gone.md", "#a-b-d"]
+    assert dangling(page) == ["gone.md", "#a-b-d", "gone.png", "gone.svg", "page.md#same-2", "gone.py", "gone/"]
 
 
 def test_every_result_is_in_the_index_of_results_and_every_line_of_it_has_some() -> None:

@@ -22,6 +22,8 @@ from scripts.site.hooks import PAGES as PAGES_OUTSIDE
 from scripts.site.loads import from_elsewhere
 from tests.pages import ROOT
 
+pytestmark = pytest.mark.timeout(240)
+
 DOCS = ROOT / "docs"
 #: Each page as it is written, by its path on the site without the suffix.
 SOURCES = {name.removesuffix(".md"): path for name, path in PAGES_OUTSIDE.items()} | {
