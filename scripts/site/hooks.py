@@ -1,8 +1,8 @@
 """What MkDocs does beside its own to these pages: links as they are in the repository lead somewhere on the site too.
 
 A link to a file outside docs/ becomes one to that file on GitHub, a picture there is copied into the site, and
-CONTRIBUTING.md and CHANGELOG.md are pages. Headings have the anchors that GitHub gives them. A site that loads something
-from elsewhere is an error.
+CONTRIBUTING.md and CHANGELOG.md are pages. Headings have the anchors that GitHub gives them. A site that loads
+something from elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPOSITORY = "https://github.com/commlib/commlib"
 PAGES = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 PICTURES = {".png", ".svg"}
 
-_LINK_OR_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<link>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
+_LINK_OR_CODE = re.compile(r"^```.*?^```$|`(?:[^`\n]|\n(?!\n))+`|\]\((?P<link>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

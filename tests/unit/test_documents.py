@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,8 @@ LINK = re.compile(r"""\]\(([^)\s]+)(?:\s"[^"]*")?\)|\b(?:href|src)="([^"]+)"|^\[
 
 def prose(page: Path) -> str:
     """The page without its code, whose brackets are no links, and without comments."""
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r"^```.*?^```$|`[^`\n]+`(?!\])|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
+    code = re.compile(r"^```.*?^```$|<!--.*?-->|`(?:[^`\n]|\n(?!\n))+`", re.MULTILINE | re.DOTALL)
+    return code.sub("code", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -36,8 +36,8 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        place = slug(heading)
-        found.add(next(name for name in (place, *(f"{place}-{idx}" for idx in count(1))) if name not in found))
+        numbered = (f"{slug(heading)}-{idx}" for idx in count(1))
+        found.add(next(name for name in chain([slug(heading)], numbered) if name not in found))
     return found
 
 
