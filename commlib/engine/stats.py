@@ -87,9 +87,14 @@ class Stats:
         lines = [
             f"{self.algorithm} on {self.world_size} ranks: {self.num_buckets} buckets ({self.plan}), "
             f"{self.rounds} rounds",
-            f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
-            f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed",
         ]
+        if self.wire_bytes_per_step or not self.wire_bytes:
+            lines.append(
+                f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
+                f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed"
+            )
+        else:  # no round over gradients: those over weights, or what set-up has sent
+            lines.append(f"  since wrap: {self.wire_bytes / 1e6:.2f} MB sent per rank")
         if self.cost is not None:
             per_bucket, per_mib = self.cost.latency_s * 1e3, self.cost.s_per_byte * 2**20 * 1e3
             lines.append(f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB")

@@ -567,6 +567,16 @@ def bytes_of(steps: int, **options: Any) -> float:
     return sent
 
 
+@on_ranks(2)
+def test_printed_statistics_say_what_rounds_over_weights_have_sent() -> None:
+    model, optimizer = wrapped(LocalSGD(period=2))
+    train(model, mlp_loss, 8, optimizer)
+    stats = commlib.stats(model)
+    assert stats.wire_bytes > 0
+    assert f"since wrap: {stats.wire_bytes / 1e6:.2f} MB sent per rank" in str(stats)
+    assert "last round" not in str(stats)  # of gradients, which there was none of
+
+
 @on_ranks(2, slow=(4,))
 def test_bytes_are_a_small_part_of_ddps() -> None:
     ddp = bytes_of(100)
