@@ -131,6 +131,21 @@ def test_bytes_match_ddp_bit_for_bit(tmp_path):
     assert re.findall(r"step +(\d+) ", printed) == ["10", "20"]
 
 
+def test_the_tutorial_shows_its_script():
+    page = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    assert f"```python\n{(EXAMPLES / 'tutorial.py').read_text(encoding='utf-8')}```" in page
+
+
+def test_the_tutorials_script_resumes_to_the_same_loss(tmp_path):
+    whole = train("tutorial.py", "--steps", 40)
+    first, rest = (train("tutorial.py", "--steps", steps, "--checkpoint", tmp_path / "run") for steps in (20, 40))
+    found = [re.findall(r"loss ([\d.]+) after (\d+) steps", text) for text in (whole, first, rest)]
+    assert "rank 0 goes on after step 20" in rest
+    assert found[0] == found[2]
+    assert found[1] != found[2]
+    assert "0.34 MB sent per rank (compression x1.00)" in rest
+
+
 def test_demo_compares_with_ddp_and_draws(tmp_path):
     printed = train("demo.py", "--epochs", 1, "--plot", tmp_path / "folder" / "demo.png")
     rows = {

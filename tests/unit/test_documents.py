@@ -84,7 +84,7 @@ def test_results_that_pages_name_are_there() -> None:
 
 
 def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_names() -> None:
-    page = (DOCS / "how-to" / "checkpoints.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "resume.md").read_text(encoding="utf-8")
     bullet = page.split("- **Another number of ranks**")[1].split("\n- ")[0].split("The others keep")[0]
     named = set(re.findall(r"`(\w+)`", bullet))
     portable = {name for name in commlib.algorithms.list() if commlib.algorithms.create(name).portable}
@@ -95,7 +95,7 @@ def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_na
 def test_tests_that_pages_of_integrations_name_are_there() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     defined = set(re.findall(r"def (test_\w+)\(", sources))
-    for page in (DOCS / "how-to" / "integrations").glob("*.md"):
+    for page in (*(DOCS / "how-to" / "integrations").glob("*.md"), DOCS / "reference" / "trainers.md"):
         named = set(re.findall(r"`(test_\w+)", page.read_text(encoding="utf-8")))
         named = {name for name in named if f"{name}*" not in page.read_text(encoding="utf-8")}
         assert named <= defined, f"{page.name}: no such test: {named - defined}"
