@@ -27,7 +27,8 @@ def compare_lines(comparisons: Sequence[dict[str, Any]]) -> list[str]:
         comparisons: As `commlib compare --json` prints them, of the same algorithms.
     """
     found = [{row["algorithm"]: row for row in comparison["rows"]} for comparison in comparisons]
-    lines = _heading(["algorithm", "class", *(f"{each['workload']['name']}, {each['network']['name']}" for each in comparisons)], 2)
+    where = [f"{each['workload']['name']}, {each['network']['name']}" for each in comparisons]
+    lines = _heading(["algorithm", "class", *where], 2)
     for name in sorted(found[0], key=lambda name: -found[0][name]["speedup"]):
         cells = [f"{rows[name]['speedup']:.2f}" if name in rows else "" for rows in found]
         lines.append(_line([f"`{name}`", found[0][name]["exactness"], *cells]))
