@@ -609,6 +609,6 @@ def test_collectives_stand_by_latency_with_what_was_simulated():
 
 def test_a_sweep_is_shown_by_its_best_fixed_size():
     row = {"model": "cnn", "rate": None, "ranks": 2}
-    found = {"best_fixed": "commlib:allreduce@16", "planned_to_best": 0.9859, "lo": 0.9667, "hi": 1.0435}
+    found = {"best_fixed": "commlib:allreduce@16", "planned_to_best": 0.9859, "lo": 0.9667, "hi": 1.0434}
     line = report.sweep_row({"rows": [row], "sweep": found})
     assert line == "| cnn | 2 ranks, loopback | 16 MiB | 0.986 | 0.967 to 1.043 |"
