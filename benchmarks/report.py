@@ -2,6 +2,7 @@
 
 python benchmarks/report.py benchmarks/results/step-*.json              # commlib's systems beside their references
 python benchmarks/report.py --relaxed benchmarks/results/relaxed-*.json # all systems, beside their lower bounds
+python benchmarks/report.py --sweep benchmarks/results/sweep-*.json     # planned buckets beside the best fixed size
 python benchmarks/report.py --spread run1.json run2.json                # medians and ranges over several runs
 """
 
@@ -68,6 +69,14 @@ def relaxed_rows(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def sweep_row(result: dict[str, Any]) -> str:
+    """Return the line of a sweep of bucket sizes: the planned buckets beside the best of the fixed sizes."""
+    first, found = result["rows"][0], result["sweep"]
+    best = f"{found['best_fixed'].partition('@')[2]} MiB"
+    interval = f"{found['lo']:.3f} to {found['hi']:.3f}"
+    return f"| {first['model']} | {place(first)} | {best} | {found['planned_to_best']:.3f} | {interval} |"
+
+
 def spread_rows(results: Iterable[dict[str, Any]]) -> list[str]:
     """Return one line per system over all its runs: its speed to DDP's, its time to its bound's, and its bytes."""
     runs = defaultdict(list)
@@ -123,6 +132,11 @@ def main() -> None:
         print("|---|---|---|--:|--:|--:|--:|--:|--:|")
         for name in sys.argv[2:]:
             print("\n".join(relaxed_rows(json.loads(Path(name).read_text()))))
+        return
+    if sys.argv[1:2] == ["--sweep"]:
+        print("| model | where | best fixed size | planned to best | 95 % interval |")
+        print("|---|---|---|--:|---|")
+        print("\n".join(sweep_row(json.loads(Path(name).read_text())) for name in sys.argv[2:]))
         return
     columns = ["model", "where", "reference", "ms", "commlib ms", "ratio", "95 % interval"]
     print("| " + " | ".join([*columns, "peak MB", "commlib peak MB", "buckets, MiB"]) + " |")

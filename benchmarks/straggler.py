@@ -2,7 +2,7 @@
 
     python benchmarks/straggler.py --fault slow --json slow.json     # one rank makes steps 3 times as long
     python benchmarks/straggler.py --fault stop --json stop.json     # one rank is stopped for 5 s
-    python benchmarks/straggler.py --plot straggler.png slow.json stop.json
+    python benchmarks/straggler.py slow.json stop.json --plot straggler.png    # measures nothing: prints, draws
 
 A step is a real forward, backward and optimizer step, and a sleep between the first two that stands for an
 accelerator's work: without it, ranks that share cores would be slowed by each other's computing and not by the
@@ -217,9 +217,9 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print and save; or plot what was saved."""
+    """Measure, print and save; or print and plot what was saved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", help="result files, with --plot")
+    parser.add_argument("results", nargs="*", help="result files to show; nothing is measured")
     parser.add_argument("--fault", choices=("slow", "stop"), default="slow")
     parser.add_argument("--model", default="cnn", help="a workload of models.py")
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
@@ -234,8 +234,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.work:
         work(json.loads(pathlib.Path(args.work).read_text()))
-    elif args.plot:
-        plot(args.plot, [json.loads(pathlib.Path(path).read_text()) for path in args.results])
+    elif args.results:
+        results = [json.loads(pathlib.Path(path).read_text()) for path in args.results]
+        for result in results:
+            print_summary(result)
+        if args.plot:
+            plot(args.plot, results)
     else:
         if args.systems[0] != "none":
             parser.error("--systems: the first must be 'none', to which the others are compared")

@@ -93,8 +93,9 @@ DEVICES: dict[str, Device] = {
             tflops={"fp32": 0.1},
             launch_us=5.0,
             codec_fractions={"": 1.0},
-            source="one core of an AMD EPYC (Zen 5): 64 MiB copied in 4.2 ms, codecs near that (docs/benchmarks.md, "
-            "codec kernels); about half of a core's peak of 0.2 TFLOP/s. What sockets take from it is not in it",
+            source="one core of an AMD EPYC (Zen 5): 64 MiB copied in 4.2 ms, codecs near that "
+            "(docs/explanation/kernels.md); about half of a core's peak of 0.2 TFLOP/s. What sockets take from it is "
+            "not in it",
         ),
         Device(
             name="h100",

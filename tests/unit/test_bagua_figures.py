@@ -76,7 +76,7 @@ def test_a_millisecond_costs_decentralized_training_half_a_second():
 @pytest.mark.parametrize(
     ("workload", "bandwidth_gbps", "misplaced"),
     # ByteGrad at 100 Gbit/s on BERT-large is published as slower than decentralized, though it moves a quarter of the
-    # bytes and the model knows no reason for it (docs/benchmarks.md).
+    # bytes and the model knows no reason for it (docs/results.md).
     [("vgg16", 100.0, set()), ("bert-large", 8.0, set()), ("bert-large", 100.0, {"bytegrad"})],
 )
 def test_order_of_the_systems(workload, bandwidth_gbps, misplaced):

@@ -18,6 +18,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import agreement  # noqa: E402
 import bounds  # noqa: E402
 import convergence  # noqa: E402
 import final_loss  # noqa: E402
@@ -555,3 +556,59 @@ def test_step_refuses_a_network_for_a_model_that_computes(capsys: pytest.Capture
         step.parse_args(["--hosts", "4", "--network", "10gpbs", "--model", "shrunk-vgg16"])
     args = step.parse_args(["--hosts", "4", "--network", "10gbps", "--model", "shrunk-vgg16"])
     assert args.rate.endswith("mbit")
+
+
+# --- what the simulator says beside measurements ---------------------------------------------------------------------
+
+
+def test_simulated_speed_ups_stand_in_a_column_for_each_network_the_fastest_first():
+    def comparison(network: str, **speedups: float):
+        rows = [{"algorithm": name, "exactness": "8bit", "speedup": value} for name, value in speedups.items()]
+        return {"workload": {"name": "small"}, "network": {"name": network}, "rows": rows}
+
+    lines = agreement.compare_lines([comparison("far", slow=1.0, fast=2.5), comparison("near", slow=1.25)])
+    assert lines == [
+        "| algorithm | class | small, far | small, near |",
+        "|---|---|--:|--:|",
+        "| `fast` | 8bit | 2.50 |  |",
+        "| `slow` | 8bit | 1.00 | 1.25 |",
+    ]
+
+
+def test_simulated_steps_stand_beside_measured_ones_and_distances_are_summed_up():
+    def run(rate_bps: float, step_s: float):
+        rows = [
+            {"system": "none", "step_s": 0.1, "predicted_s": None, "algorithm": "none"},
+            {"system": "topk", "step_s": step_s, "predicted_s": 0.22, "algorithm": "topk"},
+            {"system": "auto()", "step_s": 0.3, "predicted_s": None, "algorithm": "topk"},
+        ]
+        return {"rate_bps": rate_bps, "rows": rows}
+
+    _, _, *lines = agreement.emulated_lines([run(2e8, 0.2), run(1e9, 0.275)])
+    assert lines == [
+        "| `none` | 100 |  |  | 100 |  |  |",
+        "| `topk` | 200 | 220 | +10.0% | 275 | 220 | -20.0% |",
+        "| `auto()` | 300 | topk |  | 300 | topk |  |",
+        "",
+        "2 predictions: mean distance 15.0%, furthest 20.0%",
+    ]
+
+
+def test_collectives_stand_by_latency_with_what_was_simulated():
+    def row(latency_us: float, nbytes: int, seconds: float, predicted_s: float | None):
+        place = {"verb": "all_reduce", "latency_us": latency_us, "bytes": nbytes}
+        return {**place, "seconds": seconds, "predicted_s": predicted_s}
+
+    rows = [row(0.0, 2**16, 0.01, None), row(5e3, 4, 0.05, 0.1), row(5e3, 2**16, 0.05, 0.06), row(5e3, 2**18, 0.1, 0.1)]
+    assert agreement.latency_lines(rows)[2:] == [
+        "| all_reduce | 64 KiB | 10.0 | 50.0 (60.0) |",
+        "",
+        "5 ms: median distance 10%, furthest 20%",
+    ]
+
+
+def test_a_sweep_is_shown_by_its_best_fixed_size():
+    row = {"model": "cnn", "rate": None, "ranks": 2}
+    found = {"best_fixed": "commlib:allreduce@16", "planned_to_best": 0.9859, "lo": 0.9667, "hi": 1.0434}
+    line = report.sweep_row({"rows": [row], "sweep": found})
+    assert line == "| cnn | 2 ranks, loopback | 16 MiB | 0.986 | 0.967 to 1.043 |"

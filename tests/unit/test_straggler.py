@@ -35,3 +35,14 @@ def test_the_picture_is_drawn(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     straggler.plot(str(tmp_path / "out.png"), [json.loads(json.dumps(result(fault))) for fault in ("slow", "stop")])
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_kept_results_are_shown_without_measuring(tmp_path: pathlib.Path, monkeypatch, capsys) -> None:
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps(result("slow")))
+    monkeypatch.setattr(straggler, "measure", lambda _: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(sys, "argv", ["straggler.py", str(path)])
+    straggler.main()
+    shown = capsys.readouterr().out
+    assert "3 times slower" in shown
+    assert "0.500" in next(line for line in shown.splitlines() if "allreduce" in line)

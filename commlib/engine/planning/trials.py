@@ -17,7 +17,7 @@ from commlib.engine.planning.readiness import Clock
 _VISIT_S = 0.3
 #: A plan drops out of the trials once it is slower than the fastest by more than so many times what is in doubt; and
 #: how many passes there are at most. Of the rules tried on recorded steps, this left no slower plan
-#: (docs/benchmarks.md).
+#: (`benchmarks/trials.py`).
 _CLEAR = 2
 _MOST_PASSES = 12
 #: Plans that are still in the race at its end are level within this, or within what is in doubt where it is less.
@@ -57,7 +57,7 @@ class Trials:
     vary, it ends soon: when one plan is left, or all that are left are clearly within `_TIE`, and after `_MOST_PASSES`
     at the latest. Of plans that are then level with the fastest, by at most `_TIE` and by no more than is in doubt, the
     one of fewest buckets stays: these cost the least beside their time, and in four recordings of all plans in rotation
-    (docs/benchmarks.md) they were the better choice too.
+    (`benchmarks/trials.py`) they were the better choice too.
 
     Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
     the end of the next.
