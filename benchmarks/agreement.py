@@ -8,8 +8,8 @@ python benchmarks/agreement.py latency results/latency-h4-1gbit.json # of latenc
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -112,17 +112,18 @@ def _line(cells: Sequence[str]) -> str:
 
 def main() -> None:
     """Print one table over all files; of emulated hosts one for each."""
-    command, *names = sys.argv[1:] or [""]
-    results = [json.loads(Path(name).read_text()) for name in names]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("compare", "bagua", "emulated", "latency"))
+    parser.add_argument("files", nargs="*", help="results; bagua has none")
+    args = parser.parse_args()
+    results = [json.loads(Path(name).read_text()) for name in args.files]
     tables: dict[str, Callable[[], list[list[str]]]] = {
         "compare": lambda: [compare_lines([each for result in results for each in result])],
         "bagua": lambda: [bagua_lines()],
         "emulated": lambda: [emulated_lines(runs) for runs in results],
         "latency": lambda: [latency_lines([row for result in results for row in result["rows"]])],
     }
-    if command not in tables:
-        sys.exit(f"error: expected one of {', '.join(tables)}, got {command!r}")
-    print("\n\n".join("\n".join(lines) for lines in tables[command]()))
+    print("\n\n".join("\n".join(lines) for lines in tables[args.table]()))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ python benchmarks/report.py --spread run1.json run2.json                # median
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -120,30 +120,39 @@ def _spread(figures: Sequence[float]) -> tuple[str, str]:
 
 def main() -> None:
     """Print one table over all files."""
-    if sys.argv[1:2] == ["--spread"]:
-        columns = ["model", "where", "system", "runs", "times faster than DDP", "runs", "to its lower bound"]
-        print("| " + " | ".join([*columns, *_SENT]) + " |")
-        print("|---|---|---|--:|--:|--:|--:|--:|--:|--:|")
-        print("\n".join(spread_rows(json.loads(Path(name).read_text()) for name in sys.argv[2:])))
-        return
-    if sys.argv[1:2] == ["--relaxed"]:
-        columns = ["model", "rate", "system", "ms", "times faster", "to its lower bound"]
-        print("| " + " | ".join([*columns, *_SENT]) + " |")
-        print("|---|---|---|--:|--:|--:|--:|--:|--:|")
-        for name in sys.argv[2:]:
-            print("\n".join(relaxed_rows(json.loads(Path(name).read_text()))))
-        return
-    if sys.argv[1:2] == ["--sweep"]:
-        print("| model | where | best fixed size | planned to best | 95 % interval |")
-        print("|---|---|---|--:|---|")
-        print("\n".join(sweep_row(json.loads(Path(name).read_text())) for name in sys.argv[2:]))
-        return
-    columns = ["model", "where", "reference", "ms", "commlib ms", "ratio", "95 % interval"]
-    print("| " + " | ".join([*columns, "peak MB", "commlib peak MB", "buckets, MiB"]) + " |")
-    print("|---|---|---|--:|--:|--:|---|--:|--:|---|")
-    for name in sys.argv[1:]:
-        for line in step_rows(json.loads(Path(name).read_text())):
-            print(line)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    table = parser.add_mutually_exclusive_group()
+    for name in ("relaxed", "sweep", "spread"):
+        table.add_argument(f"--{name}", action="store_const", const=name, dest="table", default="")
+    parser.add_argument("files", nargs="+", help="results of step.py")
+    args = parser.parse_args()
+    results = [json.loads(Path(name).read_text()) for name in args.files]
+    match args.table:
+        case "spread":
+            columns = [
+                "model",
+                "where",
+                "system",
+                "runs",
+                "times faster than DDP",
+                "runs",
+                "to its lower bound",
+                *_SENT,
+            ]
+            lines = spread_rows(results)
+        case "relaxed":
+            columns = ["model", "rate", "system", "ms", "times faster", "to its lower bound", *_SENT]
+            lines = [line for result in results for line in relaxed_rows(result)]
+        case "sweep":
+            columns = ["model", "where", "best fixed size", "planned to best", "95 % interval"]
+            lines = [sweep_row(result) for result in results]
+        case _:
+            columns = ["model", "where", "reference", "ms", "commlib ms", "ratio", "95 % interval"]
+            columns += ["peak MB", "commlib peak MB", "buckets, MiB"]
+            lines = [line for result in results for line in step_rows(result)]
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * 3 + "--:|" * (len(columns) - 3))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
