@@ -27,7 +27,7 @@ from systems import parse
 _REFERENCE = "commlib:allreduce"
 #: What says how to begin, not what a step is.
 _BEGINNING = ("warmup_steps", "ratio_warmup_steps")
-_RATE = re.compile(r",?lr=[^,)]*")
+_RATE = re.compile(r",?\blr=[^,)]*")
 
 
 def identity(name: str) -> str:

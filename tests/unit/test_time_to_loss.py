@@ -55,6 +55,16 @@ def test_time_to_loss_takes_the_smallest_budget_that_is_enough_times_the_step() 
     assert {line["system"] for line in lines if not line["is_measured"]} == {"torchft:diloco(sync_every=50)"}
 
 
+def test_the_rate_of_an_outer_optimizer_is_an_option_of_the_step() -> None:
+    """Unlike the optimizer's own, of which a step takes as long at any."""
+    name = "commlib:diloco(outer_lr=1.0,lr=0.1)@1"
+    rows = [loss_row("commlib:allreduce@1", 100, 0, 1.0), loss_row(name, 100, 0, 1.0)]
+    steps = [{"system": each, "step_s": 1.0} for each in ("ddp", "none")]
+    steps.append({"system": "commlib:diloco(outer_lr=1.0)@1", "step_s": 0.5})
+    lines = time_to_loss.summary(steps, time_to_loss.needed_to_loss(rows, 100, 0.005))
+    assert {line["system"]: line["speed_up"] for line in lines}["commlib:diloco(outer_lr=1.0,lr=0.1)"] == 2.0
+
+
 def test_rounds_and_bytes_to_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
     old = {"wire_bytes": 40.0}  # of rows that were made before rounds were counted
     rows: list[dict[str, object]] = [loss_row("commlib:allreduce@1", 100, seed, 1.0) | old for seed in (0, 1)]
