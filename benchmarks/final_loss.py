@@ -61,7 +61,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         prog="convergence.py final", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--systems", help="comma-separated; compared with commlib:allreduce (default: every algorithm)")
-    parser.add_argument("--model", choices=("bytes-1m", "bytes-1m-b16", "bytes-tiny", "digits"), default="bytes-1m")
+    models = ("bytes-1m", "bytes-2m", "bytes-1m-b16", "bytes-tiny", "digits")
+    parser.add_argument("--model", choices=models, default="bytes-1m")
     parser.add_argument("--optimizer", choices=DEFAULT_SYSTEMS, default="adamw")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)

@@ -190,6 +190,7 @@ def _shrunk(name: str) -> Workload:
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "bytes-gpt": lambda: _byte_gpt(gpt.SIZES["10m"], batch=2),
     "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=8),
+    "bytes-2m": lambda: _byte_gpt(gpt.Size(num_layers=5, width=192, num_heads=4, context=128), batch=8),
     "bytes-1m-b16": lambda: _byte_gpt(gpt.SIZES["1m"], batch=16),
     "bytes-tiny": lambda: _byte_gpt(gpt.SIZES["tiny"], batch=2),
     "cnn": lambda: _noise(ConvNet, 8, 3, 32, 32),
