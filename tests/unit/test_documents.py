@@ -109,3 +109,8 @@ def test_versions_that_pages_name_are_those_that_were_tested() -> None:
     for name, version in TESTED.items():
         assert f"{name} {version}" in " ".join(page.split()), name
         assert f"{name}=={version}" in pins, name
+
+
+def test_the_page_on_networks_shows_the_example_that_it_profiles() -> None:
+    _, _, code = (ROOT / "examples" / "my_model.py").read_text(encoding="utf-8").rpartition('"""\n\nimport')
+    assert f"import{code}" in (DOCS / "how-to" / "choose-a-network.md").read_text(encoding="utf-8")
