@@ -113,6 +113,10 @@ class RelaxedMean(Algorithm):
         yield comm.all_gather(everyone.view(-1), own)
         self.codec.decode_sum(everyone, bucket.flat, divisor=self.divisor(comm))
 
+    def forget(self) -> None:
+        for residual in self._residuals.values():
+            residual.zero_()
+
     def state_dict(self) -> dict[str, Any]:
         pieces = {}
         for index, residual in self._residuals.items():
