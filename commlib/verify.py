@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -170,6 +171,8 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
         digest.update(repr(pair).encode())
     text = None if error is None else f"{type(error).__name__}: {error}"
     reports = transport.gather_objects((text, digest.hexdigest()))
+    if any(text is not None for text, _ in reports):
+        part(transport)
     if error is not None:
         kind = type(error) if isinstance(error, CommlibError) else ConfigError
         raise kind(f"rank {transport.rank}: {error}") from error
@@ -178,7 +181,19 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
         rank, text = next(iter(failed.items()))
         raise ConfigError(f"rank {transport.rank}: wrap failed on ranks {sorted(failed)}; rank {rank} says: {text}")
     if len({digest for _, digest in reports}) > 1:
-        raise ConfigError(f"rank {transport.rank}: {_difference(transport.gather_objects(list(pairs())))}")
+        difference = _difference(transport.gather_objects(list(pairs())))
+        part(transport)
+        raise ConfigError(f"rank {transport.rank}: {difference}")
+
+
+def part(transport: Transport) -> None:
+    """Wait until all ranks know of an error that all of them raise now. Collective.
+
+    The first to raise it ends the communicator, and with it the collective by which a slower rank is about to hear of
+    it, which would then name the first in the place of the error.
+    """
+    with contextlib.suppress(CommlibError):  # who comes late finds the others gone, and knows all
+        transport.gather_objects(None)
 
 
 def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:

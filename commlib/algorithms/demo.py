@@ -38,7 +38,7 @@ def dct_basis(size: int, device: torch.device) -> torch.Tensor:
 def chunk_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
     """Return rows and columns of the chunks of a parameter: the largest divisors of its own up to `chunk`."""
     rows, columns = (
-        next(divisor for divisor in range(min(size, chunk), 0, -1) if size % divisor == 0)
+        next((divisor for divisor in range(min(size, chunk), 0, -1) if size % divisor == 0), 1)
         for size in _matrix_shape(shape)
     )
     return rows, columns
@@ -107,14 +107,18 @@ class ComponentWorkspace:
     ) -> None:
         by_shape: dict[tuple[int, int], list[Part]] = {}
         for part in parts:
-            by_shape.setdefault(chunk_shape(part.shape, chunk), []).append(part)
+            if part.numel:  # a rank may have no element of a parameter that is sharded
+                by_shape.setdefault(chunk_shape(part.shape, chunk), []).append(part)
         self._batches: list[_Batch] = []
         for shape, own in by_shape.items():
             start = self._batches[-1].end if self._batches else 0
             self._batches.append(_Batch(own, shape, start, kept, device))
-        self.momentum = torch.zeros(self._batches[-1].end, dtype=torch.float32, device=device)
+        numel = self._batches[-1].end if self._batches else 0
+        self.momentum = torch.zeros(numel, dtype=torch.float32, device=device)
         #: Of each component that is sent, the first element of its chunk.
-        self._firsts = torch.cat([batch.firsts.repeat_interleave(batch.kept) for batch in self._batches])
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        firsts = [batch.firsts.repeat_interleave(batch.kept) for batch in self._batches]
+        self._firsts = torch.cat([self._nothing, *firsts])
         nbytes = _COMPONENT_BYTES * self._firsts.numel()
         self.own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.everyone = torch.zeros(comm.world_size, nbytes, dtype=torch.uint8, device=device)
@@ -146,7 +150,7 @@ class ComponentWorkspace:
             torch.topk(batch.of(self.momentum).flatten(1).abs(), batch.kept, sorted=False).indices.view(-1)
             for batch in self._batches
         ]
-        places.copy_(torch.cat(chosen))
+        places.copy_(torch.cat([self._nothing, *chosen]))
         indices = self._firsts + places
         components = self.momentum.index_select(0, indices)
         values.copy_(components)
@@ -197,7 +201,7 @@ class ComponentWorkspace:
 
 def _components(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return views of the places within chunks [count] int16 and the values [count] bf16 in a payload."""
-    places, values = payload.view(2, -1).unbind()
+    places, values = payload.view(2, payload.numel() // 2).unbind()
     return places.view(torch.int16), values.view(torch.bfloat16)
 
 

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commlib
-from commlib.errors import ConfigError
+from commlib import verify
+from commlib.errors import ConfigError, TransportError
 from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
 
@@ -180,7 +181,7 @@ def test_a_codec_may_be_given_by_name(name: str) -> None:
     assert make(codec=own).codec is own
     for wrong, words in (
         ("int9", r"'int9'; did you mean 'int"),
-        ("topk", "got 'topk'"),
+        ("randomk", "got 'randomk'"),
         (8, "got 8"),
         (commlib.codecs.Int8, "got <class"),
     ):
@@ -342,3 +343,26 @@ def test_a_model_whose_attributes_lead_back_to_it_is_collected_with_its_threads(
     assert gone() is None
     assert engine() is None
     assert threading.active_count() <= before
+
+
+class Departing:
+    """A transport of two ranks of which the other one reports an error, and is gone when it is asked again."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.num_gathered = 0
+
+    def gather_objects(self, value: object) -> list[object]:
+        self.num_gathered += 1
+        if self.num_gathered == 1:
+            return [value, ("ValueError: theirs", "")]
+        raise TransportError("rank 1 ended")
+
+
+def test_an_error_of_all_ranks_is_raised_once_all_have_heard_of_it() -> None:
+    """The first to raise ends the communicator; that end must not take the place of the error on a slower rank."""
+    transport: Any = Departing()
+    with pytest.raises(ConfigError, match="rank 1 says: ValueError: theirs"):
+        verify.agree(transport, lambda: [], None)
+    assert transport.num_gathered == 2
