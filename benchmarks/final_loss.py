@@ -6,8 +6,8 @@ Only the loss on unseen data counts. Every row is one system, model, optimizer a
 already are kept, so a run that was interrupted goes on, and one file can hold several models and optimizers.
 `--render` makes the table and the plot of what is there.
 
-With `--budgets 1,1.25,1.5,2,3` every system but all-reduce is trained for so many times `--steps`, from the smallest
-budget up until it has reached all-reduce's loss; `time_to_loss.py --losses out.json` says what that took.
+With `--budgets 1,1.25,1.5,2,3` all-reduce is trained for `--steps`, and every other system for so many times that, from
+the smallest budget up until it has reached all-reduce's loss; `time_to_loss.py --losses out.json` says what that took.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.budgets = sorted(float(budget) for budget in args.budgets.split(","))
     except ValueError as error:
         parser.error(str(error))
-    if len(args.budgets) > 1 and _REFERENCE not in args.systems:
-        args.systems.insert(0, _REFERENCE)
+    if args.budgets != [1.0]:  # what it reaches is looked for by all others
+        args.systems = [_REFERENCE, *(system for system in args.systems if system != _REFERENCE)]
     return args
 
 
@@ -102,9 +102,9 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     known = {key_of(row): row for row in result["rows"]}
     has_begun = False
     for seed in args.seeds:
-        target = -math.inf  # the loss to reach; without several budgets there is one run of each
+        target = -math.inf  # the loss to reach; without budgets there is one run of each
         for system in args.systems:
-            for budget in args.budgets:
+            for budget in [1.0] if system == _REFERENCE else args.budgets:
                 steps = round(budget * args.steps)
                 place = {"model": args.model, "optimizer": args.optimizer, "ranks": args.ranks, "steps": steps}
                 job = {**place, "seed": seed, "system": system}

@@ -40,7 +40,6 @@ from commlib.simulation.compare import hierarchical_form
 from commlib.simulation.probe import Probe, beside_nothing, probe, scaled, work_factor
 from commlib.simulation.simulator import Options, simulate
 from commlib.transport.base import Transport
-from commlib.verify import part
 
 _log = logging.getLogger("commlib")
 
@@ -231,7 +230,7 @@ class Tuner:
         decided = self._decide(found) if engine.comm.rank == 0 else None
         decided = engine.transport.gather_objects(decided)[0]
         if isinstance(decided, str):
-            part(engine.transport)
+            engine.transport.part()
             raise CommlibError(f"auto: rank 0 could not simulate the candidates: {decided}")
         name, predicted_s, reason = decided
         chosen = next(each for each in self._candidates() if each.name == name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -172,7 +171,7 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
     text = None if error is None else f"{type(error).__name__}: {error}"
     reports = transport.gather_objects((text, digest.hexdigest()))
     if any(text is not None for text, _ in reports):
-        part(transport)
+        transport.part()
     if error is not None:
         kind = type(error) if isinstance(error, CommlibError) else ConfigError
         raise kind(f"rank {transport.rank}: {error}") from error
@@ -182,18 +181,8 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
         raise ConfigError(f"rank {transport.rank}: wrap failed on ranks {sorted(failed)}; rank {rank} says: {text}")
     if len({digest for _, digest in reports}) > 1:
         difference = _difference(transport.gather_objects(list(pairs())))
-        part(transport)
+        transport.part()
         raise ConfigError(f"rank {transport.rank}: {difference}")
-
-
-def part(transport: Transport) -> None:
-    """Wait until all ranks know of an error that all of them raise now. Collective.
-
-    The first to raise it ends the communicator, and with it the collective by which a slower rank is about to hear of
-    it, which would then name the first in the place of the error.
-    """
-    with contextlib.suppress(CommlibError):  # who comes late finds the others gone, and knows all
-        transport.gather_objects(None)
 
 
 def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:

@@ -38,7 +38,7 @@ def dct_basis(size: int, device: torch.device) -> torch.Tensor:
 def chunk_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
     """Return rows and columns of the chunks of a parameter: the largest divisors of its own up to `chunk`."""
     rows, columns = (
-        next((divisor for divisor in range(min(size, chunk), 0, -1) if size % divisor == 0), 1)
+        next(divisor for divisor in range(min(size, chunk), 0, -1) if size % divisor == 0)
         for size in _matrix_shape(shape)
     )
     return rows, columns
@@ -115,9 +115,9 @@ class ComponentWorkspace:
             self._batches.append(_Batch(own, shape, start, kept, device))
         numel = self._batches[-1].end if self._batches else 0
         self.momentum = torch.zeros(numel, dtype=torch.float32, device=device)
-        #: Of each component that is sent, the first element of its chunk.
-        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)  # what is concatenated where no batch is
         firsts = [batch.firsts.repeat_interleave(batch.kept) for batch in self._batches]
+        #: Of each component that is sent, the first element of its chunk.
         self._firsts = torch.cat([self._nothing, *firsts])
         nbytes = _COMPONENT_BYTES * self._firsts.numel()
         self.own = torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -31,7 +31,7 @@ class Known:
 
     Attributes:
         system: What the result file calls it: the registered name, and the options that were given.
-        optimizer: The optimizer's kind, "sgd", "adam" or "muon" (with AdamW for what is no hidden matrix).
+        optimizer: The optimizer's kind, "sgd" or "adam".
         model: What the benchmark calls the model.
         steps: After how many steps.
         loss: Of unseen data, relative to all-reduce's with the same seeds: 0.31 is 31 % more.
@@ -58,18 +58,13 @@ class Known:
 
     @property
     def command(self) -> str:
-        """The command that measures it, beside all-reduce with the same optimizer."""
-        optimizer = "adamw" if self.optimizer == "muon" else OPTIMIZERS[self.optimizer].lower()
+        """The command that measures it, beside all-reduce."""
+        optimizer = OPTIMIZERS[self.optimizer].lower()
         return (
             f"python benchmarks/convergence.py final --model {self.model} --optimizer {optimizer} --steps {self.steps} "
             f"--ranks {self.ranks} --seeds {','.join(map(str, self.seeds))} "
-            f"--systems 'commlib:{self.reference}@1,commlib:{self.system}@1'"
+            f"--systems 'commlib:allreduce@1,commlib:{self.system}@1'"
         )
-
-    @property
-    def reference(self) -> str:
-        """All-reduce with the same optimizer."""
-        return "allreduce(optimizer=muon)" if self.optimizer == "muon" else "allreduce"
 
     def speaks_of(self, algorithm: Algorithm) -> bool:
         """Return whether it holds for an instance, too.
@@ -115,7 +110,7 @@ _TUNED = {"period": 50, "outer_lr": 1.0, "outer_momentum": 0.5}
 _PAPER = {"period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}
 _STREAMING = {**_PAPER, "period": 10}
 
-#: What was measured. `powersgd` has been measured again since, with other random numbers: as far behind.
+#: What was measured.
 KNOWN: tuple[Known, ...] = (
     *_runs(
         *("adam", "bytes-1m", 200),
@@ -236,12 +231,8 @@ def keeping_up(optimizer_kind: str) -> list[str]:
 
 
 def _known_with(kind: str) -> list[Known]:
-    """Return what was measured with a kind of optimizer, and for "muon" what was with "adam" and not with it."""
-    found = [each for each in KNOWN if each.optimizer == kind]
-    if kind == "muon":
-        own = {each.algorithm for each in found}
-        found += [each for each in KNOWN if each.optimizer == "adam" and each.algorithm not in own]
-    return found
+    """Return what was measured with a kind of optimizer; for "muon", with which nothing was, that with "adam"."""
+    return [each for each in KNOWN if each.optimizer == ("adam" if kind == "muon" else kind)]
 
 
 def _option(algorithm: Algorithm, name: str) -> Any:

@@ -297,6 +297,15 @@ class Transport(ABC):
             TransportError: A rank died, did not come, or sent what is no plain value.
         """
 
+    def part(self) -> None:
+        """Wait until all ranks know of an error that all of them raise now. Collective.
+
+        The first to raise it ends the communicator, and with it the collective by which a slower rank is about to hear
+        of it, which would then name the first in the place of the error.
+        """
+        with contextlib.suppress(CommlibError):  # who comes late finds the others gone, and knows all
+            self.gather_objects(None)
+
     @abstractmethod
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
         """Turn a failed collective's exception into a `TransportError` that names `what` and the ranks to blame.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import weakref
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
-from commlib.errors import ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.errors import CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport import lifelines as lifelines_
 from commlib.transport import nccl
 from commlib.transport.addresses import local_address
@@ -205,6 +206,7 @@ class TorchTransport(Transport):
             nodes.setdefault(node, []).append(rank)
         sizes = {len(ranks) for ranks in nodes.values()}
         if len(sizes) > 1:
+            self.part()
             raise ConfigError(
                 f"hierarchical: expected as many ranks on every node, got {sorted(map(len, nodes.values()))}. "
                 f"Nodes are told apart by {NODE_VARIABLE} if it is set, else by host name and GROUP_RANK"
@@ -289,11 +291,23 @@ class TorchTransport(Transport):
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
-        what = "the exchange of set-up information"
         try:
             said, unsendable = encode((True, value)), None
         except ConfigError as error:  # told to the others, who wait for this rank
             said, unsendable = encode((False, str(error))), error
+        rows = self._gather(said)
+        try:
+            if unsendable is not None:
+                raise unsendable
+            return [self._told(rank, row) for rank, row in enumerate(rows)]
+        except CommlibError:  # which all ranks meet, as all have the same rows
+            with contextlib.suppress(CommlibError):  # as in `part`, but for reading what comes
+                self._gather(said)
+            raise
+
+    def _gather(self, said: bytes) -> list[bytes]:
+        """Return what every rank says, in rank order. Collective; blocks."""
+        what = "the exchange of set-up information"
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         comm = Communicator(self.rank, self.world_size, _CONTROL if _CONTROL in self._connections.by_group else "all")
         sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
@@ -306,10 +320,8 @@ class TorchTransport(Transport):
         padded[: own.numel()] = own
         everyone = own.new_empty(self.world_size * padded.numel())
         self.complete(comm.all_gather(everyone, padded), what)
-        if unsendable is not None:
-            raise unsendable
         rows = everyone.view(self.world_size, -1).numpy()
-        return [self._told(rank, row[: numels[rank]].tobytes()) for rank, row in enumerate(rows)]
+        return [row[:numel].tobytes() for row, numel in zip(rows, numels, strict=True)]
 
     def _told(self, rank: int, data: bytes) -> Any:
         """Return what a rank has said of itself."""

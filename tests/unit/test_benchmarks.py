@@ -344,6 +344,9 @@ def test_budgets_grow_until_the_loss_of_all_reduce_is_reached(tmp_path, monkeypa
         ["--systems", "commlib:qsgd@1", "--steps", "100", "--budgets", "1,1.5,2", "--seeds", "0", "--json", out]
     )
     assert trained[6:] == [(0, "commlib:qsgd@1", 150)]
+    systems = "commlib:qsgd@1,commlib:allreduce@1"  # whatever the budgets and the order, all-reduce's is --steps
+    final_loss.main(["--systems", systems, "--steps", "80", "--budgets", "1.5", "--seeds", "2", "--json", out])
+    assert trained[7:] == [(2, "commlib:allreduce@1", 80), (2, "commlib:qsgd@1", 120)]
 
 
 def test_losses_without_a_reference_are_shown_alone():

@@ -24,6 +24,7 @@ from commlib import verify
 from commlib.errors import ConfigError, TransportError
 from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
+from commlib.transport.simulated import SimulatedTransport
 
 
 def net() -> nn.Sequential:
@@ -345,15 +346,12 @@ def test_a_model_whose_attributes_lead_back_to_it_is_collected_with_its_threads(
     assert threading.active_count() <= before
 
 
-class Departing:
-    """A transport of two ranks of which the other one reports an error, and is gone when it is asked again."""
+class Departing(SimulatedTransport):
+    """Of the first of two ranks: the other one reports an error, and is gone when it is asked again."""
 
-    rank = 0
+    num_gathered = 0
 
-    def __init__(self) -> None:
-        self.num_gathered = 0
-
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: Any) -> list[Any]:
         self.num_gathered += 1
         if self.num_gathered == 1:
             return [value, ("ValueError: theirs", "")]
@@ -362,7 +360,7 @@ class Departing:
 
 def test_an_error_of_all_ranks_is_raised_once_all_have_heard_of_it() -> None:
     """The first to raise ends the communicator; that end must not take the place of the error on a slower rank."""
-    transport: Any = Departing()
+    transport = Departing(0, 2)
     with pytest.raises(ConfigError, match="rank 1 says: ValueError: theirs"):
         verify.agree(transport, lambda: [], None)
     assert transport.num_gathered == 2
