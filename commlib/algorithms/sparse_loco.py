@@ -8,7 +8,8 @@ import torch
 
 from commlib.algorithms.families.outer import OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
-from commlib.codecs.sparse import BlockTopK
+from commlib.algorithms.families.sparse import is_balanced
+from commlib.codecs.sparse import BlockTopK, TopK
 from commlib.errors import ConfigError
 
 
@@ -24,6 +25,10 @@ class SparseLoCo(OuterSGD):
     (1.75 kept + 4) / 4,096 bytes per element: 64 of 4,096 are 141 times smaller than fp32. The inner optimizer is the
     user's; AdamW in the paper. Without `delay` the replicas are identical after every outer step.
 
+    With `exchange="balanced"` the ranks' choices are summed as `OkTopK` does it: C is the largest kept / 4,096 of a
+    bucket, in full precision, what of it is in the sum. Every rank sends 24 (N - 1)/N kept / 4,096 bytes per element,
+    whatever their number N: fewer than gathering takes from 14 ranks on.
+
     Args:
         period: Inner steps from one outer step to the next (H).
         kept: Elements sent of each 4,096 (k), 1 to 4,096.
@@ -33,6 +38,7 @@ class SparseLoCo(OuterSGD):
             the outer step changed to what it has come to meanwhile. 0 makes the step wait.
         compress: Which parameters are made sparse; all by default. The others are averaged in full precision.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step.
+        exchange: "gathered" or "balanced", see above.
 
     Paper: Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025),
     algorithm 1.
@@ -53,16 +59,19 @@ class SparseLoCo(OuterSGD):
         delay: int = 0,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         warmup_steps: int = 0,
+        exchange: str = "gathered",
     ) -> None:
         if not 1 <= kept <= BlockTopK.block:
             raise ConfigError(f"SparseLoCo.kept: expected 1 to {BlockTopK.block}, got {kept}")
+        balanced = is_balanced("SparseLoCo", exchange)
         super().__init__(
             lr=outer_lr,
-            codec=BlockTopK(kept),
+            codec=TopK(kept / BlockTopK.block) if balanced else BlockTopK(kept),
             error_decay=error_decay,
             compress=compress,
             period=period,
             delay=delay,
             warmup_steps=warmup_steps,
+            balanced=balanced,
         )
         self.kept = kept

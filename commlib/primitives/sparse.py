@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from commlib.codecs.sparse import PairsCodec, SparseCodec, TopK
 from commlib.kernels import native_ops
 from commlib.primitives.balanced import BalancedSum
 from commlib.primitives.finite import all_finite, mark_unless
-from commlib.primitives.parts import Part, Pieces, cut, pasted, split_at
+from commlib.primitives.parts import Part, cut, pasted, split_at
 from commlib.transport.base import Communication, Communicator, Request
 
 
@@ -107,12 +108,18 @@ class SparseWorkspace:
         """Let the residual be `values` [numel] where `keeps` [numel] bool is false."""
         torch.where(keeps, self.residual, values, out=self.residual)
 
-    def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
-        """Return a copy of the residual by parameter."""
-        return {"worker": cut(self.residual, self.begin, parts)}
+    def save(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return copies of the residual by parameter, and of regions by the bucket's first parameter."""
+        saved: dict[str, Any] = {"worker": cut(self.residual, self.begin, parts)}
+        if self.balanced is not None:
+            saved["regions"] = {parts[0].name: self.balanced.save()}
+        return saved
 
-    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Take a residual over, also from another plan; returns what `LowPrecisionWorkspace.load` does."""
+    def load(self, saved: dict[str, Any], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
+        """Take a residual over, also from another plan, and regions; returns what `LowPrecisionWorkspace.load` does."""
+        regions = saved.get("regions", {}).get(parts[0].name)
+        if self.balanced is not None and regions is not None:
+            self.balanced.load(regions)
         rest = split_at(pasted(saved["worker"], parts, self.residual), self.begin, self.residual)
         return None if self.numel == rest.numel() else rest
 

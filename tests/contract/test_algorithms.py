@@ -55,6 +55,7 @@ VARIANTS = {
     "EF21TopK": False,
     "EF21Quantized": False,
     "SparseDiLoCo": False,
+    "BalancedSparseLoCo": False,
     "EF21RandomK": True,
     "EF21SignSGD": True,
     "SparseStreamingDiLoCo": True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlib.algorithms import DiLoCo, EFQuantized, RandomK, SignSGD, StreamingDiLoCo, TopK
+from commlib.algorithms import DiLoCo, EFQuantized, RandomK, SignSGD, SparseLoCo, StreamingDiLoCo, TopK
 from commlib.codecs import BlockTopK
 from commlib.codecs import TopK as TopKCodec
 
@@ -47,3 +47,10 @@ class SparseStreamingDiLoCo(StreamingDiLoCo):
 
     def __init__(self, period: int = 4, fragments: int = 2, delay: int = 1) -> None:
         super().__init__(period, fragments, delay, codec=BlockTopK(512), error_decay=0.9)
+
+
+class BalancedSparseLoCo(SparseLoCo):
+    """`sparse_loco` whose choices are summed by regions."""
+
+    def __init__(self, period: int = 2) -> None:
+        super().__init__(period, kept=1024, exchange="balanced")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from commlib.kernels import reference_ops
 from tests.multi.common import Mlp, data, seeded, sgd
-from tests.multi.relaxation_references import ByName, Floats, QuantizedReference
+from tests.multi.relaxation_references import BalancedExchange, ByName, Floats, QuantizedReference
 
 #: Maps the round, what each rank sends by name, and the names in each bucket, to the average.
 Average = Callable[[int, Sequence[ByName], Sequence[Sequence[str]]], ByName]
@@ -143,12 +143,16 @@ def block_top_k(kept: int) -> Callable[[Floats], Floats]:
 
 def top_k(ratio: float) -> Callable[[Floats], Floats]:
     """Return what arrives of values of which the largest are sent."""
-    return lambda v: _named(v, reference_ops.top_k(v, max(1, round(ratio * len(v)))))
+    return lambda v: _named(v, _largest(v, ratio))
 
 
 def above(threshold: float, ratio: float) -> Callable[[Floats], Floats]:
     """Return what arrives of values of which the first that reach a threshold are sent."""
     return lambda v: _named(v, np.flatnonzero(np.abs(v) >= threshold)[: max(1, round(ratio * len(v)))])
+
+
+def _largest(v: Floats, ratio: float) -> Any:
+    return reference_ops.top_k(v, max(1, round(ratio * len(v))))
 
 
 def _named(v: Floats, indices: Any) -> Floats:
@@ -174,22 +178,40 @@ class SparseAverage:
         """Return the mean of what all ranks send of each bucket."""
         averaged: ByName = {}
         for names in buckets:
-            ends = np.cumsum([len(by_rank[0][name]) for name in names])
-            sent = [
-                self._sent(rank, np.concatenate([own[name] for name in names]), names, ends[:-1])
-                for rank, own in enumerate(by_rank)
-            ]
-            total = reference_ops.decode_sum(sent, len(sent))
-            averaged |= dict(zip(names, np.split(total, ends[:-1]), strict=True))
+            cuts = np.cumsum([len(by_rank[0][name]) for name in names])[:-1]
+            values = [self._values(rank, own, names) for rank, own in enumerate(by_rank)]
+            average, sent = self._exchange(tuple(names), values)
+            for rank, (value, own) in enumerate(zip(values, sent, strict=True)):
+                self.errors[rank] |= dict(zip(names, np.split(value - own, cuts), strict=True))
+            averaged |= dict(zip(names, np.split(average, cuts), strict=True))
         return averaged
 
-    def _sent(self, rank: int, moved: Floats, names: Sequence[str], cuts: Any) -> Floats:
-        zeros = dict(zip(names, np.split(np.zeros_like(moved), cuts), strict=True))
-        error = np.concatenate([self.errors[rank].get(name, zeros[name]) for name in names])
-        error = moved + self.error_decay * error
-        sent = self.compress(error)
-        self.errors[rank] |= dict(zip(names, np.split(error - sent, cuts), strict=True))
-        return sent
+    def _values(self, rank: int, moved: ByName, names: Sequence[str]) -> Floats:
+        errors = [self.errors[rank].get(name, np.zeros_like(moved[name])) for name in names]
+        return np.concatenate([moved[name] for name in names]) + self.error_decay * np.concatenate(errors)
+
+    def _exchange(self, _: tuple[str, ...], values: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
+        """Return the mean, and what of each rank's values is in it."""
+        sent = [self.compress(own) for own in values]
+        return reference_ops.decode_sum(sent, len(sent)), sent
+
+
+class BalancedAverage(SparseAverage):
+    """The same by regions: what is sent is what of the largest elements is in the sum.
+
+    Args:
+        world_size: The number of replicas.
+        ratio: The part of a bucket's elements that each rank chooses.
+        error_decay: What of the error feedback is kept.
+    """
+
+    def __init__(self, world_size: int, ratio: float, error_decay: float) -> None:
+        super().__init__(world_size, top_k(ratio), error_decay)
+        self.ratio, self.sum_up = ratio, BalancedExchange(world_size)
+
+    def _exchange(self, names: tuple[str, ...], values: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
+        average, applied = self.sum_up(names, values, [_largest(own, self.ratio) for own in values])
+        return average, [_named(own, indices) for own, indices in zip(values, applied, strict=True)]
 
 
 def quantized(codec: Any, world_size: int, *, feedback: bool, decay: float = 1.0) -> Average:

@@ -197,37 +197,17 @@ class SparseReference:
         return sent, v - sent, u
 
 
-class BalancedReference(SparseReference):
-    """Ok-Topk, with DGC's momentum where `momentum` is given: choices are summed by regions, the largest sums kept."""
+class BalancedExchange:
+    """Ok-Topk's sum: the tensor is cut into regions, of which the largest choices are summed, the largest sums kept."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.regions: dict[tuple[str, ...], list[int]] = {}  # by the names in a bucket
 
-    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
-        """Return the averaged gradients of one step, for buckets that hold these parameters."""
-        result: ByName = {}
-        for index, names in enumerate(buckets):
-            ends = np.cumsum([self.numels[name] for name in names])[:-1]
-            pairs = [
-                self._accumulate(*(np.concatenate([d[name] for name in names]) for d in self._state(by_rank, rank)))
-                for rank in range(self.world_size)
-            ]
-            chosen = [self.choose(v, step, index) for v, _ in pairs]
-            mean, applied = self._exchange(tuple(names), [v for v, _ in pairs], chosen)
-            for rank, (v, u) in enumerate(pairs):
-                v[applied[rank]] = 0
-                if self.momentum is not None:
-                    u[applied[rank]] = 0
-                self.residual[rank].update(zip(names, np.split(v, ends), strict=True))
-                self.velocity[rank].update(zip(names, np.split(u, ends), strict=True))
-            result |= dict(zip(names, np.split(mean, ends), strict=True))
-        return result
-
-    def _exchange(
+    def __call__(
         self, names: tuple[str, ...], values: Sequence[Floats], chosen: Sequence[npt.NDArray[np.int64]]
     ) -> tuple[Floats, list[npt.NDArray[np.int64]]]:
-        """Return the mean, and which elements of each rank are in it."""
+        """Return the mean of the chosen values of the bucket of these names; which elements of each rank are in it."""
         size, numel, count = self.world_size, len(values[0]), len(chosen[0])
         regions = self.regions.setdefault(names, [numel * owner // size for owner in range(size + 1)])
         fitting: list[list[int]] = [[] for _ in range(size)]
@@ -247,6 +227,34 @@ class BalancedReference(SparseReference):
         cuts = [sum(int(own[count * owner // size]) for own in chosen) // size for owner in range(1, size)]
         self.regions[names] = [0, *cuts, numel]
         return mean, [np.array([i for i in fits if mean[i] != 0], np.int64) for fits in fitting]
+
+
+class BalancedReference(SparseReference):
+    """Ok-Topk, with DGC's momentum where `momentum` is given: choices are summed by regions, the largest sums kept."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.exchange = BalancedExchange(self.world_size)
+
+    def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
+        """Return the averaged gradients of one step, for buckets that hold these parameters."""
+        result: ByName = {}
+        for index, names in enumerate(buckets):
+            ends = np.cumsum([self.numels[name] for name in names])[:-1]
+            pairs = [
+                self._accumulate(*(np.concatenate([d[name] for name in names]) for d in self._state(by_rank, rank)))
+                for rank in range(self.world_size)
+            ]
+            chosen = [self.choose(v, step, index) for v, _ in pairs]
+            mean, applied = self.exchange(tuple(names), [v for v, _ in pairs], chosen)
+            for rank, (v, u) in enumerate(pairs):
+                v[applied[rank]] = 0
+                if self.momentum is not None:
+                    u[applied[rank]] = 0
+                self.residual[rank].update(zip(names, np.split(v, ends), strict=True))
+                self.velocity[rank].update(zip(names, np.split(u, ends), strict=True))
+            result |= dict(zip(names, np.split(mean, ends), strict=True))
+        return result
 
 
 class EF21Reference:

@@ -43,6 +43,7 @@ from tests.multi.common import (
 )
 from tests.multi.local_references import (
     Average,
+    BalancedAverage,
     OuterReference,
     SparseAverage,
     above,
@@ -160,6 +161,18 @@ SPARSE_CASES: dict[str, Case] = {
         lambda size: SparseAverage(size, block_top_k(16), 0.95),
         plain_step,
         {"period": 3, "delay": 3},
+    ),
+    "sparse_loco, balanced": (
+        lambda: SparseLoCo(period=3, kept=256, exchange="balanced"),
+        lambda size: BalancedAverage(size, 256 / 4096, 0.95),
+        plain_step,
+        {"period": 3},
+    ),
+    "sparse_loco, balanced, in the background": (
+        lambda: SparseLoCo(period=3, kept=512, error_decay=0.5, outer_lr=0.5, delay=2, exchange="balanced"),
+        lambda size: BalancedAverage(size, 512 / 4096, 0.5),
+        lambda params: torch.optim.SGD(params, lr=0.5),
+        {"period": 3, "delay": 2},
     ),
     "diloco, top-k": (
         lambda: DiLoCo(period=4, codec=TopK(0.1)),
@@ -320,7 +333,16 @@ def check_against_reference(
 
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize(
-    "case", ["local_sgd", "local_sgd, 8 bits", "diloco", "diloco, 4 bits", "diloco, top-k", "sparse_loco"]
+    "case",
+    [
+        "local_sgd",
+        "local_sgd, 8 bits",
+        "diloco",
+        "diloco, 4 bits",
+        "diloco, top-k",
+        "sparse_loco",
+        "sparse_loco, balanced",
+    ],
 )
 def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> None:
     make, _, _, options = (CASES | SPARSE_CASES)[case]
@@ -389,6 +411,8 @@ RESUMED = {
     "streaming_diloco": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2),
     "sparse_loco": lambda: SparseLoCo(period=3, kept=16),
     "sparse_loco, in the background": lambda: SparseLoCo(period=3, kept=16, delay=2),
+    "sparse_loco, balanced": lambda: SparseLoCo(period=3, kept=256, exchange="balanced"),
+    "sparse_loco, balanced, in the background": lambda: SparseLoCo(period=3, kept=256, delay=2, exchange="balanced"),
     "diloco, top-k": lambda: DiLoCo(period=3, codec=TopK(0.1), error_decay=0.9),
     "streaming_diloco, top-k of blocks": lambda: StreamingDiLoCo(period=6, fragments=2, delay=2, codec=BlockTopK(16)),
 }
@@ -426,7 +450,7 @@ def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["sparse_loco", "diloco, top-k"])
+@pytest.mark.parametrize("name", ["sparse_loco", "sparse_loco, balanced", "diloco, top-k"])
 def test_anchors_and_errors_of_sparse_codecs_survive_another_plan(name: str) -> None:
     whole, optimizer = wrapped(RESUMED[name]())
     train(whole, mlp_loss, 7, optimizer)
@@ -595,6 +619,15 @@ def test_sparse_loco_sends_14_bits_of_each_element_that_it_keeps_and_two_levels_
     for kept, period in ((64, 1), (32, 5)):
         formula = others * blocks * (kept * (12 + 2) / 8 + 4)
         sent = bytes_of(10, algorithm=SparseLoCo(period=period, kept=kept))
+        assert sent == pytest.approx(formula * 10 / period, rel=0.05)
+
+
+@on_ranks(1, 2, 4)
+def test_sparse_loco_with_a_balanced_exchange_sends_six_numbers_of_each_element_that_it_keeps() -> None:
+    numel, size = sum(p.numel() for p in Wide().parameters()), dist.get_world_size()
+    for kept, period in ((64, 1), (128, 5)):
+        formula = (size - 1) / size * 6 * 4 * numel * kept / 4096
+        sent = bytes_of(10, algorithm=SparseLoCo(period=period, kept=kept, exchange="balanced"))
         assert sent == pytest.approx(formula * 10 / period, rel=0.05)
 
 

@@ -163,7 +163,7 @@ def test_an_empty_stretch_takes_as_many_collectives_as_others() -> None:
     assert not Ranks(3, 0, 0.1).sum_up([torch.zeros(0)] * 3).numel()
 
 
-@pytest.mark.parametrize("name", ["topk", "dgc"])
+@pytest.mark.parametrize("name", ["topk", "dgc", "sparse_loco"])
 def test_an_exchange_that_there_is_not_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=r"exchange: expected 'gathered' or 'balanced', got 'ring'"):
         algorithms.get(name)(exchange="ring")

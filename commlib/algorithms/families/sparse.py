@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -12,9 +11,15 @@ from commlib.algorithms.base import BucketView
 from commlib.algorithms.families.ef21 import EF21Option
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
-from commlib.primitives.balanced import BalancedSum
 from commlib.primitives.sparse import SparseWorkspace
 from commlib.transport.base import Communicator
+
+
+def is_balanced(name: str, exchange: str) -> bool:
+    """Return whether the option `exchange` of the algorithm of this name is "balanced", the other being "gathered"."""
+    if exchange not in ("gathered", "balanced"):
+        raise ConfigError(f"{name}.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
+    return exchange == "balanced"
 
 
 class Sparse(EF21Option[SparseWorkspace]):
@@ -42,15 +47,11 @@ class Sparse(EF21Option[SparseWorkspace]):
         exchange: str = "gathered",
     ) -> None:
         super().__init__(op=op, compress=compress, hierarchical=hierarchical)
-        if exchange not in ("gathered", "balanced"):
-            raise ConfigError(f"{type(self).__name__}.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
         self.codec = codec
         self.exchange = exchange
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether choices are summed by regions."""
-        return self.exchange == "balanced"
+        self.is_balanced = is_balanced(type(self).__name__, exchange)
+        if self.is_balanced:
+            self.kinds = (*self.kinds, "regions")
 
     @override
     def _make_workspace(
@@ -59,22 +60,3 @@ class Sparse(EF21Option[SparseWorkspace]):
         return SparseWorkspace(
             numel, device, self.codec, comm, begin=begin, gathers=self.gathers, balanced=self.is_balanced
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        saved = super().state_dict()
-        if self.is_balanced:
-            saved["regions"] = {name: each.save() for name, each in self._balanced().items()}
-        return saved
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name, each in self._balanced().items():
-            if name in state.get("regions", {}):
-                each.load(state["regions"][name])
-
-    def _balanced(self) -> dict[str, BalancedSum]:
-        """Return the sums by regions by the first parameter of their bucket."""
-        found = {self._parts[index][0].name: each.balanced for index, each in self._workspaces.items()}
-        return {name: each for name, each in found.items() if each is not None}
