@@ -29,10 +29,16 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "ef_quantized": commlib.algorithms.EFQuantized,
     "signsgd": commlib.algorithms.SignSGD,
     "topk": lambda: commlib.algorithms.TopK(ratio=0.05),
+    "topk-ef21": lambda: commlib.algorithms.TopK(ratio=0.05, ef21=0.5),
+    "ok_topk": lambda: commlib.algorithms.OkTopK(ratio=0.05),
     "randomk": lambda: commlib.algorithms.RandomK(ratio=0.05),
     "dgc": lambda: commlib.algorithms.DGC(ratio=0.05, momentum=0.5),
     "local_sgd": lambda: commlib.algorithms.LocalSGD(period=3),
     "diloco": lambda: commlib.algorithms.DiLoCo(period=3, outer_lr=0.5, outer_momentum=0.5, codec="int8"),
+    "sparse_loco": lambda: commlib.algorithms.SparseLoCo(period=3, kept=256, error_decay=0.5),
+    "sparse_loco-balanced": lambda: commlib.algorithms.SparseLoCo(
+        period=3, kept=256, error_decay=0.5, exchange="balanced"
+    ),
     "decentralized": lambda: commlib.algorithms.Decentralized("one_peer_exponential"),
     "low_precision_decentralized": lambda: commlib.algorithms.LowPrecisionDecentralized(topology="fully_connected"),
 }
