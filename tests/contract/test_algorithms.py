@@ -55,10 +55,10 @@ VARIANTS = {
     "EF21TopK": False,
     "EF21Quantized": False,
     "SparseDiLoCo": False,
-    "BalancedSparseLoCo": False,
     "EF21RandomK": True,
     "EF21SignSGD": True,
     "SparseStreamingDiLoCo": True,
+    "BalancedSparseLoCo": True,
 }
 
 
