@@ -82,10 +82,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> Table:
     """Return the rows as a table for the terminal."""
-    shown = Table(title=f"loss curves of {result['rows'][0]['model']}", title_justify="left")
     early = f"steps 1 to {_EARLY_STEPS}"
-    for column in ("ranks", "system", "last loss", "bit-equal", early, "all steps", "replicas identical"):
-        shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    columns = ("ranks", "system", "last loss", "bit-equal", early, "all steps", "replicas identical")
+    shown = harness.table_of(f"loss curves of {result['rows'][0]['model']}", columns)
     for row in result["rows"]:
         differences = [f"{row[key]:.1e}" for key in ("early_difference", "difference")]
         yes_no = ["yes" if row[key] else "no" for key in ("bit_equal", "replicas_identical")]

@@ -175,11 +175,11 @@ def tables(lines: Sequence[dict[str, Any]]) -> Iterator[Table]:
         spread = own[0]["spread"]
         title = f"{_title(place)}: loss on unseen data"
         title += "" if math.isnan(spread) else f"; all-reduce over seeds ± {spread:.2%}"
-        shown = Table(title=title, title_justify="left")
-        for column in ("system", "seeds", "loss", "to all-reduce", "accuracy", "replicas identical"):
-            shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+        columns = ("system", "seeds", "loss", "to all-reduce", "accuracy", "replicas identical")
+        shown = harness.table_of(title, columns)
         for line in own:
-            change = "-" if math.isnan(line["change"]) else f"{line['change']:+.2%} ± {line['change_sd']:.2%}"
+            change = "-" if math.isnan(line["change"]) else f"{line['change']:+.2%}"
+            change += "" if math.isnan(line["change_sd"]) else f" ± {line['change_sd']:.2%}"
             cells = [str(line["seeds"]), f"{line['loss']:.4f}", change, f"{line['accuracy']:.2%}"]
             shown.add_row(line["system"], *cells, "yes" if line["identical"] else "no")
         yield shown

@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import launch
@@ -162,6 +162,20 @@ def note(name: str, has_failed: bool = False, **facts: Any) -> None:
         from tests.gpu import results
 
         results.add(name, results.FAILED if has_failed else results.PASSED, **facts)
+
+
+def table_of(title: str, columns: Sequence[str], texts: Sequence[str] = ("system",)) -> Table:
+    """Return a table without rows: texts on the left, numbers on the right; what is too wide for a terminal is folded.
+
+    Args:
+        title: Stands above it.
+        columns: Their heads.
+        texts: Which columns hold texts.
+    """
+    shown = Table(title=title, title_justify="left")
+    for column in columns:
+        shown.add_column(column, justify="left" if column in texts else "right", overflow="fold")
+    return shown
 
 
 def print_table(table: Table) -> None:

@@ -156,11 +156,8 @@ def crossovers(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title=f"codec kernels, {rows[0]['isa']}", title_justify="left")
-    texts = ("codec", "kernel", "peers, ms")
-    for column in ("codec", "kernel", "MiB", "threads", "ms", "GB/s", "to memcpy", "of limit", "peers, ms"):
-        is_last = column == "peers, ms"  # the one to be folded where the table is too wide
-        shown.add_column(column, justify="left" if column in texts else "right", no_wrap=not is_last)
+    columns = ("codec", "kernel", "MiB", "threads", "ms", "GB/s", "to memcpy", "of limit", "peers, ms")
+    shown = harness.table_of(f"codec kernels, {rows[0]['isa']}", columns, texts=("codec", "kernel", "peers, ms"))
     for row in rows:
         peers = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in row["peers_s"].items())
         mib, ms = f"{row['numel'] * 4 / 2**20:g}", f"{row['median_s'] * 1e3:.3g}"

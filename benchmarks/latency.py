@@ -189,9 +189,8 @@ def measure(args: argparse.Namespace, latency_us: float) -> tuple[str, list[dict
 
 def table(rows: list[dict[str, Any]], links: str) -> Table:
     """Return the rows at one latency as a table for the terminal."""
-    shown = Table(title=links, title_justify="left")
-    for column in ("collective", "bytes", "ms", "least", "most", "simulated ms", "error"):
-        shown.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    columns = ("collective", "bytes", "ms", "least", "most", "simulated ms", "error")
+    shown = harness.table_of(links, columns, texts=("collective",))
     for row in rows:
         times = (row["seconds"], min(row["times_s"]), max(row["times_s"]))
         said = row["predicted_s"]
@@ -202,9 +201,7 @@ def table(rows: list[dict[str, Any]], links: str) -> Table:
 
 def summary(rows: list[dict[str, Any]]) -> Table:
     """Return the simulator's errors by latency, of all sizes but the smallest, as a table for the terminal."""
-    shown = Table(title="errors of the simulator", title_justify="left")
-    for column in ("one way", "median", "worst", "of"):
-        shown.add_column(column, justify="right")
+    shown = harness.table_of("errors of the simulator", ("one way", "median", "worst", "of"))
     smallest = min(row["bytes"] for row in rows if row["verb"] in VERBS)
     said = [row for row in rows if row["predicted_s"] is not None and row["bytes"] > smallest]
     for latency_us in dict.fromkeys(row["latency_us"] for row in said):

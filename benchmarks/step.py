@@ -202,9 +202,8 @@ def _sweep_summary(systems: dict[str, Any]) -> dict[str, Any]:
 
 def table(result: dict[str, Any], place: str) -> Table:
     """Return the rows as a table for the terminal."""
-    shown = Table(title=f"{result['rows'][0]['model']}, {place}", title_justify="left")
-    for column in ("system", "step ms", "ratio", "95 % interval", "exposed ms", "wire MB/step", "peak MB"):
-        shown.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
+    columns = ("system", "step ms", "ratio", "95 % interval", "exposed ms", "wire MB/step", "peak MB")
+    shown = harness.table_of(f"{result['rows'][0]['model']}, {place}", columns)
     for row in result["rows"]:
         interval = f"{row['ratio_lo']:.3f} to {row['ratio_hi']:.3f}"
         values = (row["exposed_s"], 1e3), (row["wire_bytes"], 1e-6), (row["peak_bytes"], 1e-6)

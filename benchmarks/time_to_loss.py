@@ -129,9 +129,8 @@ def summary(step_rows: Iterable[dict[str, Any]], needed: dict[str, Needed]) -> l
 
 def table_of_needs(title: str, needed: dict[str, Needed], steps: int) -> Table:
     """Return steps, rounds and bytes as a table for the terminal, those with the fewest bytes first."""
-    shown = Table(title=title, title_justify="left")
-    for column in ("system", "seeds", f"loss after {steps}", "steps", "rounds", "MB sent", "of DDP's bytes"):
-        shown.add_column(column, justify="left" if column == "system" else "right")
+    columns = ("system", "seeds", f"loss after {steps}", "steps", "rounds", "MB sent", "of DDP's bytes")
+    shown = harness.table_of(title, columns)
     whole = needed[_REFERENCE].sent_bytes
     for system, own in sorted(needed.items(), key=_by_bytes):
         budget = _steps_needed(own)
@@ -159,15 +158,8 @@ def _change_after(own: Needed, steps: int) -> str:
 
 def table(title: str, lines: Sequence[dict[str, Any]], steps: int) -> Table:
     """Return the lines as a table for the terminal."""
-    shown = Table(title=title, title_justify="left")
-    for column in (
-        "system",
-        "step ms",
-        f"loss after {steps}, to DDP's",
-        "steps to DDP's loss",
-        "times faster than DDP",
-    ):
-        shown.add_column(column, justify="left" if column == "system" else "right")
+    loss = f"loss after {steps}, to DDP's"
+    shown = harness.table_of(title, ("system", "step ms", loss, "steps to DDP's loss", "times faster than DDP"))
     for line in lines:
         bound = "" if line["is_measured"] else "> "
         faster = "" if line["speed_up"] is None else f"{'< ' if bound else ''}{line['speed_up']:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import time
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -355,6 +357,20 @@ def test_losses_without_a_reference_are_shown_alone():
     (table,) = final_loss.tables(lines)
     assert [list(column.cells) for column in table.columns][3] == ["-"]
     assert "all-reduce" not in str(table.title)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_tables_fold_long_names_and_no_numbers(width):
+    name = "commlib:diloco(period=30,outer_lr=1.0,outer_momentum=0.5,codec=int4,optimizer=muon)@1"
+    rows = [final_row("commlib:allreduce@1", seed, 2.0) for seed in (0, 1)] + [final_row(name, 0, 1.93)]
+    out = Console(width=width, file=io.StringIO())
+    for table in final_loss.tables(final_loss.summary(rows)):
+        out.print(table)
+    printed = out.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= width
+    cells = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│")]
+    assert "".join(own[0].strip() for own in cells) == "commlib:allreduce@1" + name
+    assert any([cell.strip() for cell in own[1:4]] == ["1", "1.9300", "-3.50%"] for own in cells)
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth():
