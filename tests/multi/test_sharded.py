@@ -573,8 +573,8 @@ class Normed(nn.Module):
 
 @on_ranks(4)
 def test_each_rank_resumes_with_its_own_buffers() -> None:
-    for sizes in ((2, 2), (1, 4)):
-        mesh, runs = mesh_of(*sizes), []
+    for mesh in (mesh_of(2, 2), mesh_of(1, 4)):
+        runs = []
         for seed in (7, 99):
             model: Any = fully_shard(seeded(Normed, seed), mesh=mesh["shard"])
             optimizer = momentum(model)
@@ -584,7 +584,7 @@ def test_each_rank_resumes_with_its_own_buffers() -> None:
             save(*runs[0], path)
             load(*runs[1], path)
         pairs = list(zip(*[model.named_buffers() for model, _ in runs], strict=True))
-        assert all(torch.equal(saved, loaded) for (_, saved), (_, loaded) in pairs), sizes
+        assert all(torch.equal(saved, loaded) for (_, saved), (_, loaded) in pairs), str(mesh)
         everyone: list[Any] = [None] * 4
         dist.all_gather_object(everyone, runs[0][0].norm.running_mean)
         assert not torch.equal(everyone[0], everyone[1])
