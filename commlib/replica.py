@@ -24,7 +24,7 @@ from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
-from commlib.sharding.local import is_sharded, local_of, reshard
+from commlib.sharding.local import local_of, reshard
 
 if TYPE_CHECKING:
     from commlib.tuner import Tuner
@@ -143,13 +143,17 @@ class Replica:
     def _adopt_parameters(self) -> None:
         """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
         engine = self.engine
-        model = self.model()
-        if model is not None and any(is_sharded(parameter.param) for parameter in engine.parameters):
-            reshard(model)
+        self._reshard()
         known = {parameter.name for parameter in engine.parameters} - engine.gradients.idle_parameters.leave_out()
         parameters = verify.parameters_of(self.bare, self.ignored, known)
+        error = None
         try:
-            verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), None)
+            ranks = torch.distributed.get_process_group_ranks(self.group())
+            verify.check_sharded(self.bare, self.ignored, engine.algorithm, ranks)
+        except ConfigError as found:
+            error = found
+        try:
+            verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), error)
         except ConfigError:  # alike on all ranks, and nothing has changed
             raise
         except BaseException as error:
@@ -175,10 +179,11 @@ class Replica:
 
     def _copied_buffers(self) -> list[torch.Tensor]:
         """Return the buffers that are to be rank 0's on all ranks."""
-        return list(self.engine.gradients.buffers.tensors())
+        return [local_of(buffer.data) for buffer in self.engine.gradients.buffers.tensors()]
 
     def broadcast_model(self, source: int = 0) -> None:
         """Copy parameters and buffers of rank `source` to all ranks."""
+        self._reshard()
         parameters = [local_of(p.data) for name, p in self.bare.named_parameters() if name not in self.ignored]
         self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._copied_buffers()], source)
 
@@ -186,8 +191,19 @@ class Replica:
         if tensors and self.engine.comm.world_size > 1:
             self.engine.line.run(what, broadcast_all(tensors, self.engine.comm, source))
 
+    def _reshard(self) -> None:
+        model = self.model()  # FSDP2 does not know the bare one
+        if model is not None:
+            reshard(model)
+
+    def drain(self) -> None:
+        """Take the results of rounds in the background now."""
+        self._reshard()
+        self.engine.drain()
+
     def synchronize(self) -> None:
         """See `commlib.synchronize`."""
+        self._reshard()
         self.engine.synchronize()
         self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
 

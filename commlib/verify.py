@@ -16,12 +16,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.codecs import BlockCodec, SparseCodec
 from commlib.engine.buckets.slot import name_some
 from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
-from commlib.sharding.local import is_sharded, ranks_of
+from commlib.sharding.local import copied, is_by_fsdp, is_sharded, island_of, local_of, ranks_of, spec_of
 from commlib.transport.base import Transport
 
 
@@ -105,10 +106,10 @@ def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ran
 
     Raises:
         ConfigError: A parameter or buffer is a wrapper of tensors other than a DTensor; or a DTensor on a mesh with
-            more than one of the ranks, or under an algorithm that shares memory or sends whole models.
+            more than one of the ranks, or under an algorithm that cannot take it; or FSDP2 leaves a parameter whole.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    wrapped = [(name, each) for name, each in named if name not in ignored and is_traceable_wrapper_subclass(each)]
+    wrapped = [(name, each) for name, each in named if name not in ignored and _is_wrapper(each)]
     foreign = [name for name, each in wrapped if not is_sharded(each)]
     if foreign:
         raise ConfigError(
@@ -123,11 +124,42 @@ def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ran
             "and pass the other: fully_shard(model, mesh=mesh['shard']), then commlib.wrap(model, ..., "
             "process_group=mesh['replicate'])"
         )
+    trained = {n: p for n, p in model.named_parameters() if n not in ignored and p.requires_grad}
+    if len(island_of(trained.values())) > 1:
+        _check_island(model, trained, algorithm)
     if wrapped and not algorithm.channel.has_rounds:
         raise ConfigError(
             f"{name_some([name for name, _ in wrapped])} are DTensors, and {algorithm.name!r} runs itself, on whole "
             "parameters. Use an algorithm on gradients, or one that averages weights in rounds"
         )
+
+
+def _check_island(model: nn.Module, trained: dict[str, nn.Parameter], algorithm: Algorithm) -> None:
+    whole = [name for name, each in trained.items() if not is_sharded(each)]
+    if whole and is_by_fsdp(model):
+        raise ConfigError(
+            f"{name_some(whole)} are not sharded, and other parameters are by fully_shard. The ranks of an island have "
+            "different gradients for them, which neither FSDP2 nor commlib would average. Call fully_shard(model, ...) "
+            "on the whole model last; or average them yourself and name them in ignored_parameters"
+        )
+    if isinstance(algorithm, Auto):
+        raise ConfigError(
+            f"{name_some([name for name, each in trained.items() if is_sharded(each)])} are DTensors, and 'auto' would "
+            "choose for each part of them by itself. Name one algorithm"
+        )
+    copies = copied(trained)
+    if copies and algorithm.channel.has_rounds and not algorithm.channel.keeps_step:
+        raise ConfigError(
+            f"{name_some(copies)}: several ranks of an island have the same part, and with {algorithm.name!r} their "
+            "copies would part, as its rounds end by the clock. Use an algorithm whose rounds keep step"
+        )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory of its own, but other tensors in its place."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or is_lazy(tensor) or tensor.is_meta:
+        return False
+    return is_traceable_wrapper_subclass(tensor) or (tensor.numel() > 0 and not tensor.data_ptr())
 
 
 def describe(
@@ -137,10 +169,10 @@ def describe(
     for name, value in sorted(options.items()):
         yield f"option {name}", repr(value)
     for parameter in parameters:
-        yield f"parameter {parameter.name!r}", _shape_of(parameter.part)
+        yield f"parameter {parameter.name!r}", _shape_of(parameter.part) + spec_of(parameter.param)
     for name, buffer in model.named_buffers():
         if name not in ignored:
-            yield f"buffer {name!r}", _shape_of(buffer)
+            yield f"buffer {name!r}", _shape_of(local_of(buffer)) + spec_of(buffer)
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from commlib.engine.stats import Stats
 from commlib.errors import ConfigError, LossWarning
 from commlib.parallel import NAMES, M, WrappedModel, as_made_by_the_user, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
+from commlib.sharding.local import reshard
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
@@ -168,7 +169,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     wrapped = wrapped_of(model)
     if isinstance(wrapped, Replica):
-        wrapped.engine.drain()
+        wrapped.drain()
         wrapped.engine.close()
     restore_class(inside_compiled(model))
     return model
@@ -198,6 +199,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         ConfigError: The model is not wrapped.
     """
     replica = replica_of(model)
+    replica.drain()
     tuned = {} if replica.tuner is None else {"auto": replica.tuner.state_dict()}
     return {**checkpoints.save(replica.engine), **tuned}
 
@@ -281,6 +283,7 @@ class _SetUp:
         try:
             as_made_by_the_user(model)
             _check_wrappable(model)
+            reshard(model)
             self.ignored = verify.ignored_names(model, tuple(ignored))
             self.parameters = verify.parameters_of(model, self.ignored)
             verify.check_model(model, self.parameters)

@@ -53,7 +53,7 @@ def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and _place(value) in weights | buffers:
             state[name] = copies.setdefault(_place(value), value.detach().clone())
     average(replica, [local_of(value) for place, value in copies.items() if place in weights])
-    copy_from_rank_0(replica, [value for place, value in copies.items() if place not in weights])
+    copy_from_rank_0(replica, [local_of(value) for place, value in copies.items() if place not in weights])
     return state
 
 

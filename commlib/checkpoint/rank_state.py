@@ -15,7 +15,7 @@ from commlib.checkpoint.consensus import may_differ
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, replica_of
-from commlib.sharding.local import is_sharded, like, local_of
+from commlib.sharding.local import is_sharded, layout_of, like, local_of
 from commlib.wrap import load_state_dict, state_dict
 
 _FORMAT = 1
@@ -51,10 +51,10 @@ def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]
     own = {name: _saved(value) for name, value in replica.bare.state_dict().items() if name in names}
     has_own_steps = any(name in names for name, _ in replica.bare.named_parameters(remove_duplicate=False))
     states = [_saved(each.state_dict()) for each in _all_of(optimizer)] if has_own_steps else []
-    place = dict(zip(("number", "count"), place_of(replica), strict=True))
+    number, count = place_of(replica)
     return {
         "format": _FORMAT,
-        "place": place,
+        "place": {"number": number, "count": count, "layout": layout_of_all(replica)},
         "communication": communication,
         "model": own,
         "optimizers": states,
@@ -136,9 +136,16 @@ def place_of(replica: Replica) -> tuple[int, int]:
     Where parameters are sharded there are several groups; then it is the rank in the default group.
     """
     comm = replica.engine.comm
-    if not any(is_sharded(parameter.param) for parameter in replica.engine.parameters):
-        return comm.rank, comm.world_size
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if _is_in_island(replica) else (comm.rank, comm.world_size)
+
+
+def layout_of_all(replica: Replica) -> list[str]:
+    """Return how the model's parameters are sharded, and on which ranks."""
+    return layout_of(parameter.param for parameter in replica.engine.parameters)
+
+
+def _is_in_island(replica: Replica) -> bool:
+    return any(is_sharded(parameter.param) for parameter in replica.engine.parameters)
 
 
 def _own_names(replica: Replica) -> set[str]:
@@ -147,7 +154,8 @@ def _own_names(replica: Replica) -> set[str]:
     if may_differ(replica):
         return names
     buffers = {name for name, _ in replica.bare.named_buffers(remove_duplicate=False)}
-    return names & (replica.ignored | (set() if replica.copies_buffers else buffers))
+    are_copied = replica.copies_buffers and not _is_in_island(replica)  # whose ranks have buffers of their own
+    return names & (replica.ignored | (set() if are_copied else buffers))
 
 
 def _load_own(replica: Replica, own: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from commlib.checkpoint import blobs, optimizer_tree, shaped
 from commlib.checkpoint.consensus import average, consensus_state_dict, may_differ
-from commlib.checkpoint.rank_state import Optimizers, load_rank_state, place_of, rank_state
+from commlib.checkpoint.rank_state import Optimizers, layout_of_all, load_rank_state, place_of, rank_state
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, replica_of
@@ -94,7 +94,7 @@ class Checkpoint:
         shared = blobs.unpacked(communication["shared"])
         number, count = place_of(replica)
         own: Any = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
-        is_same = own is not None and own["communication"]["shard"] == _shards(replica)
+        is_same = own is not None and own["place"]["layout"] == layout_of_all(replica)
         if not is_same and shared["state"] is None:
             raise ConfigError(
                 f"rank {number}: the checkpoint was saved by {shared['count']} ranks, this run has {count}, or another "

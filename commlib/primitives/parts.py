@@ -30,7 +30,7 @@ class Part:
         shape: Its shape.
         start: Its first element in the bucket's `flat`.
         numel: How many elements of `flat` it takes (complex ones take two each).
-        offset: Its first element among all communicated parameters of the model, whatever the plan.
+        offset: Its first element among all communicated parameters of the model, taken whole, whatever the plan.
         order: The order of its elements in `flat`: dimensions from the outermost to the innermost; () for that of its
             indices.
     """

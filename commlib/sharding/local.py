@@ -7,7 +7,9 @@ any parameter is, and gradients and weights are written back as DTensors of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,25 +50,83 @@ def like(whole: Any, part: torch.Tensor, placements: Sequence[Any] | None = None
         )
 
 
-def places_of(parameters: Sequence[Any]) -> list[list[list[int]]]:
+def places_of(parameters: Iterable[Any]) -> list[list[list[int]]]:
     """Return where this rank is in the meshes of sharded parameters: each mesh's shape and this rank's coordinate."""
     meshes = [parameter.device_mesh for parameter in parameters if is_sharded(parameter)]
     found = {(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes}
     return [[list(shape), list(at)] for shape, at in sorted(found)]
 
 
-def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put the sharded parameters back that it has gathered for a forward."""
-    from torch.distributed.fsdp import FSDPModule
+def layout_of(parameters: Iterable[Any]) -> list[str]:
+    """Return in words how parameters are sharded, and on which ranks.
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    Two runs have the same layout on all ranks or on none, which does not hold of `places_of`.
+    """
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
+    return sorted({f"{', '.join(map(str, each.placements))} on {each.device_mesh.mesh.tolist()}" for each in sharded})
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put the sharded parameters back that it has gathered for a forward.
+
+    They stay gathered after a forward without a backward, as the root's do: then the model's parameters are others, and
+    what is written into the sharded ones reaches no forward.
+    """
+    for module in _modules_of_fsdp(model):
+        module.reshard()
 
 
 def ranks_of(tensor: Any) -> set[int]:
     """Return the global ranks that a DTensor's mesh has; none for any other tensor."""
     return set(tensor.device_mesh.mesh.flatten().tolist()) if is_sharded(tensor) else set()
+
+
+def placing_of(tensor: Any) -> tuple[tuple[int, bool], ...]:
+    """Return the size of each dimension of a DTensor's mesh, and whether it is sharded there; () for other tensors."""
+    if not is_sharded(tensor):
+        return ()
+    return tuple(
+        (size, not placement.is_replicate())
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    )
+
+
+def copied(tensors: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors of which several ranks of the island have the same part; [Note: copies of parts].
+
+    [Note: copies of parts] Tensor parallelism leaves some parameters whole on all its ranks, and FSDP2 shards them over
+    its own dimension only. Each of these ranks communicates its copy with other ranks than the others do, and the
+    copies must stay the same, bit for bit. So such parameters share buckets with their like only (`placing_of`): what
+    is in these is then the same on all of them. No clock has a say in the plan, and algorithms whose rounds end by the
+    clock are refused.
+    """
+    island = island_of(tensors.values())
+    num_parts = lambda each: math.prod(size for size, is_cut in placing_of(each) if is_cut)  # noqa: E731
+    return [name for name, each in tensors.items() if num_parts(each) < len(island)]
+
+
+def island_of(tensors: Iterable[Any]) -> set[int]:
+    """Return the global ranks that any of the tensors is sharded over."""
+    return set[int]().union(*map(ranks_of, tensors))
+
+
+def is_by_fsdp(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards anything of the model, so that the ranks of an island have different data."""
+    return bool(_modules_of_fsdp(model))
+
+
+def _modules_of_fsdp(model: nn.Module) -> list[Any]:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # the import takes a while, and most models have none of it
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def spec_of(tensor: Any) -> str:
+    """Return in words which part of what this rank has of a DTensor; "" for any other tensor."""
+    if not is_sharded(tensor):
+        return ""
+    mesh = tensor.device_mesh
+    placed = ", ".join(map(str, tensor.placements))
+    return f", at {mesh.get_coordinate()} of {tuple(tensor.shape)} by {placed} on a mesh of {tuple(mesh.shape)}"
 
 
 class LocalPart:
@@ -111,6 +171,15 @@ class LocalPart:
         if value is not self._view or self._dtensor is None or self._dtensor.placements != self._placements:
             self._view, self._dtensor = value, like(self.whole, value, self._placements)
         self.whole.grad = self._dtensor
+
+    def place_gradient(self) -> None:
+        """Give a gradient the parameter's placements: of partial sums in the island, make their sum. Collective there.
+
+        An algorithm would take a partial sum for the gradient, and those of other ranks for others.
+        """
+        gradient = self.whole.grad
+        if is_sharded(gradient) and gradient.placements != self.whole.placements:
+            self.whole.grad = gradient.redistribute(placements=self.whole.placements)
 
     @property
     def shape(self) -> torch.Size:

@@ -17,10 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import commlib
 from commlib.errors import CommlibError, ConfigError
+from commlib.replica import replica_of
 from tests.contract.subjects import Subject
 from tests.multi.common import raises_on_every_rank, seeded
 from tests.multi.fault_scripts import report_error
@@ -149,6 +151,68 @@ def test_one_island_of_three_ranks() -> None:
     for step in range(50):
         assert pair.step(step) < 1e-10
     assert pair.distance < 1e-10
+
+
+class WithLoss(nn.Module):
+    """Nobody shards the outermost module, whose output announces the backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.inner(inputs) - 0.5).square().mean()
+
+
+def without_root(model: Any, mesh: DeviceMesh) -> Any:
+    for layer in (model.first, model.second, model.third):
+        fully_shard(layer, mesh=mesh["shard"])
+    return model
+
+
+@on_ranks(4)
+def test_gradients_that_fsdp_makes_at_the_very_end_of_backward() -> None:
+    """In a callback of its own, which comes after the first output's, for what has no input with a gradient."""
+    mesh = mesh_of(2, 2)
+    cases: dict[str, tuple[Any, Any]] = {
+        "the loss in an outer module": (WithLoss(fsdp(seeded(Net).double(), mesh)), lambda m, at: m(at)),
+        "no root": (
+            without_root(seeded(Net).double(), mesh),
+            lambda m, at: (m(at) - 0.5).square().mean(),
+        ),
+    }
+    for what, (model, value) in cases.items():
+        reference = seeded(Net).double()
+        wrapped(model, mesh, "allreduce", momentum(model))
+        for step in range(3):
+            model.zero_grad()
+            reference.zero_grad()
+            value(model, batch(step, dist.get_rank()).double()).backward()
+            for place in range(4):
+                (loss(reference, step, place) / 4).backward()
+            distance = far([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+            assert distance < 1e-10, f"{what}, step {step}: {distance}"
+
+
+@on_ranks(4)
+def test_parameters_that_an_evaluation_has_left_gathered() -> None:
+    """`wrap` finds the sharded ones, and what is written into these reaches the next forward."""
+    mesh = mesh_of(2, 2)
+    model, inputs = fsdp(seeded(Net).double(), mesh, reshard_after_forward=False), batch(0, 0).double()
+    optimizer = momentum(model)
+    for algorithm in ("allreduce", commlib.algorithms.LocalSGD(period=100)):
+        with torch.no_grad():
+            model(inputs)
+        wrapped(model, mesh, algorithm, optimizer)
+        assert all(hasattr(each.param, "placements") for each in replica_of(model).engine.parameters)
+        train(model, optimizer, range(3))
+        with torch.no_grad():
+            model(inputs)
+            commlib.synchronize(model)
+            outputs: list[Any] = [None] * 4
+            dist.all_gather_object(outputs, model(inputs))
+        assert all(far([each], outputs[:1]) < 1e-12 for each in outputs)
+        commlib.unwrap(model)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -387,6 +451,185 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     fully_shard(hybrid, mesh=mesh)
     with raises_on_every_rank(ConfigError, "DTensors", "several ranks of the group"):
         wrapped(hybrid, mesh, "allreduce", momentum(hybrid))
+
+
+@on_ranks(4)
+def test_what_would_go_wrong_unseen_is_refused() -> None:
+    mesh = mesh_of(2, 2)
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    model = fsdp(seeded(lambda: Net(32)), mesh)
+    with raises_on_every_rank(ConfigError, "'first.weight'", "(0,) of (32, 8)", "(1,) of (32, 8)"):
+        commlib.wrap(model, process_group=crossed[0 if dist.get_rank() in (0, 3) else 1], timeout=20)
+    with raises_on_every_rank(ConfigError, "'first.weight'", "'auto'", "Name one algorithm"):
+        wrapped(model, mesh, "auto", momentum(model))
+    blocks = seeded(Net)
+    fully_shard(blocks.first, mesh=mesh["shard"])
+    with raises_on_every_rank(ConfigError, "'second.weight'", "are not sharded", "on the whole model"):
+        wrapped(blocks, mesh, "allreduce", momentum(blocks))
+    copies = tensor_parallel(seeded(lambda: Net(32)), mesh)
+    with raises_on_every_rank(ConfigError, "'second.bias'", "'async_averaging'", "by the clock"):
+        wrapped(copies, mesh, "async_averaging", momentum(copies))
+
+
+@on_ranks(4)
+def test_what_is_whole_and_unfrozen_later_is_refused() -> None:
+    mesh = mesh_of(2, 2)
+    model: Any = seeded(Net)
+    model.third.requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"], ignored_params=set(model.third.parameters()))
+    optimizer = momentum(model)
+    wrapped(model, mesh, "allreduce", optimizer)
+    train(model, optimizer, range(2))
+    model.third.requires_grad_(True)
+    with raises_on_every_rank(ConfigError, "'third.weight'", "are not sharded"):
+        train(model, optimizer, range(2, 3))
+
+
+class Layers(nn.Module):
+    """Some of its layers each rank of a tensor-parallel island has whole, and of some gradients a partial sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.first = nn.Linear(64, 32)
+        self.second = nn.Linear(32, 64)
+        self.whole = nn.Linear(64, 64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.whole(self.second(torch.tanh(self.first(self.norm(inputs)))))
+
+
+def sequence_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "first": ColwiseParallel(input_layouts=Shard(0)),
+        "second": RowwiseParallel(),
+    }
+    return parallelize_module(model, mesh["shard"], plan)
+
+
+def loss_of_layers(model: nn.Module, step: int, place: int) -> Tensor:
+    inputs = torch.randn(6, 64, generator=torch.Generator().manual_seed(100 * step + place))
+    return (model(inputs.to(next(model.parameters()).dtype)) - 0.5).square().mean()
+
+
+@on_ranks(4)
+def test_copies_of_a_part_in_an_island_stay_alike() -> None:
+    """Whatever is compressed beside them, and however plans are made."""
+    mesh = mesh_of(2, 2)
+    for name in ("bytegrad", "qsgd", "topk", "low_precision_decentralized", "sparse_loco"):
+        model = sequence_parallel(seeded(Layers), mesh)
+        optimizer = optimizer_for(name, model)
+        wrapped(model, mesh, settings(name), optimizer, bucket_cap_mb=None)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of_layers(model, step, dist.get_rank() // 2).backward()
+            optimizer.step()
+        own = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in model.state_dict().items()}
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, own, group=mesh["shard"].get_group())
+        copied = [key for key in own if key.startswith(("norm", "whole", "second.bias"))]
+        different = [key for key in copied if not torch.equal(rows[0][key], rows[1][key])]
+        assert len(copied) == 5, copied
+        assert not different, f"{name}: {different}"
+        commlib.unwrap(model)
+
+
+@on_ranks(4)
+def test_partial_sums_of_gradients_are_summed_before_an_algorithm_sees_them() -> None:
+    """1-bit Adam adds each rank's momentum to its gradient: in full precision, an island is as one rank is."""
+    mesh, group = mesh_of(2, 2), dist.new_group([0, 1])
+    place = dist.get_rank() // 2
+    algorithm = commlib.algorithms.OneBitAdam(warmup_steps=2, compress=lambda name, parameter: False)
+    islands = sequence_parallel(seeded(Layers).double(), mesh)
+    loss_of_layers(islands, 0, place).backward()
+    assert any(placement.is_partial() for placement in islands.norm.weight.grad.placements)
+    runs = [(islands, mesh["replicate"], place)]
+    runs += [(seeded(Layers).double(), group, dist.get_rank())] if dist.get_rank() < 2 else []
+    for model, process_group, own in runs:
+        optimizer = optimizer_for("onebit_adam", model)
+        commlib.wrap(model, algorithm, optimizer=optimizer, process_group=process_group, timeout=20)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of_layers(model, step, own).backward()
+            optimizer.step()
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, [full(parameter).clone() for parameter in islands.parameters()])
+    for model, _, own in runs[1:]:
+        assert far(everyone[2 * own], model.parameters()) < 1e-12
+
+
+class Normed(nn.Module):
+    """The ranks of an island have different data, so also different buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.first(inputs))
+
+
+@on_ranks(4)
+def test_each_rank_resumes_with_its_own_buffers() -> None:
+    for mesh in (mesh_of(2, 2), mesh_of(1, 4)):
+        runs = []
+        for seed in (7, 99):
+            model: Any = fully_shard(seeded(Normed, seed), mesh=mesh["shard"])
+            optimizer = momentum(model)
+            runs.append((wrapped(model, mesh, "allreduce", optimizer), optimizer))
+        train(*runs[0], range(3))
+        with folder() as path:
+            save(*runs[0], path)
+            load(*runs[1], path)
+        pairs = list(zip(*[model.named_buffers() for model, _ in runs], strict=True))
+        assert all(torch.equal(saved, loaded) for (_, saved), (_, loaded) in pairs), str(mesh)
+        everyone: list[Any] = [None] * 4
+        dist.all_gather_object(everyone, runs[0][0].norm.running_mean)
+        assert not torch.equal(everyone[0], everyone[1])
+
+
+@on_ranks(4)
+def test_buffers_that_are_dtensors() -> None:
+    mesh = mesh_of(2, 2)
+    model = distribute_module(seeded(Normed), mesh["shard"])
+    model.norm.running_mean.fill_(float(dist.get_rank() // 2))
+    assert isinstance(model.norm.running_mean, DTensor)
+    optimizer = momentum(model)
+    wrapped(model, mesh, "local_sgd", optimizer)
+    assert not full(model.norm.running_mean).any()
+    model.eval()
+    model.norm.running_mean.fill_(float(dist.get_rank() // 2))
+    inputs = DTensor.from_local(torch.ones(4, 8), mesh["shard"], [Replicate()])
+    model(inputs).square().mean().backward()
+    assert not full(commlib.checkpoint.consensus_state_dict(model)["norm.running_mean"]).any()
+    commlib.synchronize(model)
+    assert not full(model.norm.running_mean).any()
+
+
+@on_ranks(4)
+def test_a_mesh_of_the_same_shape_with_other_ranks_is_another_one() -> None:
+    """Some ranks are then where they were, and others are not."""
+    mesh = mesh_of(2, 2)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    for name in ("local_sgd", "topk"):
+        runs = []
+        for seed, where in ((7, mesh), (99, other)):
+            model = fsdp(seeded(Net, seed), where)
+            optimizer = momentum(model)
+            runs.append((wrapped(model, where, settings(name), optimizer), optimizer))
+        train(*runs[0], range(3))
+        with folder() as path:
+            save(*runs[0], path)
+            if name == "topk":
+                with raises_on_every_rank(ConfigError, "another mesh"):
+                    load(*runs[1], path)
+            else:
+                load(*runs[1], path)
+                consensus = commlib.checkpoint.consensus_state_dict(runs[0][0])
+                resumed = runs[1][0].state_dict()
+                assert all(torch.equal(full(value), full(resumed[key])) for key, value in consensus.items())
 
 
 @on_ranks(4)

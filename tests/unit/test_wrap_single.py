@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map
 
 import commlib
 from commlib import verify
@@ -50,6 +51,60 @@ def step(model: nn.Module) -> None:
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(ConfigError, match="init_process_group"):
         commlib.wrap(net())
+
+
+class Around(torch.Tensor):
+    """Has another tensor in its place, and tells nobody how to reach it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        own = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        own.inner = inner
+        return own
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*tree_map(lambda x: x.inner if isinstance(x, Around) else x, args), **(kwargs or {}))
+        return cls(out) if isinstance(out, torch.Tensor) else out
+
+
+class Flattened(Around):
+    """Tells."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Any:
+        return Flattened(inner["inner"])
+
+
+class Named(torch.Tensor):
+    """Is an ordinary tensor, but for its class."""
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", [Around, Flattened])
+def test_wrappers_of_tensors_are_refused(kind: Any) -> None:
+    for trains in (True, False):
+        model = net()
+        model[0].weight = nn.Parameter(kind(torch.ones(8, 4)), requires_grad=trains)
+        with pytest.raises(ConfigError, match=r"wrappers of tensors: '0.weight'"):
+            commlib.wrap(model)
+    model = net()
+    model.register_buffer("table", kind(torch.ones(3)))
+    with pytest.raises(ConfigError, match="wrappers of tensors: 'table'"):
+        commlib.wrap(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_class_of_ordinary_tensors_is_taken() -> None:
+    model = net()
+    model[0].weight = nn.Parameter(torch.ones(8, 4).as_subclass(Named))
+    step(commlib.wrap(model))
+    assert model[0].weight.grad is not None
 
 
 @pytest.mark.usefixtures("group")

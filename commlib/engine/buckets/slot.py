@@ -44,7 +44,7 @@ class Slot:
         param: The parameter; of one that is a DTensor this rank's part (`LocalPart`).
         whole: The parameter itself.
         idx: Its place among the engine's parameters.
-        offset: Its first element among all of theirs.
+        offset: Its first element among all of theirs, taken whole.
         order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`): stays
             what it was here, which all ranks have checked to be alike.
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
@@ -95,6 +95,8 @@ class Slot:
         """Run as the hook: the gradient is in `param.grad`."""
         listener = self.listener()
         if listener is not None:
+            if self.param is not self.whole:
+                self.param.place_gradient()  # pyright: ignore[reportAttributeAccessIssue]
             listener.on_gradient(self)
 
 

@@ -95,16 +95,24 @@ class Host(Protocol):
 
 
 class _End:
-    """The callback at the end of a backward. It dies with the backward, also with one that an exception ends."""
+    """The callback at the end of a backward. It dies with the backward, also with one that an exception ends.
 
-    __slots__ = ("__weakref__", "_backward", "_host")
+    It lets those go first that were queued during the backward: FSDP2 makes the last gradients in one of its own.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_has_waited", "_host")
 
     def __init__(self, backward: Backward, host: Host) -> None:
         self._backward, self._host = backward, host
+        self._has_waited = False
 
     @torch._disable_dynamo  # see [Note: hooks and dynamo]
     def __call__(self) -> None:
-        self._backward.end(self._host)
+        if self._has_waited:
+            self._backward.end(self._host)
+        else:
+            self._has_waited = True
+            torch.autograd.Variable._execution_engine.queue_callback(self)
 
 
 class Backward:

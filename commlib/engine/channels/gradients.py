@@ -69,7 +69,7 @@ class Buffers:
         """Make them those of the source."""
         # As they are when backward has ended: it may have run forwards again. Not through autograd's eyes, as a graph
         # that is kept has saved them.
-        return broadcast_all([buffer.data for buffer in self.tensors()], line.comm, self.source)
+        return broadcast_all([local_of(buffer.data) for buffer in self.tensors()], line.comm, self.source)
 
 
 class GradientChannel(OpenChannel):

@@ -15,7 +15,7 @@ from commlib.engine.buckets.memory import Memory
 from commlib.engine.buckets.slot import Slot
 from commlib.engine.planning import sizes
 from commlib.errors import ConfigError
-from commlib.sharding.local import communicated
+from commlib.sharding.local import communicated, placing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
     found, offset = [], 0
     for idx, parameter in enumerate(parameters):
         found.append(Slot(parameter.name, parameter.param, idx, offset))
-        offset += parameter.part.numel() * (2 if parameter.param.dtype.is_complex else 1)
+        offset += parameter.param.numel() * (2 if parameter.param.dtype.is_complex else 1)
     return found
 
 
@@ -199,7 +199,7 @@ def _cut(
     groups: dict[object, list[int]] = {}
     for idx in order:
         parameter = parameters[idx]
-        key = idx if parameter.sparse else (layout_key(parameter.part), parameter.group)
+        key = idx if parameter.sparse else (layout_key(parameter.part), parameter.group, placing_of(parameter.param))
         groups.setdefault(key, []).append(idx)
     buckets = []
     for members in groups.values():

@@ -18,6 +18,7 @@ from commlib.engine.planning.readiness import Clock, Readiness
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES, Cost
 from commlib.engine.planning.trials import Trials, steps_per_visit
 from commlib.engine.rounds.task import Task
+from commlib.sharding.local import copied
 from commlib.transport.base import Communication, Communicator, Transport
 
 #: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
@@ -61,6 +62,7 @@ class PlanSearch:
         self._clock = Clock(device)
         self.pending: Plan | None = None
         self._parameters: Sequence[Parameter] = ()
+        self._has_copies = False
         self._trials: Trials | None = None
         self._wants_to_settle = False
         self._wish: torch.Tensor | None = None  # of the round under way: whether any rank wants to
@@ -69,6 +71,9 @@ class PlanSearch:
         """Begin anew with these parameters; return the plan to begin with."""
         self._parameters = parameters
         self._trials = None
+        self._has_copies = bool(copied({parameter.name: parameter.param for parameter in parameters}))
+        if self._has_copies and self.cap_bytes is None:
+            self.cap_bytes, self.num_recorded = INITIAL_CAP_BYTES, 1
         self.readiness = Readiness(len(parameters), self._device)
         return plans.initial(parameters, self.cap_bytes or _RECORDED_CAP_BYTES)
 
@@ -150,13 +155,15 @@ class PlanSearch:
         recorded = self.readiness.result() if self._transport.rank == 0 else None
         ready_s, backward_s = self._transport.gather_objects(recorded)[0]
         self.readiness = Readiness(0, self._device)
-        if self.cap_bytes is None:
+        if self._has_copies:  # [Note: copies of parts] in `sharding/local.py`
+            found = [plans.by_sizes(self._parameters, self.cap_bytes or INITIAL_CAP_BYTES)]
+        elif self.cap_bytes is None:
             found = plans.candidates(self._parameters, ready_s, backward_s, measure_cost())
         else:
             found = [plans.fixed(self._parameters, self.cap_bytes, ready_s)]
         if len(found) == 1:
             only = found[0]
-            self.pending = only if only.kind == "fixed" else dataclasses.replace(only, kind="planned")
+            self.pending = only if only.kind != "trial" else dataclasses.replace(only, kind="planned")
         else:
             self._trials = Trials(found, steps_per_visit(backward_s), self._clock)
             self.pending = self._trials.current
