@@ -590,22 +590,35 @@ def test_each_rank_resumes_with_its_own_buffers() -> None:
         assert not torch.equal(everyone[0], everyone[1])
 
 
+class Shifted(nn.Module):
+    """A layer beside a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [batch, 8] to [batch, 8]."""
+        return self.layer(inputs) + self.shift
+
+
 @on_ranks(4)
 def test_buffers_that_are_dtensors() -> None:
     mesh = mesh_of(2, 2)
-    model = distribute_module(seeded(Normed), mesh["shard"])
-    model.norm.running_mean.fill_(float(dist.get_rank() // 2))
-    assert isinstance(model.norm.running_mean, DTensor)
+    model: Any = distribute_module(seeded(Shifted), mesh["shard"])
+    model.shift.fill_(float(dist.get_rank() // 2))
+    assert isinstance(model.shift, DTensor)
     optimizer = momentum(model)
     wrapped(model, mesh, "local_sgd", optimizer)
-    assert not full(model.norm.running_mean).any()
+    assert not full(model.shift).any()
     model.eval()
-    model.norm.running_mean.fill_(float(dist.get_rank() // 2))
+    model.shift.fill_(float(dist.get_rank() // 2))
     inputs = DTensor.from_local(torch.ones(4, 8), mesh["shard"], [Replicate()])
     model(inputs).square().mean().backward()
-    assert not full(commlib.checkpoint.consensus_state_dict(model)["norm.running_mean"]).any()
+    assert not full(commlib.checkpoint.consensus_state_dict(model)["shift"]).any()
     commlib.synchronize(model)
-    assert not full(model.norm.running_mean).any()
+    assert not full(model.shift).any()
 
 
 @on_ranks(4)
