@@ -92,7 +92,8 @@ def show(findings: list[Finding]) -> None:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    for name in ("commlib", "torch", "numpy"):
+    yield Finding("versions", "torch", "ok", torch.__version__)  # which build of it, too
+    for name in ("commlib", "numpy"):
         try:
             yield Finding("versions", name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:

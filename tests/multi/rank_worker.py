@@ -82,6 +82,9 @@ def import_torch() -> None:
     warnings.simplefilter("error")
     # A future change of torch's own C++ logging, not of anything that runs here.
     warnings.filterwarnings("default", message=".*TORCH_CPP_LOG_LEVEL.*")
+    # What torch 2.11 says of itself, once a process, whatever a program does.
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
+    warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
     # What an algorithm loses with an optimizer is not what tests are about that use the two together.
     warnings.filterwarnings("ignore", message=".* more loss than all-reduce with")
 
