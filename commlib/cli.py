@@ -227,7 +227,8 @@ def _selection(compared: _Compared, overrides: _Overrides) -> Selection:
     from commlib.reports.comparison import Selection
 
     settings = dataclasses.asdict(compared)
-    networks = (settings.pop("network") or _NETWORKS).split(",")
+    network = settings.pop("network")
+    networks = (_NETWORKS if network is None else network).split(",")
     optimizer = {None: None, _Optimizer.sgd: "sgd", _Optimizer.adamw: "adam"}[settings.pop("optimizer")]
     return Selection(networks=networks, overrides=dataclasses.asdict(overrides), optimizer=optimizer, **settings)
 
@@ -300,13 +301,16 @@ def _refuse(why: str, **options: object) -> None:
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """Turn wrong input into an error of the command line: its message, no traceback, exit code 2."""
-    from commlib.errors import ConfigError
+    """Turn wrong input into an error of the command line, exit code 2, and what else failed into 1; no traceback."""
+    from commlib.errors import CommlibError, ConfigError
 
     try:
         yield
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
+    except CommlibError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.compressed import Compressed
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.errors import ConfigError
+from commlib.kernels import meta
 from commlib.primitives.finite import all_finite, mark_unless
 from commlib.primitives.low_rank import matrix_shape
 from commlib.primitives.parts import Part, Pieces, shaped
@@ -161,9 +162,12 @@ class ComponentWorkspace:
     def decode_sum(self, tensor: torch.Tensor, factor: float) -> None:
         """Replace `tensor` by `factor` times the sum of everyone's components, added in rank order."""
         chunks = torch.zeros_like(self.momentum)
-        for payload in self.everyone.unbind():
-            places, values = _components(payload)
-            chunks.index_add_(0, self._firsts + places, values.float(), alpha=factor)
+        if chunks.is_meta:
+            add = functools.partial(self._add_components, chunks, self.own, factor)
+            meta.repeated(add, "DeMo", chunks.shape, self.own.shape, times=len(self.everyone))
+        else:
+            for payload in self.everyone.unbind():
+                self._add_components(chunks, payload, factor)
         self._transform(chunks, tensor, back=True)
         for batch in self._batches:
             for part, view in batch.by_part(chunks):
@@ -172,6 +176,10 @@ class ComponentWorkspace:
                     target.copy_(view.reshape(target.shape))
                 else:
                     target.view(view.shape).copy_(view)
+
+    def _add_components(self, chunks: torch.Tensor, payload: torch.Tensor, factor: float) -> None:
+        places, values = _components(payload)
+        chunks.index_add_(0, self._firsts + places, values.float(), alpha=factor)
 
     def _transform(self, chunks: torch.Tensor, tensor: torch.Tensor, *, back: bool = False) -> None:
         """Transform all chunks in place, or back; `tensor` takes products meanwhile where it is fp32."""

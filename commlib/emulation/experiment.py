@@ -13,12 +13,13 @@ C' is measured first, on all hosts at once. All systems then live in the same pr
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -32,6 +33,7 @@ from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.emulation.cluster import EmulatedCluster, parse_rate
 from commlib.emulation.netns import temporary_folder
+from commlib.emulation.silence import await_silence
 from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
@@ -52,7 +54,6 @@ BASELINES = ("none", "ddp")
 
 _WARM_UP_STEPS = 4
 _TIMEOUT_S = 120.0
-_SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Emulation:
         compute_s: A step without communication, on all hosts at once.
         rows: The systems.
         found: What the probe measured there.
+        refused: Why systems were not run, or run but not simulated, by name.
     """
 
     network: str
@@ -129,6 +131,7 @@ class Emulation:
     compute_s: float
     rows: tuple[Measurement, ...]
     found: dict[str, Any]
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def emulate(
@@ -185,6 +188,7 @@ def emulate(
                     compute_s=next(row["step_s"] for row in found["rows"] if row["system"] == "none"),
                     rows=tuple(Measurement(**{**row, "blocks_s": tuple(row["blocks_s"])}) for row in found["rows"]),
                     found=found["probe"],
+                    refused=found["refused"],
                 )
             )
     return results
@@ -290,6 +294,8 @@ def table(workload: str, emulation: Emulation, width: int) -> list[str]:
     if emulation.network:
         links += f"; a message takes {emulation.rtt_s * 5e5:.0f} us one way, whatever {emulation.network}'s latency"
     head, caption = tables.wrapped(name + scale, width, "  "), tables.wrapped(links, width, "  ")
+    for system, reason in emulation.refused.items():
+        caption += tables.wrapped(f"{tables.kept(system)}: {reason}", width, "  ")
     return [*head, *tables.fitted(columns, width, len(columns)), *caption, ""]
 
 
@@ -339,20 +345,7 @@ class _Racer:
         own = torch.tensor((time.perf_counter() - start_s) / self.block, dtype=torch.float64, device="cpu")
         dist.all_reduce(own)
         self.blocks_s.append(float(own) / dist.get_world_size())
-        _await_silence()
-
-
-def _await_silence() -> None:
-    """Wait until this host sends nothing any more; 10 s at most."""
-    before, deadline = -1, time.monotonic() + 10
-    while (now := _sent_bytes()) > before + _SILENCE_BYTES and time.monotonic() < deadline:
-        before = now
-        time.sleep(0.1)
-
-
-def _sent_bytes() -> int:
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
+        await_silence()
 
 
 def _create(label: str) -> Algorithm:
@@ -374,18 +367,32 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
         return algorithm.optimizer_type(model.parameters(), lr=1e-6)  # pyright: ignore[reportCallIssue]
     if workload.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    has_momentum = algorithm is not None and "momentum" in inspect.signature(type(algorithm)).parameters
+    return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.0 if has_momentum else 0.9)
 
 
-def _predict(workload: Workload, racer: _Racer, found: Probe, setting: Setting) -> float | None:
-    """Return the simulated step of a system; this rank alone measures its local work."""
+def _predict(
+    workload: Workload, racer: _Racer, found: Probe, setting: Setting, refused: dict[str, str]
+) -> float | None:
+    """Return the simulated step of a system, or None and say why in `refused`; this rank alone measures its work."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
-    parameters = parameters_of(workload, racer.algorithm)
-    factor = work_factor(_create(racer.name), found.device, dist.get_world_size(), torch.device("cpu"), parameters)
-    device = beside_nothing(scaled(found.device, factor))
+    try:
+        return _predicted(workload, racer.name, racer.algorithm, found, setting)
+    except Exception as error:  # the others, and what was measured, are not lost
+        is_refusal = isinstance(error, ConfigError)
+        refused[racer.name] = f"not simulated: {error if is_refusal else f'{type(error).__name__}: {error}'}"
+        return None
+
+
+def _predicted(workload: Workload, name: str, algorithm: Algorithm, found: Probe, setting: Setting) -> float:
+    device = beside_nothing(found.device)
+    if algorithm.channel.has_rounds:
+        parameters = parameters_of(workload, algorithm)
+        factor = work_factor(_create(name), found.device, dist.get_world_size(), torch.device("cpu"), parameters)
+        device = beside_nothing(scaled(found.device, factor))
     options = Options(steps=4, bucket_cap_mb=setting.bucket_cap_mb, transport=found.profile)
-    return simulate(workload, found.network, device, racer.algorithm, options).step_s
+    return simulate(workload, found.network, device, algorithm, options).step_s
 
 
 def _work(spec: dict[str, Any]) -> None:
@@ -398,10 +405,15 @@ def _work(spec: dict[str, Any]) -> None:
     cpu = torch.device("cpu")
     transport = TorchTransport(dist.group.WORLD, cpu, timedelta(seconds=_TIMEOUT_S))  # pyright: ignore[reportArgumentType]
     found = probe(transport, cpu)
-    racers = [_Racer(name, workload, setting) for name in spec["systems"]]
+    racers, refused = [], {}
+    for name in spec["systems"]:
+        try:
+            racers.append(_Racer(name, workload, setting))
+        except ConfigError as error:  # on all ranks alike
+            refused[name] = f"not run: {error}"
     for racer in racers:
         racer.steps(_WARM_UP_STEPS * (3 if isinstance(racer.algorithm, Auto) else 1))
-        _await_silence()
+        await_silence()
         racer.parts_s = [0.0, 0.0, 0.0]
     for repetition in range(setting.reps):
         for racer in racers if repetition % 2 == 0 else reversed(racers):
@@ -420,13 +432,15 @@ def _work(spec: dict[str, Any]) -> None:
             {
                 "system": racer.name,
                 "step_s": median(racer.blocks_s),
-                "predicted_s": _predict(measured, racer, found, setting),
+                "predicted_s": _predict(measured, racer, found, setting, refused),
                 "blocks_s": racer.blocks_s,
                 "algorithm": racer.name if racer.algorithm is None else stats(racer.model).algorithm,
             }
             for racer in racers
         ]
-        (folder / "result.json").write_text(json.dumps({"rows": rows, "probe": dataclasses.asdict(found)}))
+        (folder / "result.json").write_text(
+            json.dumps({"rows": rows, "probe": dataclasses.asdict(found), "refused": refused})
+        )
     dist.barrier()
     transport.close()
     dist.destroy_process_group()

@@ -41,7 +41,7 @@ class Kernel:
 
 
 _listeners: list[Callable[[Kernel], None]] = []
-_repeaters: list[Callable[[Hashable, Callable[[], object]], None]] = []
+_repeaters: list[Callable[[Hashable, Callable[[], object], int], None]] = []
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def reporting(listener: Callable[[Kernel], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def repeating(repeater: Callable[[Hashable, Callable[[], object]], None]) -> Iterator[None]:
+def repeating(repeater: Callable[[Hashable, Callable[[], object], int], None]) -> Iterator[None]:
     """Give `repeater` what `repeated` is called with within the context."""
     _repeaters.append(repeater)
     try:
@@ -64,15 +64,16 @@ def repeating(repeater: Callable[[Hashable, Callable[[], object]], None]) -> Ite
         _repeaters.remove(repeater)
 
 
-def repeated(work: Callable[[], object], *key: Hashable) -> None:
-    """Do work on meta tensors that has no result and is always the same for a key: many small operations.
+def repeated(work: Callable[[], object], *key: Hashable, times: int = 1) -> None:
+    """Do work on meta tensors that has no result and is always the same for a key, so many times.
 
     A simulator does it once and counts it again from then on.
     """
     if _repeaters:
-        _repeaters[-1](key, work)
+        _repeaters[-1](key, work, times)
     else:
-        work()
+        for _ in range(times):
+            work()
 
 
 def encode(

@@ -134,25 +134,30 @@ def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: f
     if low:
         slowest = min(low, key=low.__getitem__)
         notes.append(f"not drawn where below {lowest:.2g}: {len(low)} of the lines, as {slowest} ({low[slowest]:.2g})")
+    gaps = [name for name, line in drawn.items() if any(map(math.isnan, line))]
+    if gaps:
+        notes.append(f"cannot be simulated everywhere: {len(gaps)} of the lines, as {gaps[0]}")
     return notes
 
 
 def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float]) -> None:
     """Write names beside the picture, as near to the ends of their lines as they fit, joined to them."""
     at_left = _spread(line[0] for line in lines.values()) > _spread(line[-1] for line in lines.values())
-    end, side = (0, -0.03) if at_left else (len(values) - 1, 1.03)
+    side = -0.03 if at_left else 1.03
     if at_left:
         ax.yaxis.tick_right()
         ax.yaxis.set_label_position("right")
     low, high = map(math.log, ax.get_ylim())
-    at = {name: (math.log(line[end]) - low) / (high - low) for name, line in lines.items() if not math.isnan(line[end])}
+    known = {name: [idx for idx, value in enumerate(line) if not math.isnan(value)] for name, line in lines.items()}
+    ends = {name: places[0 if at_left else -1] for name, places in known.items()}
+    at = {name: (math.log(line[ends[name]]) - low) / (high - low) for name, line in lines.items()}
     at = {name: min(max(place, 0.0), 1.0) for name, place in at.items()}
     apart = 1.45 * _FONT / (ax.figure.get_figheight() * 72 * 0.8)
-    order = sorted(at, key=lambda name: (at[name], lines[name][end]))
+    order = sorted(at, key=lambda name: (at[name], lines[name][ends[name]]))
     for name, place in zip(order, _spaced([at[name] for name in order], apart), strict=True):
         colour = look(name).colour
         ax.annotate(
-            name, (values[end], at[name]), (side, place), xycoords=("data", "axes fraction"),
+            name, (values[ends[name]], at[name]), (side, place), xycoords=("data", "axes fraction"),
             textcoords="axes fraction", ha="right" if at_left else "left", va="center", fontsize=_FONT, color=colour,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (float(at_left), 0.5),
                 "shrinkA": 0, "shrinkB": 4},

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,11 +163,15 @@ def hierarchical_form(name: str) -> Algorithm | None:
 
 
 def _listed(text: str) -> list[ast.expr]:
+    expected = f"algorithms: expected names such as 'allreduce, topk(ratio=0.001)', got {text!r}"
     try:
         tree = ast.parse(f"[{text}]", mode="eval").body
-    except SyntaxError as error:
-        raise ConfigError(f"algorithms: expected names such as 'allreduce, topk(ratio=0.001)', got {text!r}") from error
-    assert isinstance(tree, ast.List)
+    except (SyntaxError, ValueError) as error:
+        called = (name for name in re.findall(r"(\w+)\s*\(", text) if name in algorithms.list())
+        takes = "".join(f"; {name} takes {options_of(algorithms.get(name))}" for name in dict.fromkeys(called))
+        raise ConfigError(expected + takes) from error
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise ConfigError(expected)
     return tree.elts
 
 
@@ -179,7 +184,7 @@ def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
         case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
             cls = algorithms.get(name)
             try:
-                options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+                options = _options(keywords)
                 check_options(cls, options)
                 return label, algorithms.create(cls(**options))
             except (TypeError, ValueError, CodecError) as error:
@@ -190,6 +195,21 @@ def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
                 f"{options_of(algorithms.get(name))}"
             )
     raise ConfigError(f"algorithms: expected a name or name(option=value), got {label!r}")
+
+
+def _options(keywords: Sequence[ast.keyword]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for keyword in keywords:
+        if keyword.arg is None or keyword.arg in options:
+            raise TypeError(f"expected each option once, as in name(option=value), got {ast.unparse(keyword)}")
+        try:
+            options[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError as error:
+            got = ast.unparse(keyword.value)
+            raise ValueError(
+                f"{keyword.arg}: expected a number, a word in quotes, True, False or None, got {got}"
+            ) from error
+    return options
 
 
 def compare(

@@ -99,14 +99,14 @@ class Meter(TorchDispatchMode):
         else:
             self._seconds[self._role] += seconds
 
-    def _repeat(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Do work of a key and count it, or, where that was done before, count it again."""
+    def _repeat(self, key: Hashable, work: Callable[[], object], times: int) -> None:
+        """Do work of a key, unless that was done before, and count it so many times."""
         if key not in self._repeated:
             before, self._seconds = self._seconds, np.zeros_like(self._seconds)
             work()
             self._repeated[key] = float(self._seconds.max())
             self._seconds = before
-        self._add(self._repeated[key])
+        self._add(times * self._repeated[key])
 
     @property
     def allocated_bytes(self) -> int:

@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.channels import Weights
 from commlib.engine.planning.cost import Scratch, as_square, scratch_buckets
 from commlib.engine.planning.plan import Parameter, main_group
 from commlib.engine.planning.readiness import Clock
@@ -222,6 +223,8 @@ def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: C
     algorithm = copy.deepcopy(algorithm)
     with torch.no_grad():
         algorithm.setup(Context(comm, [bucket], device))
+        if isinstance(algorithm.channel, Weights):
+            algorithm.begin(bucket)
     other = torch.zeros(_EVICTED_BYTES // 4, dtype=torch.float32, device=device)
     values = _normal_like(bucket.flat)
 

@@ -81,6 +81,12 @@ def test_candidates_are_named_or_all_up_to_a_class():
     [
         ("bytegrd", "any", "bytegrad"),
         ("topk(ratio=", "any", "expected names"),
+        ("allreduce, topk(ratio=)", "any", r"expected names.*; topk takes ratio=0.01, op='mean'"),
+        ("allreduce][0", "any", "expected names"),
+        ("diloco(codec=int8)", "any", r"codec: expected a number, a word in quotes, .* got int8; diloco takes period"),
+        ("topk(ratio=nan)", "any", "ratio: expected a number, .* got nan"),
+        ("topk(ratio=0.1, ratio=0.2)", "any", "each option once, .* got ratio=0.2"),
+        ("topk(**{'ratio': 0.1})", "any", "each option once, .* got "),
         ("topk(ratio=2)", "any", "ratio"),
         ("topk(speed=2)", "any", r"no option 'speed'; topk takes ratio=0.01, op='mean', hierarchical=False"),
         ("topk(ratio='much')", "any", r"ratio: expected float, got 'much'; topk takes ratio=0.01"),
@@ -94,7 +100,7 @@ def test_candidates_are_named_or_all_up_to_a_class():
         ("topk(ratio=open('x'))", "any", "topk"),
         ("topk, allreduce", "exact", r"got topk \(compensated\)"),
         ("topk", "good", "exactness"),
-        ("", "any", "none of"),
+        ("", "any", "expected names"),
     ],
 )
 def test_bad_candidates_are_refused(text, exactness, message):
@@ -173,6 +179,7 @@ def test_fields_of_the_network_are_overridden(small, option, value, field):
     [
         (["--workload", "vgg61"], "vgg16"),
         (["--network", "10gbs"], "10gbps"),
+        (["--network", ""], "10gbps"),
         (["--algorithms", "bytegrd"], "bytegrad"),
         (["--device", "v101"], "v100"),
         (["--nodes", "0"], "nodes"),

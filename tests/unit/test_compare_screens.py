@@ -238,6 +238,16 @@ def test_the_best_of_each_family_has_a_name_and_what_is_below_the_axis_is_said()
     assert "decentralized (0.05)" in below
 
 
+def test_a_line_that_ends_where_nothing_can_be_simulated_has_a_name_and_that_is_said(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    lines = {"allreduce": [1.0, 1.0, 1.0], "async_sgd": [math.nan, 40.0, 2.0], "topk": [30.0, 20.0, math.nan]}
+    plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd": 1.0, "topk": 0.5}
+    assert "cannot be simulated everywhere: 2 of the lines, as async_sgd" in ax.get_title()
+
+
 def test_a_timeline_says_which_step_of_a_period_it_shows():
     (row,) = compared("local_sgd(period=3)").rows
     place, spans = timeline.longest_step(row.result)

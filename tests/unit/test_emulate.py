@@ -12,9 +12,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from commlib.cli import app
-from commlib.emulation import check_latency, check_requirements
+from commlib.emulation import check_latency, check_requirements, silence
 from commlib.emulation import experiment as emulation
-from commlib.errors import ConfigError
+from commlib.errors import ConfigError, PeerFailure
 from commlib.network import presets, workloads
 
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
@@ -46,10 +46,35 @@ def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -
     assert rows["topk(ratio=0.02)"].step_s < rows["ddp"].step_s
 
 
+@needs_hosts
+@pytest.mark.timeout(300)
+def test_what_cannot_be_run_or_simulated_is_named_and_the_others_are_measured() -> None:
+    setting = dataclasses.replace(SETTING, max_numel=20_000, reps=1, block=1)
+    none_left = "auto(candidates=['topk'])"  # whose class is wider than auto's
+    # DGC has SGD's momentum itself, DiLoCo keeps the first weights, and async_sgd has no rounds.
+    systems = [none_left, "dgc", "diloco", "async_sgd", "hogwild"]
+    (found,) = emulation.emulate(workloads.get("vgg16"), [200e6], systems, setting)
+    assert {row.system: row.predicted_s is not None for row in found.rows} == {
+        **{"none": False, "dgc": True, "diloco": True, "async_sgd": True, "hogwild": False}
+    }
+    shown = " ".join(" ".join(emulation.table("vgg16", found, 80)).split())
+    assert "hogwild: not simulated: hogwild sends nothing" in shown
+    assert f"{none_left}: not run: rank 0: auto: expected a candidate of the class '8bit'" in shown
+
+
+def test_a_run_that_failed_is_an_error_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emulate(*arguments: Any) -> list[emulation.Emulation]:
+        raise PeerFailure("host 3 failed")
+
+    monkeypatch.setattr(emulation, "emulate", emulate)
+    result = CliRunner().invoke(app, ASKED)
+    assert (result.exit_code, result.output.splitlines()[-1]) == (1, "Error: host 3 failed")
+
+
 def test_a_block_ends_when_a_round_in_the_background_has_been_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the next system is slowed by what is not its own: by a sixth, after `decentralized` at 200 Mbit/s."""
     counts = iter([1_000_000, 2_000_000, 3_000_000, 3_000_100])
-    monkeypatch.setattr(emulation, "_sent_bytes", lambda: next(counts))
+    monkeypatch.setattr(silence, "_sent_bytes", lambda: next(counts))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         racer = emulation._Racer("none", emulation.shrunk(workloads.get("vgg16"), SETTING), SETTING)

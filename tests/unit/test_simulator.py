@@ -14,6 +14,7 @@ from commlib import algorithms
 from commlib.algorithms import Algorithm, Gradients, Weights
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.bytegrad import ByteGrad
+from commlib.algorithms.demo import DeMo
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.errors import CodecError, ConfigError
 from commlib.kernels import meta, native_codecs, native_sparse
@@ -391,10 +392,11 @@ def test_the_example_of_the_documentation_runs_on_1024_ranks():
     assert result.memory_bytes >= 1024 * 500_000
 
 
-def test_4096_ranks_are_no_more_work_than_few():
+@pytest.mark.parametrize("algorithm", [ByteGrad(hierarchical=True), DeMo()])
+def test_4096_ranks_are_no_more_work_than_few(algorithm):
     network = Network("huge", nodes=512, gpus_per_node=8)
     begin_s = time.process_time()
-    run(model_of(500_000, 500_000), network, ByteGrad(hierarchical=True), transport=NCCL)
+    run(model_of(500_000, 500_000), network, algorithm, transport=NCCL)
     assert time.process_time() - begin_s < 10
 
 

@@ -12,6 +12,7 @@ from statistics import median
 import pytest
 import torch
 
+from commlib import algorithms
 from commlib.algorithms import Algorithm, AllReduce, BucketView, ByteGrad, PowerSGD, TopK
 from commlib.emulation.synthetic import SyntheticModel, shrink
 from commlib.engine.planning.cost import as_square
@@ -130,6 +131,12 @@ def test_echoes_are_no_local_work() -> None:
     algorithm = OnlyGathers()
     parameters = some_parameters([(1024, 1024)], algorithm)
     assert work_factor(algorithm, DEVICE, 4, torch.device("cpu"), parameters) == 1.0
+
+
+@pytest.mark.parametrize("name", [n for n in algorithms.list() if algorithms.create(n).channel.has_rounds])
+def test_every_algorithm_with_rounds_has_a_factor(name: str) -> None:
+    algorithm = algorithms.create(name)
+    assert work_factor(algorithm, DEVICE, 2, torch.device("cpu"), some_parameters([(64, 64)], algorithm)) > 0
 
 
 def test_local_work_leaves_the_algorithm_as_it_was() -> None:
