@@ -380,12 +380,14 @@ def _predict(
     try:
         return _predicted(workload, racer.name, racer.algorithm, found, setting)
     except Exception as error:  # the others, and what was measured, are not lost
-        is_refusal = isinstance(error, ConfigError)
-        refused[racer.name] = f"not simulated: {error if is_refusal else f'{type(error).__name__}: {error}'}"
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        refused[racer.name] = f"not simulated: {kind}{error}"
         return None
 
 
 def _predicted(workload: Workload, name: str, algorithm: Algorithm, found: Probe, setting: Setting) -> float:
+    if (steady_step := algorithm.channel.steady_step) > _WARM_UP_STEPS:
+        raise ConfigError(f"timed before step {steady_step}, from which on its steps are alike")
     device = beside_nothing(found.device)
     if algorithm.channel.has_rounds:
         parameters = parameters_of(workload, algorithm)
@@ -397,8 +399,7 @@ def _predicted(workload: Workload, name: str, algorithm: Algorithm, found: Probe
 
 def _work(spec: dict[str, Any]) -> None:
     """Be one rank: time all systems, and let rank 0 write what was found."""
-    setting = Setting(**spec["setting"])
-    folder = Path(spec["folder"])
+    setting, folder = Setting(**spec["setting"]), Path(spec["folder"])
     workload = workloads.load(folder / "workload.json")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=setting.timeout_s))
@@ -438,9 +439,8 @@ def _work(spec: dict[str, Any]) -> None:
             }
             for racer in racers
         ]
-        (folder / "result.json").write_text(
-            json.dumps({"rows": rows, "probe": dataclasses.asdict(found), "refused": refused})
-        )
+        result = {"rows": rows, "probe": dataclasses.asdict(found), "refused": refused}
+        (folder / "result.json").write_text(json.dumps(result))
     dist.barrier()
     transport.close()
     dist.destroy_process_group()

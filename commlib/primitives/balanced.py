@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from commlib.codecs.sparse import TopK
+from commlib.kernels import meta
 from commlib.transport.base import Communicator, Request
 
 #: Places that a rank has for its choices in one region, as a multiple of those that fall on it where all are alike.
@@ -86,7 +88,12 @@ class BalancedSum:
         row_bytes = nbytes + _HEADER_BYTES
         indices = codec.indices(own, self._numel).long() & 0xFFFFFFFF
         sent = self._sent[: (self._size + 1) * row_bytes]
-        fits = self._split(indices, codec.values(own, self._numel), choices.places(self._numel), sent.view(torch.int32))
+        fits, places = torch.empty_like(indices, dtype=torch.bool), choices.places(self._numel)
+        split = partial(self._split, indices, codec.values(own, self._numel), places, sent.view(torch.int32), fits)
+        if sent.is_meta:
+            meta.repeated(split, "BalancedSum", indices.shape, places, sent.shape)
+        else:
+            split()
         rows, received = (buffer[: self._size * row_bytes] for buffer in (sent, self._received))
         self._header(rows).copy_(self._proposal(indices) if comm.contributes else self.regions[1:])
         yield comm.all_to_all(received, rows)
@@ -114,21 +121,24 @@ class BalancedSum:
         ends[:-1] = indices[self._ranks[1:-1] * indices.numel() // self._size]
         return ends
 
-    def _split(self, indices: torch.Tensor, values: torch.Tensor, places: int, out: torch.Tensor) -> torch.Tensor:
-        """Write a payload for the owner of each region; return which choices have a place in one.
+    def _split(
+        self, indices: torch.Tensor, values: torch.Tensor, places: int, out: torch.Tensor, fits: torch.Tensor
+    ) -> None:
+        """Write a payload for the owner of each region, and which choices have a place in one.
 
         Args:
             indices: [count] int64, ascending.
             values: [count] fp32; the largest of a region come first, among equals those of lower index.
             places: Of a payload.
             out: [(ranks + 1) * words of a row] int32; the last row is of no use afterwards.
+            fits: [count] bool.
         """
         counter = torch.arange(indices.numel(), device=indices.device)
         owner = torch.searchsorted(self.regions[1:-1], indices, right=True)
         first = torch.searchsorted(owner, self._ranks[:-1])  # the first choice in each region
         words = values.view(torch.int32)
         by_size = (owner << 32 | 0x7FFFFFFF - (words & 0x7FFFFFFF).long()).argsort(stable=True)
-        fits = torch.empty_like(counter).scatter_(0, by_size, counter) - first[owner] < places
+        torch.lt(torch.empty_like(counter).scatter_(0, by_size, counter) - first[owner], places, out=fits)
 
         rows = out.zero_().view(self._size + 1, -1)
         rows[:, :places] = -1
@@ -138,4 +148,3 @@ class BalancedSum:
         at = torch.where(fits, owner * num_words + until - 1 - before, self._size * num_words)
         out.scatter_(0, at, indices.to(torch.int32))
         out.scatter_(0, at + (num_words - _HEADER_BYTES // 4) // 2, words)
-        return fits

@@ -52,13 +52,14 @@ def test_what_cannot_be_run_or_simulated_is_named_and_the_others_are_measured() 
     setting = dataclasses.replace(SETTING, max_numel=20_000, reps=1, block=1)
     none_left = "auto(candidates=['topk'])"  # whose class is wider than auto's
     # DGC has SGD's momentum itself, DiLoCo keeps the first weights, and async_sgd has no rounds.
-    systems = [none_left, "dgc", "diloco", "async_sgd", "hogwild"]
+    systems = [none_left, "dgc", "diloco", "async_sgd", "hogwild", "zero_one_adam"]
     (found,) = emulation.emulate(workloads.get("vgg16"), [200e6], systems, setting)
     assert {row.system: row.predicted_s is not None for row in found.rows} == {
-        **{"none": False, "dgc": True, "diloco": True, "async_sgd": True, "hogwild": False}
+        **{"none": False, "dgc": True, "diloco": True, "async_sgd": True, "hogwild": False, "zero_one_adam": False}
     }
     shown = " ".join(" ".join(emulation.table("vgg16", found, 80)).split())
     assert "hogwild: not simulated: hogwild sends nothing" in shown
+    assert "zero_one_adam: not simulated: timed before step 16369, from which on" in shown
     assert f"{none_left}: not run: rank 0: auto: expected a candidate of the class '8bit'" in shown
 
 
