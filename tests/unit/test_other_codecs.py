@@ -300,7 +300,7 @@ def test_on_meta_tensors_arguments_are_checked_and_work_is_counted_once() -> Non
             torch.empty(300, device="meta"),
             torch.empty(codec.payload_bytes(300), dtype=torch.uint8, device="meta"),
         )
-        with meta.repeating(lambda key, work: (done.append(key), work())):
+        with meta.repeating(lambda key, work, _: (done.append(key), work())):
             codec.encode(x, out, feedback=Feedback(torch.empty_like(x)))
             codec.encode(x, out, feedback=Feedback(torch.empty_like(x)))
             codec.decode(out, x)
