@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
+from commlib.algorithms.base import BucketView
 from commlib.algorithms.families.outer import OuterSGD
 from commlib.algorithms.families.policy import EVERYTHING
 from commlib.algorithms.families.sparse import is_balanced
-from commlib.codecs.sparse import BlockTopK, TopK
+from commlib.codecs.sparse import BlockTopK, SparseCodec, TopK
 from commlib.errors import ConfigError
+from commlib.primitives.sparse import SparseWorkspace
+from commlib.transport.base import Communicator
 
 
 class SparseLoCo(OuterSGD):
@@ -72,6 +76,16 @@ class SparseLoCo(OuterSGD):
             period=period,
             delay=delay,
             warmup_steps=warmup_steps,
-            balanced=balanced,
         )
         self.kept = kept
+        self.exchange = exchange
+        if balanced:
+            self.kinds = (*self.kinds, "regions")
+
+    @override
+    def _make_workspace(
+        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
+    ) -> SparseWorkspace:
+        assert isinstance(self.codec, SparseCodec)
+        balanced = self.exchange == "balanced"
+        return SparseWorkspace(numel, device, self.codec, comm, begin=begin, balanced=balanced)

@@ -101,8 +101,11 @@ def copied(tensors: Mapping[str, Any]) -> list[str]:
     clock are refused.
     """
     island = island_of(tensors.values())
-    num_parts = lambda each: math.prod(size for size, is_cut in placing_of(each) if is_cut)  # noqa: E731
-    return [name for name, each in tensors.items() if num_parts(each) < len(island)]
+    return [name for name, each in tensors.items() if _num_parts(each) < len(island)]
+
+
+def _num_parts(tensor: Any) -> int:
+    return math.prod(size for size, is_cut in placing_of(tensor) if is_cut)
 
 
 def island_of(tensors: Iterable[Any]) -> set[int]:

@@ -241,8 +241,6 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
         feedback: Whether errors of the codec are fed back; None does where there is a codec. A sparse one needs it.
         error_decay: What error feedback keeps from one round to the next, from 0 to 1.
         compress: With a codec: which parameters are compressed; the others travel in full precision.
-        balanced: With the codec `TopK`: whether what is sent is summed by regions (`BalancedSum`) instead of gathered;
-            C(v_r) is then what of it is in the sum.
         **channel: The fields of its `Weights`.
     """
 
@@ -257,7 +255,6 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
         feedback: bool | None = None,
         error_decay: float = 1.0,
         compress: Callable[[str, torch.Tensor], bool],
-        balanced: bool = False,
         **channel: Any,
     ) -> None:
         super().__init__(op="mean", compress=_NOTHING if codec is None else compress, hierarchical=False)
@@ -265,11 +262,7 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
         self.feedback = codec is not None if feedback is None else feedback
         self.error_decay = error_decay
         self._check_feedback(codec is not None)
-        self._balanced = balanced
-        if not isinstance(self.codec, SparseCodec):
-            self.kinds = ("worker", "owner")
-        elif balanced:
-            self.kinds = ("worker", "regions")
+        self.kinds = ("worker",) if isinstance(self.codec, SparseCodec) else ("worker", "owner")
         self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, outer=outer)
         self.channel = Weights(**channel)
         self.portable = codec is None and outer is None
@@ -293,7 +286,7 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
         self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
     ) -> LowPrecisionWorkspace | SparseWorkspace:
         if isinstance(self.codec, SparseCodec):
-            return SparseWorkspace(numel, device, self.codec, comm, begin=begin, balanced=self._balanced)
+            return SparseWorkspace(numel, device, self.codec, comm, begin=begin)
         return LowPrecisionWorkspace(numel, device, self.codec, comm, begin=begin, feedback=self.feedback)
 
     @override
