@@ -54,7 +54,7 @@ _SOURCES = ("_pydecimal.py", "typing.py", "argparse.py", "turtle.py", "tarfile.p
 
 def systems_of(ranks: int) -> list[str]:
     """Return the systems that are timed by default."""
-    algorithms = ["allreduce", "bytegrad", "ef_quantized", "topk", "powersgd", f"diloco(period={_PERIOD})"]
+    algorithms = ["allreduce", "bytegrad", f"diloco(period={_PERIOD})", "topk", "ef_quantized", "powersgd"]
     return [*([_BARE] if ranks == 1 else []), _DDP, *(f"commlib:{name}{_CAP}" for name in algorithms)]
 
 
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     backends = [args.backend] if args.backend else ["gloo"] if args.device == "cpu" else ["nccl", "gloo"]
     for backend in backends:
         env = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", "LOCAL_RANK": "0"}
-        env |= {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+        env |= {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
+        env |= {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}  # ranks take turns on the device, see several_ranks.py
         try:
             command = [*own, "--backend", backend]
             launch.run_local(args.ranks, pathlib.Path(__file__).resolve(), command, env, until - time.monotonic() + 5)
@@ -309,7 +310,7 @@ def report(bench: Bench) -> None:
         ratio = row.get(f"to_{base.partition('(')[0]}")
         if row["system"].startswith("commlib:allreduce") and goal and ratio:
             facts |= {"goal": goal, "is": "met" if ratio[0] <= goal else "MISSED"}
-        facts["loss"] = losses[row["system"]]
+        facts |= {"loss": losses[row["system"]], "blocks": len(row["blocks_s"])}
         harness.note(f"{row['system']}, {bench.world_size} ranks", not np.isfinite(facts["loss"]), **facts)
     settings = {"model": bench.args.size, "batch": bench.args.batch, "losses": losses}
     path = bench.args.out / f"train-{bench.args.device}-r{bench.world_size}.json"

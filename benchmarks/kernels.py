@@ -19,7 +19,9 @@ import argparse
 import json
 import pathlib
 import re
+import sys
 import time
+import traceback
 from typing import Any
 
 import gpu_timing
@@ -27,7 +29,7 @@ import harness
 import numpy as np
 import torch
 from intervals import rotation
-from kernel_cases import ROTATION, Kernel, copies, kernels_of, new_tensors, peers_of, shared_by_threads
+from kernel_cases import ROTATION, Kernel, Tensors, copies, kernels_of, new_tensors, peers_of, shared_by_threads
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -219,21 +221,41 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if time.perf_counter() - begin > args.total_seconds:
                     harness.console.print(f"no time for {name} of {nbytes / 2**20:g} MiB (--total-seconds)")
                     continue
-                peers = peers_of(name, tensors) if nbytes <= args.peer_size else []
-                made = [*copies(tensors), *kernels_of(name, tensors), *shared_by_threads(tensors), *peers]
                 for threads in args.threads:
                     torch.set_num_threads(threads)
                     progress.update(task, description=f"{nbytes / 2**20:g} MiB, {threads} threads, {name}")
-                    host_s: list[float] = []
-                    if is_cuda:
-                        medians, host_s = gpu_timing.measure(made, args.reps, args.seconds)
-                    else:
-                        medians = measure(made, args.reps, args.seconds)
-                    rows += noted(rows_of(made, medians, nbytes // 4, args.device, threads), made, host_s)
+                    try:
+                        rows += rows_of_codec(name, tensors, args, threads)
+                    except Exception as error:
+                        if not is_cuda:
+                            raise
+                        traceback.print_exc()  # where time on a device is short, the others are measured all the same
+                        harness.note(f"{name}, {nbytes / 4e6:g} M", has_failed=True, text=f"{error!r}"[:2000])
                     progress.advance(task)
                 tensors.residual.zero_()
                 tensors.out.zero_()
+            if is_cuda:
+                save(rows, args)
     return rows
+
+
+def rows_of_codec(name: str, tensors: Tensors, args: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    """Measure a codec's kernels and their peers; return a row for each kernel."""
+    numel, host_s = tensors.x.numel(), []
+    peers = peers_of(name, tensors) if 4 * numel <= args.peer_size else []
+    made = [*copies(tensors), *kernels_of(name, tensors), *shared_by_threads(tensors), *peers]
+    if args.device.startswith("cuda"):
+        medians, host_s = gpu_timing.measure(made, args.reps, args.seconds)
+    else:
+        medians = measure(made, args.reps, args.seconds)
+    return noted(rows_of(made, medians, numel, args.device, threads), made, host_s)
+
+
+def save(rows: list[dict[str, Any]], args: argparse.Namespace, header: dict[str, Any] | None = None) -> None:
+    """Write what was measured so far, if it is to be written."""
+    if args.json:
+        header = harness.header() if header is None else header
+        harness.write_json(args.json, {"header": header, "crossover_gbit_s": crossovers(rows), "rows": rows})
 
 
 def main() -> None:
@@ -244,11 +266,12 @@ def main() -> None:
         header = {**results[0]["header"], "command": [result["header"]["command"] for result in results]}
     else:
         rows, header = run(args), harness.header()
+    if not rows:
+        sys.exit("nothing was measured")
     harness.print_table(table(rows))
     found = crossovers(rows)
     print("pays for itself below, Gbit/s: " + ", ".join(f"{name} {rate:.1f}" for name, rate in found.items()))
-    if args.json:
-        harness.write_json(args.json, {"header": header, "crossover_gbit_s": found, "rows": rows})
+    save(rows, args, header)
     if args.plot:
         plot(rows, args.plot)
 

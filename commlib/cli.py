@@ -6,6 +6,8 @@ import dataclasses
 import enum
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -314,5 +316,13 @@ def _config_errors() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the `commlib` command."""
-    app()
+    """Run the `commlib` command; what cannot be read or written is an error of one line, exit code 1."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left to be written would fail again at exit
+        sys.exit(f"Error: {error}")

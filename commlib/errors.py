@@ -14,6 +14,7 @@ LossWarning (UserWarning)          no error: an algorithm is known to learn less
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 
 
@@ -55,6 +56,48 @@ class PeerFailure(_PeerError):
     Attributes:
         ranks: The global ranks that died or left; empty where they are not known.
     """
+
+
+def restated(error: BaseException, message: str) -> CommlibError:
+    """Return an error of commlib's with another message: of the same kind and ranks, if `error` was one itself."""
+    if isinstance(error, _PeerError):
+        return type(error)(message, error.ranks)
+    return TransportError(message) if isinstance(error, TransportError) else CommlibError(message)
+
+
+class EarlierTraceback(Exception):
+    """What Python would print of an error that is kept without its frames, as the cause of that error."""
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an error that was caught, to keep it: with its traceback, and those of its causes, as text in its cause.
+
+    [Note: kept errors] A traceback has frames, and these have all that was there where they were left: a user's model,
+    a loss and its graph. Whoever keeps an error keeps them. If the graph's hooks lead back to whoever that is, none of
+    them is ever freed: the collector does not see through torch's graphs. So communication keeps errors without frames,
+    and what it raises of them is another object, as raising gives an error the frames that it passes.
+    """
+    cause = _earlier(error)
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = cause
+    return error
+
+
+def kept(error: BaseException) -> CommlibError:
+    """Return an error of commlib's to keep, and to raise later, in the place of one that goes on: see `without_frames`.
+
+    Its kind and ranks are those of `error`, as of `restated`.
+    """
+    copy = restated(error, str(error) or type(error).__name__)
+    copy.__cause__ = _earlier(error)
+    return copy
+
+
+def _earlier(error: BaseException) -> BaseException | None:
+    """Return the tracebacks of an error as the cause of what is kept of it; None if it was not raised."""
+    if error.__traceback__ is None and (error.__cause__ is None or isinstance(error.__cause__, EarlierTraceback)):
+        return error.__cause__
+    return EarlierTraceback("\n" + "".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
 class LossWarning(UserWarning):

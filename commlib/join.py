@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from commlib.engine.engine import Engine
 from commlib.transport.base import Communication, Communicator
+
+
+class Shadowed(Protocol):
+    """The wrapped model, in whose forwards a rank that has joined takes part.
+
+    Attributes:
+        engine: Its engine.
+    """
+
+    engine: Engine
+
+    def agree_on_state(self) -> None:
+        """What a forward does after state was loaded."""
+        ...
+
+    def broadcast_model(self, source: int = 0) -> None:
+        """Copy parameters and buffers of rank `source` to all ranks."""
+        ...
 
 
 class JoinState:
@@ -36,10 +53,10 @@ class JoinState:
         self.config = config
         self._joinable = joinable if config.enable else None
 
-    def hook(self, engine: Engine, broadcast_model: Callable[[int], None], divides_by_initial: bool) -> JoinHook:
-        """Return the hook for a `Join` context that begins; `broadcast_model` copies that of a rank to all."""
+    def hook(self, model: Shadowed, divides_by_initial: bool) -> JoinHook:
+        """Return the hook for a `Join` context that begins."""
         self._divides_by_initial = divides_by_initial
-        return _ShadowHook(self, engine, broadcast_model)
+        return _ShadowHook(self, model)
 
     def announce(self, engine: Engine, syncs: bool) -> None:
         """Tell the ranks that have joined whether this iteration will communicate."""
@@ -66,20 +83,22 @@ class JoinState:
 
 
 class _ShadowHook(JoinHook):
-    def __init__(self, state: JoinState, engine: Engine, broadcast_model: Callable[[int], None]) -> None:
+    def __init__(self, state: JoinState, model: Shadowed) -> None:
         self._state = state
-        self._engine = engine
-        self._broadcast_model = broadcast_model
+        self._model = model
+        self._engine = model.engine
 
     def main_hook(self) -> None:
         """Take part in one iteration of the ranks that still have data."""
-        if self._state.exchange(self._engine, False, False):
+        any_syncs = self._state.exchange(self._engine, False, False)
+        self._model.agree_on_state()
+        if any_syncs:
             self._engine.gradients.shadow_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last to all ranks."""
         self._state.exchange(self._engine, is_last_joiner, False)
-        self._broadcast_model(self._state.source)
+        self._model.broadcast_model(self._state.source)
         self._state.leave(self._engine)
 
 

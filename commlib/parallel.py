@@ -112,9 +112,7 @@ class Parallel:
                 f"join: in the rounds of {replica.engine.algorithm.name!r} over weights nobody can stand in for a rank "
                 "that has no data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
             )
-        return replica.join.hook(
-            replica.engine, replica.broadcast_model, kwargs.get("divide_by_initial_world_size", True)
-        )
+        return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -143,11 +141,9 @@ class Parallel:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew."""
-        result = super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         wrapped = registry.get(self)
-        if isinstance(wrapped, Replica):
-            wrapped.engine.weights_were_loaded()
-        return result
+        with wrapped.engine.loading_weights() if isinstance(wrapped, Replica) else contextlib.nullcontext():
+            return super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __copy__(self) -> Any:
         wrapped = registry.get(self)

@@ -20,6 +20,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 
 from commlib import verify
+from commlib.engine import state as checkpoints
 from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
@@ -114,6 +115,7 @@ class Replica:
                 self.tuner.forward_begins()
         if self.join.enabled:
             self.join.announce(engine, self.require_sync)
+        self.agree_on_state()  # in which a rank that has joined takes part once that is announced
 
     def _follow_model(self) -> None:
         """Check that the model is as the engine knows it, or may become so."""
@@ -122,6 +124,8 @@ class Replica:
         gradients = engine.gradients
         gradients.backward.forget_failed()
         engine.check()
+        engine.settle_weights()
+        engine.look_for_other_steps()
         self.structure.check(self.bare, engine.parameters)
         if self.structure.was_unfrozen() or gradients.idle_parameters.is_due() or engine.has_moved():
             self._adopt_parameters()
@@ -131,11 +135,20 @@ class Replica:
         outer = DistributedDataParallel._active_ddp_module
         if outer is not None and outer.module is not self.bare and _shares_parameters(outer, self.engine):
             raise ConfigError(f"DistributedDataParallel is around {REFUSAL}")
+        verify.check_steps([self.engine.parameters[0].param])
         if _is_in_distributed_autograd():
             raise ConfigError(
                 "torch.distributed.autograd keeps gradients in contexts of its own, where commlib does not see them. "
                 "Call the model outside of dist_autograd.context(), and loss.backward()"
             )
+
+    def agree_on_state(self) -> None:
+        """If state or weights were loaded, check that all ranks did so, after the same step. Collective then."""
+        engine = self.engine
+        if engine.has_loaded and self.bare.training:  # one rank alone may evaluate what it has loaded
+            if engine.comm.world_size > 1:
+                verify.agree_on_state(engine.transport, checkpoints.places(engine))
+            engine.has_loaded = False
 
     def _observed(self) -> verify.Structure:
         return verify.Structure(self.bare, {id(p.param) for p in self.engine.parameters}, self.ignored)

@@ -28,7 +28,7 @@ import torch
 
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import EXACTNESS, Algorithm
+from commlib.algorithms.base import EXACTNESS, Algorithm, keeps_momentum
 from commlib.algorithms.known import doubt
 from commlib.engine import optimizers
 from commlib.engine.engine import Engine
@@ -318,6 +318,7 @@ def _usable(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool
         and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which has no buckets to plan for
         and (optimizer is not None or not each.channel.needs_optimizer)
         and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
+        and not (each.has_momentum and keeps_momentum(optimizer))
     ]
 
 

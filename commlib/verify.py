@@ -95,6 +95,19 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
         raise ConfigError(f"the parameters are on {len(devices)} devices, expected one ({shown}). Move the model first")
 
 
+def check_steps(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that torch lets an optimizer step within backward, before their gradients are communicated.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
+        raise ConfigError(
+            "torch.distributed.optim._apply_optimizer_in_backward steps with each rank's own gradients, before they "
+            "are communicated. Make the optimizer's step after backward"
+        )
+
+
 def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ranks: Collection[int]) -> None:
     """Check that what is sharded is sharded among other ranks than these, which are to communicate.
 
@@ -214,7 +227,31 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
     if len({digest for _, digest in reports}) > 1:
         difference = _difference(transport.gather_objects(list(pairs())))
         transport.part()
-        raise ConfigError(f"rank {transport.rank}: {difference}")
+        raise ConfigError(
+            f"rank {transport.rank}: the models differ between ranks ({difference}). Build the same model with the "
+            "same options on every rank"
+        )
+
+
+def agree_on_state(transport: Transport, pairs: Iterable[tuple[str, str]]) -> None:
+    """Check that all ranks have loaded state of the same step; else they would wait for one another, or drift apart.
+
+    Args:
+        transport: Carries the pairs.
+        pairs: What must be alike, by what it is.
+
+    Raises:
+        ConfigError: They have not; alike on every rank.
+        PeerTimeout: A rank has loaded nothing.
+    """
+    what = "the comparison of what was loaded, as load_state_dict (the model's or commlib's) is called on every rank,"
+    rows = [[tuple(pair) for pair in row] for row in transport.gather_apart(list(pairs), what)]
+    if any(row != rows[0] for row in rows):
+        transport.part()
+        raise ConfigError(
+            f"rank {transport.rank}: the states that were loaded differ between ranks ({_difference(rows)}). Load on "
+            "every rank what was saved after the same step"
+        )
 
 
 def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:
@@ -227,10 +264,7 @@ def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:
         for rank, item in enumerate(items):
             groups.setdefault(item, []).append(rank)
         shown = "; ".join(f"ranks {ranks}: {what} {value}".rstrip() for (what, value), ranks in groups.items())
-        return (
-            f"the models differ between ranks ({shown}). Build the same model with the same options on every rank; "
-            f"entries per rank: {lengths}"
-        )
+        return shown if len(set(lengths)) == 1 else f"{shown}; entries per rank: {lengths}"
     raise AssertionError("the digests differ but the descriptions do not")
 
 

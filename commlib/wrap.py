@@ -207,11 +207,15 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Take over what `state_dict` returned. Every rank loads its own (`Algorithm.portable`: or any rank's).
 
-    Local, but for `auto`, which makes connections for the algorithm that was chosen: every rank calls it then.
+    Rounds in the background come to nothing, so it may be called in the middle of a training too, to go back to an
+    earlier state: on all ranks after the same step. Local, but for such rounds, which are waited for, and for `auto`,
+    which makes connections for the algorithm that was chosen: every rank calls it then. The next forward in training
+    mode checks that all ranks have loaded state of the same step, and raises `ConfigError` on all of them if not.
 
     Raises:
-        ConfigError: The model is not wrapped, or the state is of another algorithm or model, or, where it is not the
-            same on all ranks (`Algorithm.portable`), of another rank or world size.
+        ConfigError: The model is not wrapped, or the state is of another algorithm or model, or of options with which
+            this run cannot go on from it, or, where it is not the same on all ranks (`Algorithm.portable`), of another
+            rank or world size. Nothing was changed then, and the training can go on.
     """
     replica = replica_of(model)
     if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
@@ -289,6 +293,7 @@ class _SetUp:
             verify.check_model(model, self.parameters)
             self.device = self.parameters[0].param.device
             _check_notowned(self.parameters)
+            verify.check_steps([parameter.param for parameter in self.parameters])
             self.algorithm = algorithms.create(algorithm)
             self.optimizer = optimizers.resolve(optimizer)
             _check_optimizer(self.algorithm, self.optimizer, self.parameters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import pathlib
 import statistics
 import time
@@ -217,16 +218,8 @@ def plot(contestants: list[Contestant], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=pathlib.Path, default=_DEFAULT_PLOT, help="where the plot goes (PNG)")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-
+def compare(args: argparse.Namespace) -> None:
+    """Train all systems; print and draw how they compare."""
     contestants = [Contestant(name, args.seed) for name in SYSTEMS]
     train(contestants, args)
     agreements = ["-", *(agreement(c, contestants[0]) for c in contestants[1:])]
@@ -237,6 +230,20 @@ def main() -> None:
         console.print(notes(contestants), highlight=False, soft_wrap=True)
         plot(contestants, args.plot)
         console.print(f"plot: {args.plot}", soft_wrap=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=pathlib.Path, default=_DEFAULT_PLOT, help="where the plot goes (PNG)")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+
+    compare(args)
+    gc.collect()  # where DDP is the last to let go of Gloo's group, it may wait for Gloo's thread, and that for it
     dist.barrier()
     dist.destroy_process_group()
 

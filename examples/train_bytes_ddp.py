@@ -76,6 +76,7 @@ def main() -> None:
             if rank == 0:
                 seconds = time.perf_counter() - start
                 print(f"step {step + 1:5d}  loss {loss:.4f}  validation {bits:.3f} bits  {seconds:.1f} s", flush=True)
+    del model  # before its group: where DDP is the last to let go of that, it and Gloo may wait for each other
     dist.barrier()  # Gloo's threads let go of the last tensors while the interpreter still lives
     dist.destroy_process_group()
 

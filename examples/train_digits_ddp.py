@@ -103,6 +103,7 @@ def main() -> None:
             if args.losses:
                 with open(args.losses, "a") as file:
                     file.writelines(json.dumps({"epoch": epoch, "loss": loss}) + "\n" for loss in losses)
+    del model  # before its group: where DDP is the last to let go of that, it and Gloo may wait for each other
     dist.barrier()  # Gloo's threads let go of the last tensors while the interpreter still lives
     dist.destroy_process_group()
 

@@ -355,8 +355,12 @@ class _Worker(Runner):
         return {"server": server, "versions": versions, "orders": self._orders}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        self._server.check_state_dict(state["server"])
         self._check_orders({name: tuple(order) for name, order in state.get("orders", {}).items()})
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         with self._lock:
             self._server.load_state_dict(state["server"])
         for shard in self._shards:

@@ -52,6 +52,11 @@ class BucketView(Protocol):
 EXACTNESS = ("exact", "8bit", "compensated", "any")
 
 
+def keeps_momentum(optimizer: Any) -> bool:
+    """Return whether an optimizer has a momentum of its own, as SGD's option is called; None has none."""
+    return optimizer is not None and any(group.get("momentum") for group in optimizer.param_groups)
+
+
 @dataclass(frozen=True)
 class Context:
     """What an algorithm is told when its buckets exist.
@@ -140,8 +145,15 @@ class Runner:
         """Return what a resumed run needs; asks no other rank."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse a state from which a run with these options cannot go on. Nothing changes.
+
+        Raises:
+            ConfigError: It is such a one, and why.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Take over what `state_dict` returned, once it has been checked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +211,9 @@ class Algorithm:
 
     #: The optimizer that it is one half of and must be given; None where any will do.
     optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
+
+    #: Whether the gradients that it returns have momentum already; its `setup` must refuse an optimizer that has one.
+    has_momentum: ClassVar[bool] = False
 
     #: What it cannot do of what every algorithm is held to, and why: the name of a contract (`tests/contract`) and a
     #: reason. What the channel tells is not said again; the use itself is refused with a `ConfigError` on all ranks.
@@ -281,8 +296,15 @@ class Algorithm:
         """Return the algorithm's own state, tensors included."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse a state from which a run with these options cannot go on. Nothing changes; called after `setup`.
+
+        Raises:
+            ConfigError: It is such a one, and why.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; called after `setup`."""
+        """Take over what `state_dict` returned; called after `setup`, and of a saved run, once it has been checked."""
 
     @property
     def shaped_state(self) -> Sequence[str]:

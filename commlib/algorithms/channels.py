@@ -38,6 +38,11 @@ class Channel:
         return True
 
     @property
+    def follows_steps(self) -> bool:
+        """Whether what it does in a step depends on how many the optimizer has made."""
+        return True
+
+    @property
     def has_rounds(self) -> bool:
         """Whether it is made of rounds of requests to a communicator; else `Algorithm.traffic` says what is sent."""
         return True
@@ -164,6 +169,11 @@ class Gradients(Channel):
     def keeps_replicas_alike(self) -> bool:
         """See `Channel`."""
         return self.local is None
+
+    @property
+    def follows_steps(self) -> bool:
+        """See `Channel`."""
+        return self.needs_optimizer or max(self.warmup_steps, self.varies_until) > 0
 
     @property
     def needs_optimizer(self) -> bool:

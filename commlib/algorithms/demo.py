@@ -277,11 +277,11 @@ class DeMo(Compressed[ComponentWorkspace]):
         return {**super().state_dict(), "chunk": self.chunk}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
         saved = state["chunk"]
         if saved != self.chunk:
             raise ConfigError(f"DeMo.chunk: expected {saved}, with which the state was saved, got {self.chunk}")
-        super().load_state_dict(state)
 
     @override
     def _make_workspace(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context
+from commlib.algorithms.base import BucketView, Context, keeps_momentum
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.policy import MATRICES
 from commlib.algorithms.families.sparse import Sparse
@@ -89,8 +89,10 @@ class DGC(Sparse):
     """
 
     made_for = "sgd"
+    has_momentum = True
     channel = Gradients(accumulates=False)  # one rank alone has a momentum too
-    kinds = ("worker", "velocity")
+    # Velocities are the rank's own, momenta everyone's: a parameter that `compress` moves to the others begins anew.
+    kinds = ("worker", "velocity", "momentum")
 
     def __init__(
         self,
@@ -119,10 +121,9 @@ class DGC(Sparse):
 
     @override
     def setup(self, context: Context) -> None:
-        groups = context.optimizer.param_groups if context.optimizer is not None else ()
-        if any(group.get("momentum") for group in groups):
+        if keeps_momentum(context.optimizer):
             raise ConfigError("DGC: the optimizer has a momentum of its own; use SGD(momentum=0)")
-        saved = self.state_dict()["velocity"]
+        saved = self.state_dict()["momentum"]
         super().setup(context)
         self._num_elements = sum(bucket.flat.numel() for bucket in context.buckets)
         plain = [bucket for bucket in context.buckets if bucket.index not in self._workspaces]
@@ -133,13 +134,13 @@ class DGC(Sparse):
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
         for parts, momentum in self._momenta.values():
-            saved["velocity"].update(cut(momentum, 0, parts))
+            saved["momentum"].update(cut(momentum, 0, parts))
         return saved
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._load_momenta(state["velocity"])
+        self._load_momenta(state["momentum"])
 
     def _load_momenta(self, pieces: Pieces) -> None:
         for parts, momentum in self._momenta.values():

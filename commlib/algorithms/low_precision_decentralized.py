@@ -95,11 +95,26 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {"replica": {}, "pull": {}}
+        saved: dict[str, Any] = {"replica": {}, "pull": {}, "weights": self._weights()}
         for index, workspace in self._workspaces.items():
             for kind, pieces in workspace.save(self._parts[index]).items():
                 saved[kind].update(pieces)
         return saved
+
+    def _weights(self) -> dict[int, float]:
+        """Return this rank's row of W, in which the pulls are; empty before there are any."""
+        workspace = next(iter(self._workspaces.values()), None)
+        return {} if workspace is None else dict(workspace.neighbours.sources)
+
+    @override
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
+        if state["replica"] and state["weights"] != self._weights():
+            raise ConfigError(
+                "LowPrecisionDecentralized: expected the graph with which the state was saved (topology, "
+                "hierarchical), as neighbours keep replicas of each other: weights "
+                f"{state['weights']}, got {self._weights()}"
+            )
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ C' is measured first, on all hosts at once. All systems then live in the same pr
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import sys
@@ -367,7 +366,7 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
         return algorithm.optimizer_type(model.parameters(), lr=1e-6)  # pyright: ignore[reportCallIssue]
     if workload.optimizer == "adam":
         return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    has_momentum = algorithm is not None and "momentum" in inspect.signature(type(algorithm)).parameters
+    has_momentum = algorithm is not None and algorithm.has_momentum
     return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.0 if has_momentum else 0.9)
 
 

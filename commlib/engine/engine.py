@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from commlib.algorithms.base import Algorithm
@@ -12,11 +14,16 @@ from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.channels.opening import open_beside
 from commlib.engine.line import Line
-from commlib.engine.optimizers import Steps
+from commlib.engine.loads import Loads
+from commlib.engine.modes import in_plain_mode
+from commlib.engine.optimizers import OtherSteps, Steps, all_of
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
 from commlib.engine.rounds.schedule import Progress
 from commlib.transport.base import Communicator, Transport
+from commlib.transport.collected import Finalizer
+
+_log = logging.getLogger("commlib")
 
 
 class Engine:
@@ -36,6 +43,7 @@ class Engine:
         gradients: The channel of gradients.
         channels: All channels; the last one carries out the algorithm.
         progress: Which step it is.
+        has_loaded: Whether state was loaded of which it is not known yet that all ranks have the same.
     """
 
     def __init__(
@@ -48,9 +56,10 @@ class Engine:
         scaler: Any = None,
     ) -> None:
         self.device = parameters[0].param.device
+        self.has_loaded = False
         self._settings = Settings(cap_bytes, optimizer, scaler)
-        driver, release = acquire(self.device)
-        self._finalizer = weakref.finalize(self, release)
+        driver, self._release = acquire(self.device)
+        self._finalizer = Finalizer(self, self._release)
         self.line = Line(transport, driver)
         self.gradients = GradientChannel(self.line, self.device, self._settings)
         self.channels: list[OpenChannel] = [self.gradients]
@@ -81,12 +90,14 @@ class Engine:
     def _use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         self.algorithm = algorithm
         self.progress = Progress(algorithm.channel, counts_backwards=self.optimizer is None)
-        self.parameters = self._grouped(parameters)
+        self._take(parameters)
         self.gradients.use(algorithm, self.progress, self.parameters)
 
-    def _grouped(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+    def _take(self, parameters: Sequence[Parameter]) -> None:
         group = self.algorithm.group
-        return [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
+        self.parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
+        tensors = [p.param for p in parameters]
+        self._other_steps, self._loads = OtherSteps(tensors), Loads(tensors)
 
     def open(self, connect: Callable[[], Transport]) -> None:
         """Open the channel beside that of gradients, if the algorithm has one. Collective.
@@ -113,7 +124,7 @@ class Engine:
         for channel in self.channels:
             channel.allow_change()
         with self.line.wholly():
-            self.parameters = self._grouped(parameters)
+            self._take(parameters)
             for channel in self.channels:
                 channel.adopt(self.parameters)
 
@@ -133,7 +144,28 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    def look_for_other_steps(self) -> None:
+        """Before a forward of training: say so where weights change and the optimizer that is known makes no step."""
+        if self.optimizer is None or not self.algorithm.channel.follows_steps:
+            return
+        if self._steps.in_step:  # whose closure this forward is in
+            self._other_steps.expect_change()
+        count = self._other_steps.at_forward(self.progress.step)
+        if str(count).rstrip("0") == "2":  # 2, 20, 200, ...: one change may be anything
+            known = ", ".join(type(each).__name__ for each in all_of(self.optimizer))
+            _log.warning(
+                "rank %d: the weights have changed %d times from forward to forward, and commlib.wrap was given an "
+                "optimizer (%s) that made no step, or several not all of which did. The algorithm %r follows these "
+                "steps: rounds over weights, warm-ups and periods do not come. Give commlib.wrap the optimizer that "
+                "makes the steps, after commlib.unwrap(model)",
+                self.comm.rank,
+                count,
+                known,
+                self.algorithm.name,
+            )
+
     def _step_begins(self, has_closure: bool) -> None:
+        self.settle_weights()
         for channel in self.channels:
             channel.line.check_streams()
             channel.begin_step(has_closure)
@@ -143,20 +175,46 @@ class Engine:
         for channel in self.channels:
             channel.end_step()
 
+    @in_plain_mode
     def drain(self) -> None:
         """Take what is in the background, if that waits for nobody."""
+        self.settle_weights()
         for channel in self.channels:
             channel.drain()
 
+    @in_plain_mode
     def synchronize(self) -> None:
         """Give all ranks the same weights. Collective."""
+        self.settle_weights()
+        self._other_steps.expect_change()
         for channel in self.channels:
             channel.synchronize()
 
-    def weights_were_loaded(self) -> None:
-        """Let algorithms that keep something of earlier weights start anew from those that the model has now."""
+    @contextlib.contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        """The user loads weights in the block."""
+        self._loads.begin()
+        yield
+        self._loads.end()
+        self._other_steps.expect_change()
+        if not self.algorithm.channel.has_rounds:  # its peers ask this rank at any time
+            self.settle_weights()
+
+    def forget_loads(self) -> None:
+        """Whatever is kept of the weights is loaded now: that they were is no matter any more."""
+        self._loads.settle()
+
+    def settle_weights(self) -> None:
+        """Let algorithms that keep something of earlier weights start anew, if others were loaded that stay."""
+        if self._loads.settle():
+            self._begin_anew()
+
+    @in_plain_mode
+    def _begin_anew(self) -> None:
         for channel in self.channels:
             channel.weights_were_loaded()
+        declared = self.algorithm.channel
+        self.has_loaded |= declared.keeps_step and not declared.keeps_replicas_alike
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -169,5 +227,6 @@ class Engine:
         self._steps.close()
         self._close_beside()
         self.gradients.close()
-        self._finalizer()
+        if self._finalizer.detach():
+            self._release()
         self.line.close()

@@ -11,9 +11,10 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 
+from commlib.engine.modes import in_plain_mode
 from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.task import Task
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, kept, restated
 from commlib.transport.base import Communication, Communicator, Transport
 
 
@@ -28,8 +29,8 @@ class Line:
 
     Attributes:
         comm: The group, as algorithms see it.
-        error: What ended the line, if anything did.
-        when_ended: Called with that error, once.
+        error: What ended the line, if anything did; see [Note: kept errors] in `errors.py`.
+        when_ended: Called with that error, each with a copy, once.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Line:
         self.transport = transport
         self.driver = driver
         self.comm = Communicator(transport.rank, transport.world_size)
-        self.error: BaseException | None = None
+        self.error: CommlibError | None = None
         self.when_ended: list[Callable[[BaseException], object]] = []
         transport.on_failure(self.abandon)
         if ends_with is not None:
@@ -52,6 +53,7 @@ class Line:
         if self.comm.nodes is None:
             self.comm.nodes = self.transport.split_by_node()
 
+    @in_plain_mode
     def run(self, what: str, communication: Communication) -> None:
         """Run one communication on its own, now, and wait for it; `what` names it in errors."""
         self.check()
@@ -62,12 +64,14 @@ class Line:
         """Raise what ended the line, if anything did.
 
         Raises:
-            CommlibError: It names that error, which is its cause.
+            CommlibError: It names that error, which is its cause, and is a `TransportError` of the same kind and ranks
+                if that was one: where only streams wait for collectives, nothing else tells the user of it.
         """
         if self.error is not None:
-            raise CommlibError(
+            raise restated(
+                self.error,
                 f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot go on: "
-                f"{self.error or type(self.error).__name__}"
+                f"{self.error}",
             ) from self.error
 
     def check_streams(self) -> None:
@@ -84,10 +88,14 @@ class Line:
         """End the line for good. Peers that wait for this rank are told by its abort."""
         if self.error is not None:
             return
-        self.error = error
+        self.keep(error)
         for tell in self.when_ended:
-            tell(error)
+            tell(kept(error))
         self.transport.abort()
+
+    def keep(self, error: BaseException) -> None:
+        """Take note of what has ended the line, and is raised now."""
+        self.error = kept(error)
 
     @contextlib.contextmanager
     def wholly(self) -> Iterator[None]:

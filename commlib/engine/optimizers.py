@@ -11,6 +11,9 @@ import torch
 
 from commlib.errors import ConfigError
 
+#: How many of a model's parameters are looked at to see whether weights have changed.
+_NUM_WATCHED = 8
+
 #: Names of classes, in capitals, whose steps are in proportion to the gradient.
 _SGD = ("SGD", "ASGD", "LARS")
 
@@ -97,6 +100,43 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     )
 
 
+class OtherSteps:
+    """Notices weights that change from forward to forward while the optimizers that are known make no step.
+
+    Then another optimizer makes the steps, and no warm-up ends and no round begins: each rank trains on its own.
+
+    Args:
+        parameters: The model's.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._watched = parameters[:: -(-len(parameters) // _NUM_WATCHED)]
+        self.expect_change()
+
+    def expect_change(self) -> None:
+        """Weights have been changed by something else: look anew from here on."""
+        self._seen: tuple[int, int] | None = None
+        self._num_changes = 0
+
+    def at_forward(self, num_steps: int) -> int:
+        """Look, at every forward of training.
+
+        Args:
+            num_steps: That the known optimizers have made.
+
+        Returns:
+            How many changes in a row none of these has made, if there was one more since the last forward; else 0.
+        """
+        now = (num_steps, sum(parameter._version for parameter in self._watched))
+        before, self._seen = self._seen, now
+        if before is None or now[0] != before[0]:
+            self._num_changes = 0
+        elif now[1] != before[1]:
+            self._num_changes += 1
+            return self._num_changes
+        return 0
+
+
 class Steps:
     """Tells of the user's steps: each begins with the first of his optimizers, and ends when each has made one.
 
@@ -108,6 +148,9 @@ class Steps:
         scaler: The user's GradScaler, or None.
         begins: Called before the step, with whether it is given a closure.
         ends: Called when the step has ended.
+
+    Attributes:
+        in_step: Whether one of the optimizers is within its `step`, which may call the model again.
     """
 
     def __init__(
@@ -119,7 +162,7 @@ class Steps:
     ) -> None:
         self._optimizers = all_of(optimizer)
         self._begins, self._ends = begins, ends
-        self._has_begun = False
+        self.in_step = self._has_begun = False
         self._done: set[int] = set()
         self._hooks: list[Any] = []
         own = weakref.ref(self)
@@ -133,11 +176,13 @@ class Steps:
             _watch(self._scaler, self)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.in_step = True
         if not self._has_begun:
             self._has_begun = True
             self._begins(kwargs.get("closure") is not None or any(map(callable, args[1:])))
 
     def _after(self, idx: int) -> None:
+        self.in_step = False
         self._done.add(idx)
         if len(self._done) == len(self._optimizers):
             self._done.clear()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from commlib.engine.engine import Engine
+from commlib.engine.modes import in_plain_mode
 from commlib.engine.planning import plan as plans
 from commlib.errors import ConfigError
 from commlib.sharding.local import places_of
 
-_FORMAT = 1
+_FORMAT = 2
+#: What every state has, whatever the algorithm and the steps so far.
+_ENTRIES = ("plan", "hook_counts", "num_rounds", "num_weight_rounds", "step", "state")
 
 
+@in_plain_mode
 def save(engine: Engine) -> dict[str, Any]:
     """Return the engine's state on this rank; see `commlib.state_dict`."""
     engine.drain()
@@ -30,12 +36,13 @@ def save(engine: Engine) -> dict[str, Any]:
     return saved | {"state": engine.channels[-1].keeper.state_dict()}
 
 
+@in_plain_mode
 def load(engine: Engine, state: dict[str, Any]) -> None:
     """Take over what `save` returned; see `commlib.load_state_dict`.
 
     Raises:
-        ConfigError: The state is of another format, algorithm or model, or, where it is not the same on all ranks, of
-            another rank or world size. Nothing was changed then.
+        ConfigError: The state is of another format, algorithm or model, or of options with which this run cannot go on
+            from it, or, where it is not the same on all ranks, of another rank or world size. Nothing was changed then.
     """
     rank = engine.comm.rank
     expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
@@ -48,13 +55,31 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
                 f"rank {rank}: the saved communication state has {key} {state.get(key)!r}, expected "
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
+    if missing := [entry for entry in _ENTRIES if entry not in state]:
+        raise ConfigError(f"rank {rank}: the saved communication state is not whole: it has no {missing[0]!r}")
+    keeper = engine.channels[-1].keeper
+    keeper.check_state_dict(state["state"])
     try:
         plan = plans.restored(state["plan"], engine.parameters)
     except ConfigError as error:
         raise ConfigError(f"rank {rank}: {error}") from None
+    engine.forget_loads()
     with engine.line.wholly():
+        for channel in engine.channels:
+            channel.drop_background()
         engine.gradients.restore(plan, state["hook_counts"])
-        engine.channels[-1].keeper.load_state_dict(state["state"])
+        keeper.load_state_dict(state["state"])
         engine.progress.step = int(state["step"])
         for channel in engine.channels:
             channel.load_state_dict(state)
+    engine.has_loaded = engine.algorithm.channel.keeps_step
+
+
+def places(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yield what of a state that was loaded must be alike on all ranks, by what it is."""
+    yield "optimizer step", str(engine.progress.step)
+    for channel in engine.channels:
+        own = channel.state_dict()
+        yield "rounds", str(own.get("num_rounds", own.get("num_weight_rounds")))
+        plan = str((own.get("plan") or {}).get("buckets"))
+        yield "buckets", hashlib.sha256(plan.encode()).hexdigest()[:8]

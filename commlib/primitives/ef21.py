@@ -43,6 +43,8 @@ class Estimate:
         self.momentum = torch.zeros(numel, dtype=dtype, device=device)
         self.estimate = torch.zeros(numel if is_sent else 0, dtype=dtype, device=device)
         self._values = torch.zeros(0, dtype=dtype, device=device)
+        # What is sent is the rank's own, and what is not is everyone's: a parameter that changes sides begins anew.
+        self._kind = "momentum" if is_sent else "smoothed"
 
     def advance(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
         """Move the momentum towards a gradient [numel], and return by how much; where that is not finite, not at all.
@@ -85,11 +87,11 @@ class Estimate:
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of the state by kind and parameter."""
-        return {"momentum": cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
+        return {self._kind: cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
         """Take state over, also from another plan."""
-        paste(saved["momentum"], self.momentum.zero_(), parts)
+        paste(saved[self._kind], self.momentum.zero_(), parts)
         if self.estimate.numel():
             paste(saved["estimate"], self.estimate.zero_(), parts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -209,10 +209,6 @@ class LocalPart:
         """Of the parameter."""
         return self.whole.requires_grad
 
-    def requires_grad_(self, value: bool = True) -> None:
-        """Of the parameter."""
-        self.whole.requires_grad_(value)
-
     def numel(self) -> int:
         """Return how many elements the part has."""
         return self.data.numel()
@@ -228,11 +224,3 @@ class LocalPart:
     def is_contiguous(self) -> bool:
         """Return whether the part is contiguous."""
         return self.data.is_contiguous()
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Call `hook` when the parameter's gradient is there: FSDP2 does so after its reduce-scatter."""
-        return self.whole.register_post_accumulate_grad_hook(hook)
-
-    @property
-    def _post_accumulate_grad_hooks(self) -> Any:
-        return self.whole._post_accumulate_grad_hooks

@@ -299,3 +299,11 @@ def attend(make: Callable[[], T], check: Callable[[], None]) -> T:
     if failed:
         raise failed[0]
     return made[0]
+
+
+def place_of(thread: int) -> str:
+    """Return where a thread (by its identifier) is in Python, for errors."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "a thread that has ended"
+    return f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

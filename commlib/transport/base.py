@@ -297,6 +297,21 @@ class Transport(ABC):
             TransportError: A rank died, did not come, or sent what is no plain value.
         """
 
+    def gather_apart(self, value: Any, what: str) -> list[Any]:
+        """Return every rank's `value`, of two ranks or more, some of which may not come.
+
+        It goes apart from the collectives, if that is possible: else a rank that goes on with a collective of its own
+        would take this for that.
+
+        Args:
+            value: As for `gather_objects`.
+            what: Names this in errors.
+
+        Raises:
+            TransportError: As `gather_objects`.
+        """
+        return self.gather_objects(value)
+
     def part(self) -> None:
         """Wait until all ranks know of an error that all of them raise now. Collective.
 

@@ -230,8 +230,7 @@ class Lifelines:
                 return
             self._is_closed = True
         self.ring()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
+        self._thread.join(_JOIN_S)
         for each in (*self._sockets.values(), self._bell, self._ringer):
             each.close()
 

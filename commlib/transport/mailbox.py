@@ -23,6 +23,7 @@ copies from a device are waited for there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple
 
 from commlib.errors import PeerFailure, TransportError
 from commlib.transport.base import Transport
+from commlib.transport.collected import Finalizer
 from commlib.transport.connections import connect_all, fill
 from commlib.transport.lifelines import TOGETHER_S
 from commlib.transport.rendezvous import name_of
@@ -105,7 +107,7 @@ class Mailbox:
         self.rank = transport.rank
         self._transport = transport
         self._state = _State(transport.rank, transport.world_size, answer, max_request)
-        self._finalizer = weakref.finalize(self, _close, self._state, None)
+        self._finalizer = Finalizer(self, functools.partial(_close, self._state, None))
         try:
             _connect(self._state, transport)
         except BaseException:
@@ -180,7 +182,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Say goodbye, end all connections and threads. Harmless when called twice."""
-        if self._finalizer.detach() is not None:
+        if self._finalizer.detach():
             _close(self._state, _LEFT)
 
 
@@ -396,7 +398,7 @@ def _close(state: _State, goodbye: int | None) -> None:
     threads = [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]
     deadline = time.monotonic() + _JOIN_S
     for thread in threads:
-        if thread.is_alive() and thread is not threading.current_thread():
+        if thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
     for line in lines:
         line.connection.close()

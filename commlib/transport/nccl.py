@@ -5,7 +5,8 @@ Who notices that a work is late or broken, and what follows: [Note: NCCL works] 
 [Note: ending NCCL] A kernel that has ended here may still have data on the way: NCCL's proxy threads send it. An
 abort would cut that off for peers that are later. So a communicator that is whole is given time for what is
 outstanding, while the lifelines say that its peers are well, and is then shut down, which flushes; else it is aborted.
-Both may hang in NCCL, so both run in threads of their own; a backend that does not come back is never destroyed.
+Both may hang in NCCL, so each connection has a thread for either, from its start, as none can be started at the
+interpreter's exit (Python 3.12); a backend that does not come back is never destroyed.
 
 [Note: launch order] NCCL wants the kernels of all communicators of a device in one order, the same on all ranks: where
 two wait for a place on the device in opposite orders, both ranks may wait for ever. commlib issues in the order of the
@@ -27,6 +28,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -190,7 +192,7 @@ class NcclConnection(Connection):
         self._ended_s = 0.0  # when the end of the last one that has ended was seen
         self._looking = threading.Lock()  # one at a time looks
         self._keeping = threading.Lock()  # for a moment only
-        self._abort: Attempt | None = None
+        self._ending = Ending()
 
     def follow(self, work: NcclWork, witness: Any) -> None:
         """Take a work that was issued after all that are outstanding."""
@@ -228,13 +230,13 @@ class NcclConnection(Connection):
     @property
     def is_aborted(self) -> bool:
         """Whether its works were ended."""
-        return self._abort is not None
+        return self._ending.what == "abort"
 
     @override
     def abort(self) -> None:
         """End all works. Returns at once."""
-        if self.backend is not None and self._abort is None:
-            self._abort = Attempt("abort", self.backend.abort)
+        if self.backend is not None:
+            self._ending.begin("abort", self.backend.abort)
 
     @override
     def exchange(self, request: Exchange) -> Any:
@@ -274,31 +276,45 @@ class NcclConnection(Connection):
     def end(self) -> None:
         """Shut the backend down if everything has ended, else abort it."""
         if self.backend is None:
+            self._ending.begin("leave", lambda: None)
             return
         launches.forget(self)
         if self.outstanding:
             self.abort()
-        attempt = self._abort or Attempt("shut down", self.backend.shutdown)
-        if not attempt.wait(_SHUT_DOWN_S):
-            _log.warning("NCCL did not %s a communicator within %g s; it is left behind", attempt.what, _SHUT_DOWN_S)
+        self._ending.begin("shut down", self.backend.shutdown)
+        if not self._ending.wait(_SHUT_DOWN_S):
+            what = self._ending.what
+            _log.warning("NCCL did not %s a communicator within %g s; it is left behind", what, _SHUT_DOWN_S)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
-        self._witness = self._abort = None
+        self._witness = None
         self.outstanding.clear()
         self.pending.clear()
         self.backend = None
 
 
-class Attempt:
-    """A call that may hang, in a daemon thread."""
+class Ending:
+    """A daemon thread for one call, which may hang; there from the start, see [Note: ending NCCL].
 
-    def __init__(self, what: str, act: Callable[[], None]) -> None:
-        self.what = what
-        self._act = act
-        self._thread = threading.Thread(target=self._run, name=f"commlib-{what.replace(' ', '-')}", daemon=True)
+    Attributes:
+        what: The call; "" so far.
+    """
+
+    def __init__(self) -> None:
+        self.what = ""
+        self._choosing = threading.Lock()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="commlib-nccl-end", daemon=True)
         self._thread.start()
 
+    def begin(self, what: str, act: Callable[[], None]) -> None:
+        """Have the call made, unless there was one. Returns at once."""
+        with self._choosing:
+            if not self.what:
+                self.what = what
+                self._calls.put(act)
+
     def _run(self) -> None:
-        act, self._act = self._act, lambda: None  # nothing is to keep the backend alive afterwards
+        act = self._calls.get()
         try:
             act()
         except Exception as error:

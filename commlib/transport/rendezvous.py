@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,12 @@ import torch.distributed as dist
 
 from commlib.errors import CommlibError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport.addresses import local_address
+from commlib.transport.backends import attend
+from commlib.transport.base import EndedError
 from commlib.transport.plain import MalformedError, decode, encode
+
+#: How long after the timeout a store that hangs may take, in seconds.
+GRACE_S = 5.0
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
@@ -55,6 +61,18 @@ class Meeting:
         with self._asking():
             self.name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
         self.store = dist.PrefixStore(f"commlib/{self.name}", store)
+
+    def own_store(self) -> dist.Store:
+        """Return `store` over a connection of its own, for backends.
+
+        These wait in the store for their peers, and a wait holds its connection: nobody else who uses the group's store
+        may be held up by a backend whose peer is gone. A store that cannot be had twice (one written in Python) is
+        returned as it is.
+        """
+        try:
+            return self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
+        except (AttributeError, RuntimeError):
+            return self.store
 
     def local_address(self) -> str:
         """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
@@ -190,6 +208,51 @@ class _Attempt:
             return False
         mark = read(self._store, [key])[0].decode()
         return mark.startswith("+") or int(mark[1:]) > self._began
+
+
+def all_said(
+    store: dist.Store, rank: int, global_ranks: Sequence[int], said: str, timeout_s: float, check: Callable[[], None]
+) -> list[bytes]:
+    """Say something in a part of the store that serves for this alone; return what every rank has said.
+
+    Args:
+        store: That part.
+        rank: This rank within the group.
+        global_ranks: The group's ranks in the default group, for errors.
+        said: What it says.
+        timeout_s: How long to wait for the others.
+        check: Called meanwhile; raises `EndedError` where waiting is in vain.
+
+    Raises:
+        TimeoutError: Ranks have said nothing, or the store does not answer.
+        EndedError: As `check`, with the ranks that have said nothing.
+    """
+    keys = [str(each) for each in range(len(global_ranks))]
+    deadline = time.monotonic() + timeout_s
+    has_ended, reasons = threading.Event(), list[EndedError]()
+
+    def ask() -> list[bytes]:
+        store.set(keys[rank], said)
+        while not store.check(keys):
+            if has_ended.wait(_FIRST_PAUSE_S) or time.monotonic() > deadline:
+                silent = [each for each, key in zip(global_ranks, keys, strict=True) if not store.check([key])]
+                why = f"{named(silent)} wrote nothing into the store"
+                raise EndedError(f"{reasons[0]}; {why}") if reasons else TimeoutError(f"timed out: {why}")
+        return read(store, keys)
+
+    def look() -> None:
+        try:
+            check()
+        except EndedError as error:  # the other thread says who is missing
+            reasons.append(error)
+            has_ended.set()
+        if time.monotonic() > deadline + GRACE_S:
+            raise TimeoutError("timed out: the process group's store does not answer")
+
+    try:
+        return attend(ask, look)
+    finally:
+        has_ended.set()
 
 
 def read(store: Any, keys: list[str]) -> list[bytes]:

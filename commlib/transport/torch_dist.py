@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
-from commlib.errors import CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError
+from commlib.errors import CommlibError, ConfigError, PeerFailure, PeerTimeout, TransportError, kept
 from commlib.transport import lifelines as lifelines_
 from commlib.transport import nccl
 from commlib.transport.addresses import local_address
-from commlib.transport.backends import Connection, Connections, TorchWork, attend, options
+from commlib.transport.backends import Connection, Connections, TorchWork, attend, options, place_of
 from commlib.transport.base import (
     AllGather,
     AllReduce,
@@ -34,11 +36,12 @@ from commlib.transport.base import (
     Work,
     is_own,
 )
+from commlib.transport.collected import Finalizer
 from commlib.transport.connections import connect_all
 from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
-from commlib.transport.rendezvous import Meeting, name_of, named
+from commlib.transport.rendezvous import GRACE_S, Meeting, all_said, name_of, named
 from commlib.transport.staging import Staged, StagedWork, Staging
 from commlib.transport.watch import Watch
 
@@ -46,8 +49,6 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 #: How long a rank that saw a collective fail waits for the others to report, in seconds.
 _DIAGNOSIS_S = 2.0
-#: How long after the timeout the set-up may take in a store that hangs, in seconds.
-_GRACE_S = 5.0
 #: The group of all ranks, over Gloo, in which they agree on things where tensors go over NCCL: it does not say who is
 #: missing, and makes a device wait for what only hosts are to know.
 _CONTROL = "control"
@@ -92,7 +93,7 @@ class TorchTransport(Transport):
         self.bytes_sent = 0.0
         self._device = device
         self._connections = Connections()
-        self._finalizer = weakref.finalize(self, self._connections.end)
+        self._finalizer = Finalizer(self, self._connections.end)
         self._parent = weakref.ref(group)
         self._timeout = timeout
         self._unseen: Exception | None = None  # what the watch has met
@@ -100,7 +101,7 @@ class TorchTransport(Transport):
         self._staging = _staging_of(device)
         self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
-        self._place = ""  # its name in the group's store
+        self._place, self._turns = "", itertools.count()  # its name in the group's store; what is said there in turn
         self._spare: list[socket.socket] = []
         try:
             self._meet(c10d._get_process_group_store(group))
@@ -129,25 +130,28 @@ class TorchTransport(Transport):
         """Find the other ranks, agree with them on a part of the store, and make the lifelines."""
         if self.world_size == 1:
             return
-        deadline = time.monotonic() + self.timeout_s + _GRACE_S
+        deadline = time.monotonic() + self.timeout_s + GRACE_S
+        thread = 0
 
-        def connect() -> tuple[Meeting, dict[int, socket.socket], dict[int, socket.socket]]:
+        def connect() -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
+            nonlocal thread
+            thread = threading.get_ident()
             meeting = Meeting(store, self.rank, self.global_ranks, self.timeout_s)
-            return meeting, *connect_all(meeting, Word.LOST.value)
+            return meeting.name, meeting.own_store(), *connect_all(meeting, Word.LOST.value)
 
         def check() -> None:
             if time.monotonic() > deadline:
                 raise PeerTimeout(
                     f"{self._name}: making the communicator in commlib.wrap failed: the process group's store did not "
-                    f"answer within {self.timeout_s:g} s; its host may hang"
+                    f"answer within {self.timeout_s:g} s; its host may hang, or another thread of this process may be "
+                    f"waiting in it. Cause: no end of {place_of(thread)}"
                 )
 
-        meeting, made, accepted = attend(connect, check)
-        self._store, self._place = meeting.store, meeting.name
-        kept = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
+        self._place, self._store, made, accepted = attend(connect, check)
+        ends = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
         # Closed once all ranks have connected: until then a connection that ends is one of a rank that died.
-        self._spare = [each for each in (*made.values(), *accepted.values()) if each not in kept.values()]
-        self._connections.lifelines = Lifelines(kept, self._connections.react)
+        self._spare = [each for each in (*made.values(), *accepted.values()) if each not in ends.values()]
+        self._connections.lifelines = Lifelines(ends, self._connections.react)
 
     def _await_all(self) -> None:
         """Wait until every rank has connected: one that left before would break the connecting of the others."""
@@ -305,6 +309,14 @@ class TorchTransport(Transport):
                 self._gather(said)
             raise
 
+    @override
+    def gather_apart(self, value: Any, what: str) -> list[Any]:
+        store, ranks = self._part(f"apart/{next(self._turns)}"), range(self.world_size)
+        said = encode((True, value)).decode("ascii")
+        with self.explaining(what):
+            told = all_said(store, self.rank, self.global_ranks, said, self.timeout_s, lambda: self._check(ranks))
+        return list(map(self._told, ranks, told))
+
     def _gather(self, said: bytes) -> list[bytes]:
         """Return what every rank says, in rank order. Collective; blocks."""
         what = "the exchange of set-up information"
@@ -320,8 +332,8 @@ class TorchTransport(Transport):
         padded[: own.numel()] = own
         everyone = own.new_empty(self.world_size * padded.numel())
         self.complete(comm.all_gather(everyone, padded), what)
-        rows = everyone.view(self.world_size, -1).numpy()
-        return [row[:numel].tobytes() for row, numel in zip(rows, numels, strict=True)]
+        rows = zip(everyone.view(self.world_size, -1).numpy(), numels, strict=True)
+        return [row[:numel].tobytes() for row, numel in rows]
 
     def _told(self, rank: int, data: bytes) -> Any:
         """Return what a rank has said of itself."""
@@ -345,7 +357,7 @@ class TorchTransport(Transport):
         if is_own(error):
             return error
         if isinstance(error, EndedError) and self._unseen is not None:
-            return self._unseen
+            return kept(self._unseen)
         lines, text = self._lifelines, str(error).strip().partition("\n")[0] or type(error).__name__
         timed_out = "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, TimeoutError)
         if isinstance(error, EndedError):
@@ -377,7 +389,7 @@ class TorchTransport(Transport):
     @override
     def failure(self) -> Exception | None:
         if self._watch is not None:
-            self._watch.settle(_DIAGNOSIS_S + _GRACE_S)
+            self._watch.settle(_DIAGNOSIS_S + GRACE_S)
         return self._unseen
 
     @override
@@ -412,7 +424,7 @@ class TorchTransport(Transport):
 
     @override
     def close(self) -> None:
-        if self._finalizer.detach() is not None:
+        if self._finalizer.detach():
             self._connections.end(Word.LEFT)
 
 

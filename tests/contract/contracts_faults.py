@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +16,21 @@ import torch
 
 import commlib
 from commlib.engine.planning import plan as plans
+from commlib.engine.rounds.drivers import _shared
 from commlib.errors import ConfigError
 from commlib.transport.base import Communication
 from tests.contract.contracts_state import saved_of
 from tests.contract.probes import (
+    Collecting,
     counted,
     failing_allocation,
     failing_collective,
     is_victim,
+    transports,
     words_of,
 )
 from tests.contract.subjects import ConvNet, Frozen, Subject, Training, build, gathered, loss_of, spread
+from tests.waiting import eventually
 
 #: How long a rank may wait for one that fails.
 _TIMEOUT_S = 4.0
@@ -95,6 +102,107 @@ def contract_leaving_after_the_last_step(subject: Subject) -> None:
         commlib.unwrap(training.model)
     else:
         assert torch.isfinite(training.flat()).all()
+
+
+def contract_collected_within_a_lock(subject: Subject) -> None:
+    """A model that is dropped without `unwrap` ends wherever the collector comes upon it, also within a lock."""
+    training = subject.start().steps(2)
+    driver, places = training.engine.line.driver, []
+    users = _shared._drivers[training.engine.device][1]
+    num_before = len(users)
+    for owner, name in ((_shared, "_lock"), (driver, "_at_work"), (driver, "_lanes_lock")):
+        subject.start().steps(1)
+        places.append((owner, name, subject.forget_last()))
+    models = [weakref.ref(dropped[0].model) for _, _, dropped in places]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, dropped in places:
+            patch.setattr(owner, name, Collecting(getattr(owner, name), dropped))
+        places.clear()
+        del dropped
+        subject.start().steps(3)
+        training.assert_trains_on(4)
+    assert [model() for model in models] == [None, None, None], "the collector did not run in each of the locks"
+    assert eventually(lambda: len(users) <= num_before + 1), "the driver was not given up"
+    training.assert_trains_on()
+
+
+def contract_dropped_in_the_middle(subject: Subject) -> None:
+    """A model that is dropped without `unwrap` is collected, whatever is under way of its last step."""
+    for num_steps in (1, 2, subject.channel.warmup_steps + subject.period + 1):
+        subject.start().steps(num_steps)
+        _drop_last(subject)
+
+
+def contract_dropped_after_an_error(subject: Subject) -> None:
+    """A model whose communication ended with an error, which the user has caught, is collected once it is dropped."""
+    training = _failed(subject)
+    with contextlib.suppress(Exception):  # the later one, of which the first is the cause
+        training.backward()
+    del training
+    _drop_last(subject)
+
+
+def contract_wrapped_anew_after_an_error(subject: Subject) -> None:
+    """After an error and `unwrap` the same model can be wrapped anew, and nothing is left of the first time."""
+    model, left = _unwrapped(_failed(subject))
+    subject.release()
+    gathered(None)
+    subject.start(model).steps(3).assert_trains_on()
+    _assert_gone(left)
+
+
+def _failed(subject: Subject) -> Training:
+    """Start a training of which a collective fails on one rank."""
+    training = subject.start(timeout=_TIMEOUT_S).steps(subject.channel.warmup_steps + 1)
+    gathered(None)  # the end of one rank may break what its peers do: not of the steps before
+    has_failed = False
+    try:
+        with failing_collective(training):
+            training.steps(2 * subject.period + 1)
+    except Exception:
+        has_failed = True
+    assert has_failed or not subject.on_gradients, "no error came of a collective that failed"
+    return training
+
+
+def _unwrapped(training: Training) -> tuple[Any, list[weakref.ref[Any]]]:
+    """Unwrap a model; return it, and what is to go."""
+    left = _parts_of(training)
+    commlib.unwrap(training.model)
+    return training.model, left
+
+
+def _parts_of(training: Training) -> list[weakref.ref[Any]]:
+    return [weakref.ref(each) for each in (training.engine, *transports(training))]
+
+
+def _drop_last(subject: Subject) -> None:
+    """Drop the training that was started last; check that nothing keeps its model and communicators."""
+    dropped = subject.forget_last()
+    left = [weakref.ref(dropped[0].model), *_parts_of(dropped[0])]
+    dropped.clear()
+    _assert_gone(left)
+
+
+def _assert_gone(left: list[weakref.ref[Any]]) -> None:
+    def are_gone() -> bool:
+        gc.collect()
+        return all(each() is None for each in left)
+
+    assert eventually(are_gone), f"still there: {[each() for each in left]}"
+
+
+def contract_an_end_starts_no_thread(subject: Subject) -> None:
+    """A model can be unwrapped where no thread can be started: at the interpreter's exit, since Python 3.12."""
+    training = subject.start().steps(subject.channel.warmup_steps + subject.period + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _no_thread)
+        commlib.unwrap(training.model)
+    assert torch.isfinite(training.flat()).all()
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError(f"can't create new thread at interpreter shutdown: {thread.name}")
 
 
 def _after_a_while(communicate: Callable[[Any], Communication], line: Any) -> Communication:

@@ -268,6 +268,24 @@ def _evaluate(model: Any, is_still: bool) -> None:
     assert not is_still or all(torch.equal(output, outputs[0]) for output in outputs), "evaluations differ"
 
 
+def contract_inference_mode(subject: Subject) -> None:
+    """Within `torch.inference_mode()` the model is made the same on all ranks, saved and loaded, and trains on then."""
+    training = subject.start().steps(3)
+    weights = {name: value.clone() for name, value in training.model.state_dict().items()}
+    for act in (commlib.synchronize, _save_and_load, lambda model: model.load_state_dict(weights)):
+        with torch.inference_mode():
+            act(training.model)
+        gathered(None)
+        assert act is not commlib.synchronize or spread(training.model) == 0
+        training.steps(2).assert_sound()
+        gathered(None)
+    training.assert_trains_on()
+
+
+def _save_and_load(model: Any) -> None:
+    commlib.load_state_dict(model, copy.deepcopy(commlib.state_dict(model)))
+
+
 def contract_copies(subject: Subject) -> None:
     """A deepcopy trains on all ranks, as DDP's does, or asks for its optimizer; the original stays as it is."""
     training = subject.start().steps(4)

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commlib
+from commlib import ConfigError
 from commlib.engine.planning import plan as plans
-from tests.contract.subjects import Subject, Training, build, everyones, gathered, spread
+from tests.contract.probes import is_victim, raises_alike
+from tests.contract.subjects import Subject, Training, build, everyones, gathered, loss_of, spread
 
 #: Steps after which a run is saved: while plans are profiled and tried, in warm-ups, and after them.
 _SAVED_AFTER = (1, 2, 3, 4, 9, 10)
@@ -86,8 +88,14 @@ def saved_of(training: Training) -> Any:
 
 def resume(subject: Subject, saved: Any, steps: int, weights_first: bool = True, **options: Any) -> Training:
     """Return a fresh run that goes on from what was saved."""
-    state, weights, of_optimizer = copy.deepcopy(saved)
     training = subject.start(build(seed=99), **options)
+    _take_over(training, saved, steps, weights_first)
+    return training
+
+
+def _take_over(training: Training, saved: Any, steps: int, weights_first: bool) -> None:
+    """Load what was saved after so many steps."""
+    state, weights, of_optimizer = copy.deepcopy(saved)
     if weights_first:
         training.model.load_state_dict(weights)
     commlib.load_state_dict(training.model, state)
@@ -95,7 +103,58 @@ def resume(subject: Subject, saved: Any, steps: int, weights_first: bool = True,
         training.model.load_state_dict(weights)
     training.optimizer.load_state_dict(of_optimizer)
     training.num_steps = steps
-    return training
+
+
+def contract_rolled_back(subject: Subject) -> None:
+    """A run that goes back to what it saved, any number of steps later, makes the same steps bit for bit again."""
+    training = subject.start(bucket_cap_mb=None).steps(4)
+    saved = saved_of(training)
+    way = [training.steps(1).flat() for _ in range(4)]
+    for later in (1, 2, 3, 3):  # after 4 steps more, then after 1, after 2 and after 3
+        gathered(None)  # nobody goes on from other weights in a round with those that have yet to load them
+        _take_over(training, saved, 4, weights_first=later % 2 == 0)
+        gathered(None)
+        again = [training.steps(1).flat() for _ in range(later)]
+        if not subject.runs_by_clocks:
+            for number, (first, second) in enumerate(zip(way, again, strict=False), 1):
+                assert torch.equal(first, second), f"step {number} of {later} differs"
+    training.assert_trains_on()
+
+
+def contract_states_of_different_steps(subject: Subject) -> None:
+    """Ranks that load states of different steps are all told so, and go on when that was put right."""
+    saved = subject.start().steps(subject.channel.warmup_steps)
+    early = copy.deepcopy(commlib.state_dict(saved.model))
+    late = copy.deepcopy(commlib.state_dict(saved.steps(1).model))
+    training = subject.start(build(seed=99))
+    if subject.channel.keeps_step:
+        commlib.load_state_dict(training.model, late if is_victim() else early)
+        for _ in range(2):  # also where the error was caught
+            with raises_alike(ConfigError, "states that were loaded differ", f"step {late['step']}"):
+                training.step()
+    commlib.load_state_dict(training.model, early)
+    training.steps(3).assert_sound()
+    training.assert_trains_on()
+
+
+def contract_refused_state(subject: Subject) -> None:
+    """A state that is refused changes nothing: the run goes on bit for bit as one that was not asked to load it."""
+    plain, asked = subject.start().steps(4), subject.start().steps(4)
+    state = commlib.state_dict(asked.model)
+    commlib.state_dict(plain.model)
+    others = {"algorithm": "another", "format": 0, "plan": {"buckets": [["another"]], "ready_s": [0.0]}}
+    for key, value in others.items():
+        with raises_alike(ConfigError, key):
+            commlib.load_state_dict(asked.model, {**copy.deepcopy(state), key: value})
+    for key in sorted(state.keys() - {"rank", "world_size", "shard"}):  # of which not all states have to say something
+        with raises_alike(ConfigError, key):
+            commlib.load_state_dict(asked.model, {k: v for k, v in copy.deepcopy(state).items() if k != key})
+    for step in range(4):
+        plain.step()
+        asked.step()
+        if not subject.runs_by_clocks:
+            assert torch.equal(plain.flat(), asked.flat()), f"differs {step + 1} steps later"
+    asked.assert_trains_on()
 
 
 def contract_state_dict_is_plain(subject: Subject) -> None:
@@ -145,6 +204,25 @@ def contract_loaded_weights_stay(subject: Subject) -> None:
         training.step()
         far = float((training.flat() - expected).abs().max())
         assert far < 1e-6, f"weights are {far} from those that were loaded, {step + 1} steps of lr 0 later"
+
+
+def contract_swapped_weights(subject: Subject) -> None:
+    """One rank alone may load other weights, evaluate them, and load its own again: the run goes on bit for bit."""
+    plain, swapped = subject.start(), subject.start()
+    for step in range(8):
+        plain.step()
+        swapped.step()
+        if step in (2, 3, 6) and is_victim():
+            own = copy.deepcopy(swapped.model.state_dict())
+            swapped.model.load_state_dict({name: 0.5 * value for name, value in own.items()})
+            with torch.no_grad():
+                loss_of(swapped.model, step)
+            swapped.model.load_state_dict(own)
+        if subject.runs_by_clocks:
+            gathered(None)
+            continue
+        assert torch.equal(plain.flat(), swapped.flat()), f"differs after step {step + 1}"
+    swapped.assert_trains_on()
 
 
 def contract_change_of_plan(subject: Subject) -> None:

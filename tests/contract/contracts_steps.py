@@ -66,7 +66,7 @@ def contract_expected_backward(subject: Subject) -> None:
         if not subject.runs_by_clocks:
             assert torch.equal(usual.flat(), expected.flat()), f"other weights after step {step + 1}"
     expected.optimizer.zero_grad()
-    if subject.on_gradients:
+    if subject.on_gradients and dist.get_world_size() > 1:  # one rank alone has nobody to be apart from
         with raises_alike(ConfigError, "expect_backward"):
             loss_of(expected.model.module, 7).backward()
         with counted(expected) as sent, expected.model.no_sync():
@@ -209,6 +209,32 @@ def contract_clip_grad_norm(subject: Subject) -> None:
         training.num_steps += 1
     training.assert_sound()
     training.assert_trains_on()
+
+
+def contract_hooks_on_gradients(subject: Subject) -> None:
+    """A hook that changes a gradient is heeded whether it was set before `wrap` or after it, as with DDP."""
+    ways = []
+    for first in (True, False):
+        model = build()
+        if first:
+            _halve_gradients(model)
+        training = subject.start(model)
+        if not first:
+            _halve_gradients(model)
+        training.steps(subject.channel.warmup_steps + 4).assert_sound()
+        ways.append(training.flat())
+        training.assert_trains_on()
+    if not subject.runs_by_clocks:
+        assert torch.equal(*ways), "it matters when the hook was set"
+
+
+def _halve_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    parameter.grad = 0.5 * parameter.grad  # type: ignore[operator]
 
 
 def contract_closure(subject: Subject) -> None:

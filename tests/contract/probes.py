@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ def words_of(error: BaseException | None) -> str | None:
 @contextlib.contextmanager
 def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
     """Check that the block raises `kind` on every rank, with all `words` in its message."""
+    gathered(None)  # what came before has ended on all ranks: an error here may end it where it has not
     caught: BaseException | None = None
     try:
         yield
@@ -36,6 +38,26 @@ def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
     assert all(everyone), f"expected {kind.__name__} on all ranks, got {everyone}"
     assert isinstance(caught, kind), f"expected {kind.__name__}, got {everyone}"
     assert all(word in str(caught) for word in words), f"expected {words} in the message: {caught}"
+
+
+class Collecting:
+    """A lock in whose place it is; when it is first held, what `dropped` alone holds is dropped and collected."""
+
+    def __init__(self, lock: Any, dropped: list[Training]) -> None:
+        self._lock, self._dropped = lock, dropped
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self._dropped:
+            self._dropped.clear()
+            gc.collect()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def locked(self) -> bool:
+        """Return whether it is held."""
+        return self._lock.locked()
 
 
 @contextlib.contextmanager

@@ -233,7 +233,7 @@ class Subject:
         """Make the optimizer that the algorithm needs, or SGD with momentum."""
         if self.cls.optimizer_type is not None:
             return self.cls.optimizer_type(parameters, lr=0.01 if lr is None else lr)  # type: ignore[call-arg]
-        momentum = 0.0 if "momentum" in inspect.signature(self.cls).parameters else 0.9  # or the algorithm has its own
+        momentum = 0.0 if self.cls.has_momentum else 0.9
         return torch.optim.SGD(parameters, lr=0.05 if lr is None else lr, momentum=momentum)
 
     def start(self, model: Any = None, *, lr: float | None = None, **options: Any) -> Training:
@@ -246,6 +246,10 @@ class Subject:
     def release(self) -> None:
         """Let go of all that was started."""
         self._started.clear()
+
+    def forget_last(self) -> list[Training]:
+        """Return the training that was started last, in a list that alone holds it."""
+        return [self._started.pop()]
 
 
 class Training:

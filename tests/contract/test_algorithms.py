@@ -29,8 +29,9 @@ QUICK = (
 #: What the engine alone promises: slow tests for siblings.
 OF_THE_ENGINE = (
     *("autocast", "clip_grad_norm", "closure", "copies", "failed_backward_before_any_communication"),
+    "hooks_on_gradients",
     *("failed_backward_in_no_sync", "local_evaluation", "optimizer_list", "optimizer_proxy", "own_buffers"),
-    *("unwrap_restores", "leaving_after_the_last_step"),
+    *("unwrap_restores", "leaving_after_the_last_step", "collected_within_a_lock", "an_end_starts_no_thread"),
 )
 
 

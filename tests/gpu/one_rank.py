@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.errors import TransportError
+from commlib.errors import ConfigError, TransportError
 from tests.contract.contracts_state import resume, saved_of
 from tests.contract.subjects import Subject, Training, build, gathered, loss_of, set_device, spread
 from tests.gpu import results
@@ -29,7 +29,13 @@ _GRACE_S = 4.0
 #: How far losses may be from those of the CPU, in parts of them: of exact algorithms, and where a number that rounds in
 #: another way is sent as another code. Weights that only one rank holds have no less.
 _EXACT, _RELAXED = 1e-4, 5e-2
-_RESERVE_S = 9.0  # for what comes after the algorithms
+#: Seconds for what comes after the algorithms, by the number of ranks.
+_RESERVE_S = {1: 2.0, 2: 14.0}
+_RESERVE_OF_MORE_S = 9.0
+#: MiB of a bucket where ranks share a device: each waits for its slice of it in every collective.
+_SHARED_CAP_MB = 0.008
+#: What trains on the CPU alone and says so on CUDA.
+_ON_CPU_ONLY = ("hogwild",)
 _FIRST = (
     *("allreduce", "bytegrad", "ef_quantized", "topk", "powersgd", "diloco", "local_sgd", "signsgd", "onebit_adam"),
     *("decentralized", "async_sgd", "async_averaging", "qsgd", "dgc"),
@@ -48,6 +54,9 @@ class Rank:
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._where = f"{self.world_size} ranks on {device.type}, {backend}"
+        self._options = {"timeout": TIMEOUT_S}
+        if self.world_size > 1 and device.type == "cuda":
+            self._options["bucket_cap_mb"] = _SHARED_CAP_MB
 
     def hold(self, name: str, check: Callable[[], dict[str, Any]], shown: bool = True) -> bool:
         """Run a check on all ranks; rank 0 notes what became of it (`shown`: for the table). Return if all passed."""
@@ -85,7 +94,9 @@ class Rank:
         """Train 20 steps; replicas, losses against the CPU's, and a resume from the middle."""
         set_device(self.device)
         subject = Subject(name)
-        whole, losses, saved = _trained(subject)
+        if name in _ON_CPU_ONLY and self.device.type == "cuda":
+            return self._refused(subject)
+        whole, losses, saved = _trained(subject, **self._options)
         self._check_replicas(whole)
         far = self._check_losses(subject, losses)
         self._check_resume(subject, whole, saved)
@@ -93,6 +104,13 @@ class Rank:
             commlib.unwrap(training.model)
         subject.release()
         return {"loss": float(losses[-1]), "from_cpu": far}
+
+    def _refused(self, subject: Subject) -> dict[str, Any]:
+        try:
+            subject.start(**self._options)
+        except ConfigError as error:
+            return {"refused": str(error)[:200]}
+        raise AssertionError("it was taken, though it trains on the CPU alone")
 
     def _check_replicas(self, training: Training) -> None:
         if training.subject.on_gradients:
@@ -102,7 +120,7 @@ class Rank:
     def _check_losses(self, subject: Subject, losses: torch.Tensor) -> float:
         assert torch.isfinite(losses).all(), f"losses: {losses.tolist()}"
         set_device(torch.device("cpu"))
-        _, expected, _ = _trained(subject)
+        _, expected, _ = _trained(subject, **self._options)
         set_device(self.device)
         far = float(((losses - expected).abs() / expected.abs()).max())
         most = _EXACT if subject.is_exact else _RELAXED
@@ -110,7 +128,7 @@ class Rank:
         return far
 
     def _check_resume(self, subject: Subject, whole: Training, saved: Any) -> None:
-        resumed = resume(subject, saved, SAVED_AFTER, timeout=TIMEOUT_S)
+        resumed = resume(subject, saved, SAVED_AFTER, **self._options)
         resumed.steps(STEPS - SAVED_AFTER)
         far = float((resumed.flat() - whole.flat()).abs().max())
         assert subject.runs_by_clocks or far == 0, f"the resumed run is {far} away"
@@ -119,13 +137,18 @@ class Rank:
 
     def closing(self) -> dict[str, Any]:
         """Unwrap while collectives are queued behind work that takes long: the gradients are the mean all the same."""
-        expected, model = build(), commlib.wrap(build(), "allreduce", timeout=TIMEOUT_S)
+        expected, options = build(), {"bucket_cap_mb": _SHARED_CAP_MB, **self._options}
         for rank in range(self.world_size):
-            (loss_of(expected, 0, rank) / self.world_size).backward()
-        if self.device.type == "cuda":
-            torch.cuda._sleep(500_000_000)
-        loss_of(model, 0).backward()
+            (loss_of(expected, 2, rank) / self.world_size).backward()
+        model = commlib.wrap(build(), "allreduce", **options)
+        for step in range(3):  # the first ones wait for what they measure
+            model.zero_grad()
+            if step == 2 and self.device.type == "cuda":
+                torch.cuda._sleep(500_000_000)
+            loss_of(model, step).backward()
+        is_queued = self.device.type != "cuda" or not torch.cuda.current_stream().query()
         commlib.unwrap(model)
+        assert is_queued, "the host waited for the collectives, so nothing was queued when the model was unwrapped"
         for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-6)
         gathered(None)
@@ -175,9 +198,9 @@ class Rank:
         raise AssertionError("no error though a rank was gone")
 
 
-def _trained(subject: Subject) -> tuple[Training, torch.Tensor, Any]:
+def _trained(subject: Subject, **options: Any) -> tuple[Training, torch.Tensor, Any]:
     """Train; return the training, its losses [STEPS] on the CPU, and what was saved on the way."""
-    training = subject.start(timeout=TIMEOUT_S)
+    training = subject.start(**options)
     losses = [_step(training) for _ in range(SAVED_AFTER)]
     saved = saved_of(training)
     losses += [_step(training) for _ in range(STEPS - SAVED_AFTER)]
@@ -221,15 +244,15 @@ def main() -> int:
         elif args.backend == "nccl":
             sys.stdout.flush()
             os._exit(REFUSED)  # an aborted NCCL must not hold the process up
-    names = chosen(args.algorithms)
+    names, reserve_s = chosen(args.algorithms), _RESERVE_S.get(rank.world_size, _RESERVE_OF_MORE_S)
     for idx, name in enumerate(names):
-        if any(gathered(time.monotonic() > args.until - _RESERVE_S)):
+        if any(gathered(time.monotonic() > args.until - reserve_s)):
             rank.hold("algorithms for which there was time", lambda idx=idx: {"count": f"{idx} of {len(names)}"})
             break
         rank.hold(name, lambda name=name: rank.algorithm(name), shown=False)
     if rank.world_size > 1:
         rank.hold("closing behind queued collectives", rank.closing)
-        if rank.world_size > 2 or args.device == "cpu":
+        if rank.world_size == 2 or args.device == "cpu":
             rank.hold("a late rank", rank.late_rank)
         rank.killed_rank()
     else:

@@ -24,6 +24,8 @@ from tests.gpu import results
 REFUSED, WORKS = 5, "the backend works"
 #: What rank 0 prints of a check that failed.
 FAILED = "failed on this or another rank:"
+#: Ranks that share a device take turns on it, so the fewer times NCCL's kernels wait for each other the better.
+FEW_KERNELS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_RAS_ENABLE": "0"}
 _POLL_S = 0.05
 _MOMENT_S = 8.0  # for the others, once a rank has failed
 _END_S = 3.0
@@ -93,6 +95,7 @@ def _start(
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_HOSTID": f"commlib-rank-{rank}",
+        **FEW_KERNELS,
         "NCCL_DEBUG": "WARN",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }

@@ -214,7 +214,7 @@ def test_kernels_run_on_the_current_stream(device: torch.device) -> None:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000)
         x.zero_()
         cuda_codecs.encode(1, x, payload)
     assert torch.equal(payload, expected), "encoded before its stream got there"

@@ -46,11 +46,6 @@ def gradients_of(step: int, device: torch.device) -> list[Tensor]:
     return [gradient.to(device) for gradient in found]
 
 
-def has_momentum(algorithm: Algorithm) -> bool:
-    """Return whether the algorithm has its own momentum in the place of the optimizer's."""
-    return algorithm.exactness == "compensated" and hasattr(algorithm, "momentum")
-
-
 class Steps:
     """A wrapped model and its data, ready to make steps without a copy from the host.
 
@@ -64,7 +59,7 @@ class Steps:
     def __init__(self, algorithm: Algorithm, cap_mb: float, device: torch.device, steps: int = STEPS) -> None:
         self.model: Any = Given().to(device)
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=2.0**-6, momentum=0.0 if has_momentum(algorithm) else 0.5
+            self.model.parameters(), lr=2.0**-6, momentum=0.0 if algorithm.has_momentum else 0.5
         )
         self._data = [gradients_of(step, device) for step in range(steps)]
         self.num_steps = 0

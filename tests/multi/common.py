@@ -276,6 +276,7 @@ def mean_gradients(build: Callable[[], nn.Module], loss_of_rank: Callable[[nn.Mo
 @contextlib.contextmanager
 def raises_on_every_rank(kind: type[BaseException], *words: str, group: Any = None) -> Iterator[None]:
     """Check that the block raises `kind` on every rank, each with all `words` (case ignored) in its message."""
+    dist.barrier(group=group)  # what came before has ended on all ranks: an error here may end it where it has not
     caught: BaseException | None = None
     try:
         yield

@@ -167,7 +167,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
         try:
             model(data(0, 4, 32))
         except commlib.errors.CommlibError as later:
-            report(event="later", message=str(later))
+            report(event="later", message=str(later), kind=type(later).__name__, ranks=sorted(later.ranks))
         raise
 
 

@@ -322,6 +322,7 @@ def wrap_and_die(moment: str) -> None:
     try:
         commlib.wrap(seeded(Mlp), timeout=4 if moment == "meeting" else TIMEOUT_S)
     except CommlibError as error:
+        dist.distributed_c10d._get_default_store().add("wraps that failed", 1)  # nothing holds it up
         report_error(error, began_s)
         raise
 
@@ -413,3 +414,23 @@ def test_lifelines_cost_one_connection_a_peer_and_end_with_the_transport() -> No
     transport.close()
     assert set(threading.enumerate()) <= before
     assert all(each.fileno() == -1 for each in lines._sockets.values())
+
+
+@on_ranks(2)
+def test_a_store_that_does_not_answer_is_told_and_where() -> None:
+    """Nothing ends a call of the store, so a thread of its own makes it."""
+    over = threading.Event()
+
+    def hanging(*_: object) -> None:
+        over.wait(30)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_dist, "Meeting", hanging)
+        patch.setattr(torch_dist, "GRACE_S", 0.2)
+        began = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
+            commlib.wrap(seeded(Mlp), timeout=0.3)
+        assert time.monotonic() - began < 5
+    over.set()
+    dist.barrier()
+    commlib.unwrap(commlib.wrap(seeded(Mlp), timeout=20))

@@ -18,7 +18,18 @@ import commlib
 from commlib.checkpoint import consensus_state_dict, rank_state, read_rank_file, replicas_differ, write_rank_file
 from commlib.errors import ConfigError
 from tests.contract import subjects
-from tests.contract.subjects import ConvNet, Mlp, Subject, Training, build, everyones, flat, gathered, slow_for_siblings
+from tests.contract.subjects import (
+    ConvNet,
+    Mlp,
+    Subject,
+    Training,
+    build,
+    everyones,
+    flat,
+    gathered,
+    loss_of,
+    slow_for_siblings,
+)
 from tests.multi.common import raises_on_every_rank
 from tests.multi.pool import on_ranks, run_ranks
 
@@ -53,6 +64,40 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", ["allreduce", "topk", "diloco"])
+def test_a_rank_that_loads_no_state_is_missed(name: str) -> None:
+    training = Subject(name).start(timeout=2).steps(3)
+    state = commlib.state_dict(training.model)
+    if dist.get_rank() == 0:
+        commlib.load_state_dict(training.model, state)
+    words = ["load_state_dict", "ranks [1, 2] wrote nothing"] if dist.get_rank() == 0 else ["failed"]
+    with raises_on_every_rank(commlib.PeerTimeout, *words):
+        training.steps(4)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", ["diloco", "low_precision_decentralized"])
+def test_a_rank_that_alone_loads_weights_is_told(name: str) -> None:
+    training = Subject(name).start(timeout=2).steps(3)
+    if dist.get_rank() == 0:
+        training.model.load_state_dict({name: 0.5 * value for name, value in training.model.state_dict().items()})
+    words = ["load_state_dict", "ranks [1, 2] wrote nothing"] if dist.get_rank() == 0 else ["failed"]
+    with raises_on_every_rank(commlib.PeerTimeout, *words):
+        training.steps(4)
+
+
+@on_ranks(2)
+def test_one_rank_alone_evaluates_what_it_has_loaded() -> None:
+    training = Subject("diloco").start().steps(3)
+    commlib.load_state_dict(training.model, commlib.state_dict(training.model))
+    if dist.get_rank() == 0:
+        loss_of(training.model.eval(), 0)  # with gradients enabled, as happens
+        training.model.train()
+    gathered(None)
+    training.steps(3).assert_sound()
 
 
 def resumes_after(name: str, steps: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import re
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -138,6 +140,7 @@ def test_other_wrappers_around_a_wrapped_model_are_refused() -> None:
     sharded = fully_shard(wrap(seeded(Mlp)))
     with raises_on_every_rank(ConfigError, "first.weight", "fully_shard"):
         sharded(data(0, 5, 8))
+    commlib.unwrap(sharded)
 
 
 @on_ranks(2)
@@ -286,18 +289,131 @@ def test_a_parameter_outside_of_the_optimizers_is_named() -> None:
     wrap(model, algorithm="local_sgd", optimizer=[*parts, sgd(model.third)])
 
 
-@on_ranks(2)
-def test_a_forward_of_other_methods_stays_local_and_is_logged_once() -> None:
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What commlib logs meanwhile."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("commlib")
     logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+@on_ranks(2)
+def test_a_forward_of_other_methods_stays_local_and_is_logged_once() -> None:
     model = wrap(seeded(Mlp))
     train(model, mlp_loss, 2)
-    for step in range(3):
-        model.zero_grad()
-        with nothing_sent(model):
-            model.third(torch.tanh(model.second(torch.tanh(model.first(data(step, 5, 8)))))).sum().backward()
-    logger.removeHandler(handler)
+    with logged() as records:
+        for step in range(3):
+            model.zero_grad()
+            with nothing_sent(model):
+                model.third(torch.tanh(model.second(torch.tanh(model.first(data(step, 5, 8)))))).sum().backward()
     assert len([text for text in records if "stay local" in text]) == 1
+
+
+def step_and_drop(optimizers: dict[Tensor, torch.optim.Optimizer], parameter: Tensor) -> None:
+    optimizers[parameter].step()
+    parameter.grad = None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["allreduce", "topk"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_optimizer_in_a_hook_is_refused(algorithm: str, is_first: bool) -> None:
+    model = seeded(Mlp)
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    if not is_first:
+        wrap(model, algorithm=algorithm)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(step_and_drop, optimizers))
+    if is_first:
+        wrap(model, algorithm=algorithm)
+    loss = mlp_loss(model, 0)
+    with raises_on_every_rank(ConfigError, "is None now", "after backward"):
+        loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["allreduce", "local_sgd"])
+def test_optimizers_that_torch_lets_step_in_backward_are_refused(algorithm: str) -> None:
+    model, late = seeded(Mlp), seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(late, algorithm=algorithm, optimizer=sgd(late))
+    for each in (model, late):
+        for parameter in each.parameters():  # as torch.distributed.optim._apply_optimizer_in_backward leaves them
+            parameter._in_backward_optimizers = [torch.optim.SGD([parameter], lr=0.1)]  # type: ignore[attr-defined]
+    with raises_on_every_rank(ConfigError, "_apply_optimizer_in_backward"):
+        wrap(model, algorithm=algorithm, optimizer=optimizer)
+    with raises_on_every_rank(ConfigError, "_apply_optimizer_in_backward"):
+        mlp_loss(late, 0)
+
+
+@on_ranks(2)
+def test_a_step_with_many_forwards_is_one_of_a_known_optimizer() -> None:
+    model = seeded(Mlp)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=8)
+    wrap(model, algorithm="local_sgd", optimizer=optimizer)
+    num_forwards = 0
+
+    def closure() -> Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        optimizer.zero_grad()
+        loss = mlp_loss(model, 0)
+        loss.backward()
+        return loss
+
+    with logged() as records:
+        for _ in range(3):
+            optimizer.step(closure)  # type: ignore[arg-type]
+    assert num_forwards > 10
+    assert not records
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("algorithm", "is_told"),
+    [("local_sgd", True), ("diloco", True), ("post_local_sgd", True), ("allreduce", False), ("topk", False)],
+)
+def test_steps_of_an_optimizer_that_is_not_known_are_told_of(algorithm: str, is_told: bool) -> None:
+    model = seeded(Mlp)
+    known = sgd(model)
+    wrap(model, algorithm=algorithm, optimizer=known)
+    with logged() as records:
+        train(model, mlp_loss, 4, known)
+        with model.no_sync():  # accumulation: no step, and no change
+            for step in range(4):
+                mlp_loss(model, step).backward()
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        mlp_loss(model, 0).backward()
+        commlib.synchronize(model)
+        mlp_loss(model, 0).backward()
+        assert not records
+        other = sgd(model)
+        for step in range(23):
+            other.zero_grad()
+            mlp_loss(model, step).backward()
+            other.step()
+    found = [text for text in records if "made no step" in text]
+    assert [text.split("changed ")[1].split()[0] for text in found] == (["2", "20"] if is_told else [])
+    assert all("SGD" in text and repr(algorithm) in text for text in found)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_several_that_makes_no_step_is_told_of() -> None:
+    model = seeded(Mlp)
+    parts = [sgd(model.first), sgd(nn.ModuleList([model.second, model.third]))]
+    wrap(model, algorithm="local_sgd", optimizer=parts)
+    with logged() as records:
+        for step in range(12):
+            for part in parts if step < 6 else parts[:1]:
+                part.zero_grad()
+            mlp_loss(model, step).backward()
+            for part in parts if step < 6 else parts[:1]:
+                part.step()
+            assert bool(records) is (step > 7)  # the second change of the first one alone
+    assert "not all of which did" in records[0]

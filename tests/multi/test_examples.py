@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib.emulation import check_requirements
+from tests.loopback import OWN_LOOPBACK, needs_own_loopback
 from tests.multi.pool import RankExit, spawn_ranks
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
@@ -29,8 +29,6 @@ EXAMPLES = REPOSITORY / "examples"
 #: the interpreter's lock, and one that waits for that to free a tensor is waited for without end; DDP's scripts, too.
 _QUIET_S = 0.2
 LAUNCH_S = 100  # a launch imports torch in three processes; a busy machine takes a while
-
-_MISSING = check_requirements()
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -150,11 +148,10 @@ def test_the_tutorials_script_resumes_to_the_same_loss(tmp_path):
     assert "0.34 MB sent per rank (compression x1.00)" in rest
 
 
-@pytest.mark.skipif(bool(_MISSING), reason="a loopback of its own needs " + "; ".join(_MISSING))
+@needs_own_loopback
 def test_demo_compares_with_ddp_and_draws(tmp_path):
     """On a loopback of its own: it counts all bytes there, other tests' too."""
-    alone = ["unshare", "--net", "/bin/sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    printed = torchrun("demo.py", "--epochs", 1, "--plot", tmp_path / "folder" / "demo.png", where=alone)
+    printed = torchrun("demo.py", "--epochs", 1, "--plot", tmp_path / "folder" / "demo.png", where=OWN_LOOPBACK)
     rows = {
         name: re.search(rf"^ *{name} .*$", printed, re.MULTILINE)
         for name in ("DDP", "commlib allreduce", "commlib bf16", "commlib bytegrad")

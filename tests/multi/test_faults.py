@@ -85,7 +85,9 @@ def test_a_fault_at_a_round_over_weights(kind: str, algorithm: str) -> None:
             words = ("reduce", "bucket", r"layers\.", NAMES_VICTIM)
             assert_told(exit_, kinds=kinds, within_s=TIMEOUT_S + SLACK_S, words=words)
             assert reports(exit_, "trained")[0]["rounds"] == 2
-            assert "earlier error" in reports(exit_, "later")[0]["message"]
+            (later,), (error,) = reports(exit_, "later"), reports(exit_, "error")
+            assert "earlier error" in later["message"]
+            assert (later["kind"], later["ranks"]) == (error["kind"], error["ranks"])
         if victim_code is not None:
             (victim,) = ranks.wait(20, [VICTIM])
             assert victim.returncode == victim_code, victim.output

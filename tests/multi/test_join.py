@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+import commlib
 from tests.multi.common import (
     SMALL_BUCKET_MB,
     Branches,
@@ -181,6 +182,19 @@ def test_one_rank_has_no_inputs_at_all() -> None:
         (alone(data(step, 5, 8, rank=1)).square().mean() / 2).backward()
         optimizer.step()
     assert_same_tensors(tensors(model), tensors(alone), "final value", exact=False)
+
+
+@on_ranks(3)
+def test_a_rank_without_inputs_has_loaded_state() -> None:
+    model = wrap(seeded(Mlp), **SMALL)
+    train(model, mlp_loss, 3)
+    commlib.load_state_dict(model, commlib.state_dict(model))
+    with model.join():
+        for step in range(dist.get_rank()):
+            model.zero_grad()
+            mlp_loss(model, step).backward()
+    train(model, mlp_loss, 2)
+    assert_replicas_identical(model)
 
 
 @on_ranks(2)

@@ -25,11 +25,16 @@ from tests.multi.nccl_stand_in import in_place_of_nccl
 from tests.multi.pool import on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_faults import reports
+from tests.waiting import eventually
 
 
 def connect(timeout_s: float = 20.0) -> tuple[TorchTransport, Communicator]:
     transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=timeout_s))
     return transport, Communicator(transport.rank, transport.world_size)
+
+
+def words_of(error: CommlibError) -> tuple[type, str, set[int]]:
+    return type(error), str(error), set(getattr(error, "ranks", ()))
 
 
 class Engine:
@@ -38,7 +43,7 @@ class Engine:
     def __init__(self, transport: TorchTransport) -> None:
         self.transport = transport
         self.told = threading.Event()
-        self.error: Exception | None = None
+        self.error: Any = None
         transport.on_failure(self.abandon)
 
     def abandon(self, error: Exception) -> None:
@@ -74,7 +79,7 @@ def issue_and_go_on(ending: str, timeout_s: float) -> None:
         report_error(engine.error, began_s)
         with pytest.raises(CommlibError) as later, transport.explaining("a later collective"):
             transport.issue(comm.all_reduce(torch.ones(1000)))
-        report(event="later", is_the_same=later.value is engine.error)
+        report(event="later", is_the_same=words_of(later.value) == words_of(engine.error))
         transport.close()
         report(event="closed", calls=nccl_stand_in.CALLS[-1:], waited_s=time.monotonic() - began_s)
 
@@ -144,14 +149,19 @@ def test_communicators_have_names_and_ranks_for_torchs_logs() -> None:
 @on_ranks(2)
 def test_a_rank_that_does_not_come_to_connect_is_late() -> None:
     """NCCL's own waiting for it has no end."""
+    is_over = threading.Event()
+
+    def make(*_: Any) -> None:
+        is_over.wait(4.0 if dist.get_rank() == 1 else 60.0)
+        raise RuntimeError("no connection, says the test")
+
     with in_place_of_nccl(), pytest.MonkeyPatch.context() as patch:
-        make = nccl.make
-        late = dist.get_rank() == 1
-        patch.setattr(nccl, "make", lambda *args: (time.sleep(4.0 if late else 60.0), make(*args))[1])
+        patch.setattr(nccl, "make", make)
         began_s = time.monotonic()
         with pytest.raises(CommlibError, match="making the communicator in commlib.wrap"):
             connect(timeout_s=2.0)
         assert time.monotonic() - began_s < 10.0
+    is_over.set()
 
 
 @on_ranks(2)
@@ -183,5 +193,5 @@ def test_a_transport_that_nobody_holds_ends_with_its_watch() -> None:
         del transport, engine
         gc.collect()
         assert [each() for each in alive] == [None, None]
-        assert nccl_stand_in.CALLS[-1] == "shutdown"
-        assert not [each for each in threading.enumerate() if each.name == "commlib-watch"]
+        assert eventually(lambda: nccl_stand_in.CALLS[-1] == "shutdown")
+        assert eventually(lambda: not [each for each in threading.enumerate() if each.name == "commlib-watch"])

@@ -20,6 +20,7 @@ from tests.multi.common import (
     assert_same_tensors,
     check_like_ddp,
     data,
+    ddp,
     gradients,
     mean_gradients,
     mlp_loss,
@@ -150,7 +151,29 @@ def test_parameters_returned_as_outputs() -> None:
         weight, bias = model()
         return (data(step, 5, 4) @ weight + bias).square().mean()
 
-    check_like_ddp(Returning, loss, steps=6)
+    model = check_like_ddp(Returning, loss, steps=6)
+    assert [len(p._backward_hooks) for p in model.parameters()] == [1, 1], "one hook each, whatever the steps"
+    commlib.unwrap(model)
+    assert [len(p._backward_hooks) for p in model.parameters()] == [0, 0]
+
+
+@on_ranks(2)
+def test_parameters_returned_as_outputs_of_forwards_that_are_not_synchronised() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        weight, bias = model()
+        return (data(step, 5, 4) @ weight + bias).square().mean()
+
+    original = seeded(Returning)
+    results = []
+    for model in (ddp(copy.deepcopy(original)), wrap(original)):
+        loss(model, 0).backward()
+        with model.no_sync():
+            loss(model, 1).backward()
+        own = gradients(model)
+        loss(model, 2).backward()
+        results.append((own, gradients(model)))
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert_same_tensors(got, expected, "gradient", exact=True)
 
 
 @on_ranks(2)

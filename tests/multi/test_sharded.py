@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import commlib
@@ -749,6 +749,84 @@ def test_native_hsdp_makes_the_same_gradients() -> None:
             loss(model, step, dist.get_rank()).backward()
         expected = [full(parameter.grad) for parameter in torchs.parameters()]
         assert far([parameter.grad for parameter in ours.parameters()], expected) < 1e-10
+
+
+class _Moved(torch.autograd.Function):
+    """What `move` makes of rows, over a group; `back` is its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, move: Any, back: Any) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return move(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def gather(rows: Tensor, group: Any) -> Tensor:
+    everyones = [torch.empty_like(rows) for _ in range(group.size())]
+    dist.all_gather(everyones, rows.contiguous(), group=group)
+    return torch.cat(everyones)
+
+
+def scatter(rows: Tensor, group: Any) -> Tensor:
+    total = rows.clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].clone()
+
+
+class Experts(nn.Module):
+    """A mixture of experts, each token's by the gate; with a mesh each rank has some of them and sees all tokens."""
+
+    def __init__(self, count: int = 6, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.gate = nn.Linear(width, count)
+        self.experts = nn.Parameter(torch.randn(count, width, width) / 4)
+        self.last = nn.Linear(width, 1)
+        self.mesh: DeviceMesh | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        shares = torch.softmax(self.gate(hidden), dim=-1)
+        if self.mesh is None:
+            return self.last(hidden + self._mixed(hidden, shares, self.experts))
+        group = self.mesh.get_group()
+        own = _Moved.apply(shares, group, gather, scatter).tensor_split(group.size(), dim=1)[group.rank()]
+        everyones = _Moved.apply(hidden, group, gather, scatter)
+        mixed = self._mixed(everyones, own, self.experts.to_local())  # type: ignore[attr-defined]
+        return self.last(hidden + _Moved.apply(mixed, group, scatter, gather))
+
+    @staticmethod
+    def _mixed(hidden: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        return torch.einsum("te,tef->tf", shares, torch.tanh(torch.einsum("td,edf->tef", hidden, experts)))
+
+    def spread(self, mesh: DeviceMesh) -> Experts:
+        """Give each rank of a mesh its part of the experts, with the mean of gradients; FSDP2 shards the rest."""
+        self.mesh = mesh
+        self.experts = nn.Parameter(distribute_tensor(self.experts.data, mesh, [Shard(0)]))
+        self.experts.register_hook(lambda gradient: gradient / mesh.size())
+        return fully_shard(self, mesh=mesh, ignored_params={self.experts})  # type: ignore[return-value]
+
+
+@on_ranks(4)
+def test_expert_parallelism_beside_fsdp() -> None:
+    """Experts are spread over an island, and averaged with the same experts of the other one."""
+    mesh = mesh_of(2, 2)
+    model, reference = seeded(Experts).double().spread(mesh["shard"]), seeded(Experts).double()
+    optimizers = [momentum(model), momentum(reference)]
+    wrapped(model, mesh, "allreduce", optimizers[0])
+    for step in range(20):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        for place in range(4):
+            (loss(reference, step, place) / 4).backward()
+        assert far([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()]) < 1e-10
+        for optimizer in optimizers:
+            optimizer.step()
+    assert far(model.parameters(), reference.parameters()) < 1e-10
 
 
 @on_ranks(4)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ import worker  # noqa: E402
 from harness import Place  # noqa: E402
 
 import commlib  # noqa: E402
+from tests.loopback import OWN_LOOPBACK, needs_own_loopback  # noqa: E402
 
 # -- systems ----------------------------------------------------------------------------------------------------------
 
@@ -449,14 +451,16 @@ def test_ranks_get_arguments_and_environment(tmp_path):
 # -- a real run -------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, *args: str, model: str = "bytes-tiny") -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, *args: str, model: str = "bytes-tiny", where: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(BENCHMARKS / name), *args, "--model", model]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+    command = [*where, sys.executable, str(BENCHMARKS / name), *args, "--model", model]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(330)
 def test_step_measures_real_training(tmp_path):
     out = tmp_path / "folder" / "out.json"
     names = ["ddp@25", "commlib:allreduce@4", "none"]
@@ -478,13 +482,14 @@ def test_step_measures_real_training(tmp_path):
     assert all(len(row["blocks_s"]) == 3 and row["step_s"] > 0 for row in result["rows"])
 
 
+@needs_own_loopback
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(330)
 def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
     out, options = tmp_path / "out.json", "(period=1,rest=0.0)"
     names = f"none,commlib:async_sgd{options},bound:async_sgd{options}"
     short = ("--reps", "5", "--block", "20", "--warmup", "5", "--memory-steps", "0")
-    done = run("step.py", "--systems", names, *short, "--json", str(out))
+    done = run("step.py", "--systems", names, *short, "--json", str(out), where=OWN_LOOPBACK)
     assert done.returncode == 0, done.stdout + done.stderr
     bare, own, bound = json.loads(out.read_text())["rows"]
     assert own["to_lower_bound"] > 0

@@ -104,3 +104,12 @@ def test_help_does_not_import_torch():
 def test_the_package_can_be_run_as_the_command():
     done = subprocess.run([sys.executable, "-m", "commlib", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["compare", "--list"]])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "commlib", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "Error: [Errno 28] No space left on device\n"

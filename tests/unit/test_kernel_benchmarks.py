@@ -181,3 +181,21 @@ def test_a_check_is_told_of_each_row(tmp_path, monkeypatch):
 
 def test_elements_in_the_place_of_sizes():
     assert kernels.parse_args(["--elements", "1e6,100"]).sizes == [4_000_000, 400]
+
+
+def test_a_codec_that_fails_on_a_gpu_costs_no_other_figure(monkeypatch, tmp_path):
+    def rows_of_codec(name, tensors, args, threads):
+        if name == "int8":
+            raise RuntimeError("no kernel image")
+        row = {"codec": name, "kernel": "encode", "numel": 1000, "threads": 1, "payload_bytes": 500, "median_s": 1.0}
+        return [row, {**row, "kernel": "decode"}]
+
+    noted = []
+    monkeypatch.setattr(kernels, "rows_of_codec", rows_of_codec)
+    monkeypatch.setattr(kernels, "new_tensors", lambda numel, _: kernel_cases.new_tensors(numel, "cpu"))
+    monkeypatch.setattr(kernels.harness, "note", lambda name, **facts: noted.append((name, facts)))
+    out = tmp_path / "out.json"
+    options = ["--device", "cuda", "--elements", "1000", "--codecs", "int8,topk", "--json", str(out)]
+    assert [row["codec"] for row in kernels.run(kernels.parse_args(options))] == ["topk", "topk"]
+    assert noted == [("int8, 0.001 M", {"has_failed": True, "text": "RuntimeError('no kernel image')"})]
+    assert len(json.loads(out.read_text())["rows"]) == 2

@@ -224,6 +224,17 @@ def test_a_backend_that_hangs_while_it_is_shut_down_is_left_behind(
     assert alive() is not None, "its destructor would have waited for it"
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_end_starts_no_thread(connections: Connections, monkeypatch: pytest.MonkeyPatch, is_whole: bool) -> None:
+    """As none can be started at the interpreter's exit (Python 3.12)."""
+    connection, backend = connect(connections)
+    issue(connection).has_ended = is_whole
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started"))
+    connections.end(Word.LEFT if is_whole else Word.FAILED)
+    assert backend.calls == ["allreduce", "shutdown" if is_whole else "abort"]
+    assert not [each for each in threading.enumerate() if each.name == "commlib-nccl-end"]
+
+
 def test_an_idle_communicator_is_shut_down_at_once(connections: Connections) -> None:
     connection, backend = connect(connections)
     issue(connection).has_ended = True

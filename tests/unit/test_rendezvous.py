@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport.base import EndedError
 from commlib.transport.plain import encode
-from commlib.transport.rendezvous import Meeting
+from commlib.transport.rendezvous import Meeting, all_said
 
 LIMIT_S = 10.0
 
@@ -139,6 +141,48 @@ def test_what_is_no_plain_value_names_who_wrote_it(store: Any) -> None:
         zero.gather_objects(0)
 
 
+def test_what_a_backend_waits_for_holds_up_nobody_else(store: Any) -> None:
+    store.set_timeout(timedelta(seconds=3))
+    (one,) = meet(store, [0], 1)
+    backends_own = one.own_store()
+    waiting = threading.Thread(target=backends_own.get, args=("a peer's address",), daemon=True)
+    waiting.start()
+    time.sleep(0.2)
+    began_s = time.monotonic()
+    assert store.add("a key of the user's", 1) == 1
+    assert time.monotonic() - began_s < 1.0
+    one.store.set("a peer's address", "here")
+    waiting.join(LIMIT_S)
+    assert not waiting.is_alive()
+    assert backends_own.get("a peer's address") == b"here"
+
+
+def test_a_store_that_cannot_be_had_twice_is_taken_as_it_is() -> None:
+    class Own(dist.Store):
+        """A user's, with what torch asks of one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = dist.HashStore()
+
+        def set(self, key: str, value: Any) -> None:
+            self.kept.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return self.kept.get(key)
+
+        def add(self, key: str, value: int) -> int:
+            return self.kept.add(key, value)
+
+        def check(self, keys: list[str]) -> bool:
+            return self.kept.check(keys)
+
+    store = Own()
+    zero, one = meet(store, range(2), 2)
+    zero.own_store().set("key", "value")
+    assert one.own_store().get("key") == b"value"
+
+
 def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
     host = dist.TCPStore("127.0.0.1", 0, 1, True)
     client = dist.TCPStore("127.0.0.1", host.port, 1, False)
@@ -157,3 +201,20 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
     thread.join(2 * LIMIT_S)
     assert isinstance(failed[0], TransportError)
     assert "store does not answer" in str(failed[0])
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_who_said_nothing_in_the_store_is_named(store: Any, gives_up: bool) -> None:
+    """Whether the time is over, or peers have given up before."""
+
+    def check() -> None:
+        if gives_up:
+            raise EndedError("a peer gave up")
+
+    with pytest.raises(
+        EndedError if gives_up else TimeoutError,
+        match=("a peer gave up; " if gives_up else "timed out: ") + "rank 7 wrote nothing",
+    ):
+        all_said(store, 0, [4, 7], "here", 60.0 if gives_up else 0.1, check)
+    store.set("1", "here too")
+    assert all_said(store, 0, [4, 7], "here", 5.0, lambda: None) == [b"here", b"here too"]

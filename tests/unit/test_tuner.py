@@ -1,9 +1,11 @@
 """Which of the candidates `auto` takes."""
 
 import pytest
+import torch
 
 from commlib import algorithms
-from commlib.tuner import CANDIDATES, TOLERANCE, preferred
+from commlib.algorithms.auto import Auto
+from commlib.tuner import CANDIDATES, TOLERANCE, candidates_of, preferred
 
 OWN = [algorithms.create(name) for name in CANDIDATES]
 SLOW = dict.fromkeys(CANDIDATES, 1.0)
@@ -28,3 +30,10 @@ def test_the_order_of_candidates_is_the_users():
     first, second = algorithms.create("topk"), algorithms.create("signsgd")
     assert preferred([first, second], {"topk": 0.321, "signsgd": 0.320}) == "topk"
     assert preferred([second, first], {"topk": 0.320, "signsgd": 0.321}) == "signsgd"
+
+
+@pytest.mark.parametrize(("momentum", "found"), [(0.9, ["allreduce"]), (0.0, ["allreduce", "dgc"])])
+def test_an_algorithm_with_momentum_is_no_candidate_beside_an_optimizer_with_it(momentum, found):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=momentum)
+    auto = Auto(candidates=["allreduce", "dgc"], allow="compensated")
+    assert [each.name for each in candidates_of(auto, optimizer)] == found

@@ -398,7 +398,7 @@ def test_a_model_whose_attributes_lead_back_to_it_is_collected_with_its_threads(
     gc.collect()
     assert gone() is None
     assert engine() is None
-    assert threading.active_count() <= before
+    assert_soon(lambda: threading.active_count() <= before)
 
 
 class Departing(SimulatedTransport):
@@ -419,3 +419,12 @@ def test_an_error_of_all_ranks_is_raised_once_all_have_heard_of_it() -> None:
     with pytest.raises(ConfigError, match="rank 1 says: ValueError: theirs"):
         verify.agree(transport, lambda: [], None)
     assert transport.num_gathered == 2
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", [n for n in commlib.algorithms.list() if commlib.algorithms.get(n).has_momentum])
+def test_an_algorithm_with_momentum_refuses_an_optimizer_with_it(name: str) -> None:
+    model = net()
+    with pytest.raises(ConfigError, match="momentum"):
+        commlib.wrap(model, name, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    commlib.wrap(model, name, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

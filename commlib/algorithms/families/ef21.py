@@ -103,19 +103,23 @@ class EF21Option(Compressed[F]):
         return {**super().state_dict(), **self._save_estimates()}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
         if (self.ef21 is None) != ("estimate" not in state):
             got = "without EF21" if self.ef21 is not None else "with EF21"
             raise ConfigError(
                 f"{type(self).__name__}: the saved state is of a run {got}; expected one with ef21={self.ef21}"
             )
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._load_estimates(state)
 
     def _save_estimates(self) -> dict[str, Any]:
         if self.ef21 is None:
             return {}
-        saved: dict[str, Any] = {"momentum": {}, "estimate": {}}
+        saved: dict[str, Any] = {"momentum": {}, "smoothed": {}, "estimate": {}}
         for parts, state in self._estimates.values():
             for kind, pieces in state.save(parts).items():
                 saved[kind].update(pieces)

@@ -87,6 +87,8 @@ class OuterStep(Algorithm):
         self._velocity: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, BucketView] = {}
         self._loaded: dict[str, dict[str, Any]] = {}  # until `begin` puts them into buckets
+        self._has_begun = False  # since the weights were last loaded
+        self._outer_name: str | None = None  # the class of the outer optimizer, once one was made
         self._drop_outer()
 
     @override
@@ -100,6 +102,7 @@ class OuterStep(Algorithm):
     @override
     def forget(self) -> None:
         self._drop_outer()
+        self._has_begun = False
 
     def _drop_outer(self) -> None:
         self._common.clear()
@@ -115,12 +118,15 @@ class OuterStep(Algorithm):
     @override
     def begin(self, bucket: BucketView) -> None:
         """Keep the weights as those, but for parameters of which an earlier plan or a checkpoint has them."""
+        self._has_begun = True
         if not self._has_common(bucket):
             return
         common = self._common[bucket.index] = bucket.flat.clone()
         self._take_loaded("common", common, bucket)
         if self.outer is not None:
-            self._outer_steps[bucket.index] = _OuterOptimizer(self.outer, bucket.parts, common, self._loaded["outer"])
+            steps = _OuterOptimizer(self.outer, bucket.parts, common, self._loaded["outer"])
+            self._outer_steps[bucket.index] = steps
+            self._outer_name = steps.name
         elif self.outer_momentum:
             velocity = self._velocity[bucket.index] = torch.zeros_like(common)
             self._take_loaded("velocity", velocity, bucket)
@@ -150,24 +156,32 @@ class OuterStep(Algorithm):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._save_outer()}
+        own = {"begun": self._has_begun, "optimizer": self._outer_name}
+        return {**super().state_dict(), **self._save_outer(), **own}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        other = sorted(self._loaded.keys() - state.keys())
-        if other:
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
+        if not state["begun"]:
+            return
+        own = None if self.outer is None else type(self.outer([torch.nn.Parameter(torch.zeros(1))])).__name__
+        if state["optimizer"] != own:
             raise ConfigError(
-                f"{type(self).__name__}: the saved state is of another outer optimizer: it has no {other[0]!r}"
+                f"{type(self).__name__}.outer: expected {state['optimizer']}, with which the state was saved, got {own}"
             )
         names = {part.name for bucket in self._buckets.values() for part in bucket.parts if part.numel}
         missing = sorted(names - state["common"].keys())
-        if state["common"] and missing:
+        if missing:
             raise ConfigError(
                 f"{type(self).__name__}: the saved common weights are of another model or other options: "
                 f"{len(missing)} of {len(names)} parameters are missing, the first is {missing[0]!r}"
             )
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._drop_outer()
-        self._loaded = {kind: dict(state[kind]) for kind in self._loaded}
+        self._loaded = {kind: dict(state.get(kind, {})) for kind in self._loaded}
+        self._has_begun, self._outer_name = state["begun"], state["optimizer"]
         super().load_state_dict(state)
 
     def _save_outer(self) -> dict[str, dict[str, Any]]:
@@ -309,6 +323,9 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
 class _OuterOptimizer:
     """An optimizer of a bucket's common weights, which lie in one tensor.
 
+    Attributes:
+        name: Its class.
+
     Args:
         make: Makes it.
         parts: The bucket's parameters.
@@ -326,6 +343,7 @@ class _OuterOptimizer:
             raise ConfigError(
                 f"outer: expected a torch.optim.Optimizer that steps without a closure, got {type(optimizer).__name__}"
             )
+        self.name = type(optimizer).__name__
         self._optimizer = optimizer
         for part, weight in zip(self._parts, self._weights, strict=True):
             if part.name in loaded:

@@ -277,9 +277,8 @@ class ShardServer:
         weights = [weight.detach().clone() for weight in self.weights]
         return {"version": self.version, "weights": weights, "optimizer": _cloned(optimizer)}
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse a state of other options; nothing changes.
 
         Raises:
             ConfigError: It was saved where updates were pushed and gradients are now, or the other way round.
@@ -287,6 +286,10 @@ class ShardServer:
         if (state["optimizer"] is None) != (self._optimizer is None):
             saved = ("updates", "gradients") if self._optimizer is None else ("gradients", "updates")
             raise ConfigError(f"async_sgd: the state was saved with push={saved[1]!r}; this model has {saved[0]!r}")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
         self.version = state["version"]
         for weight, saved in zip(self.weights, state["weights"], strict=True):
             weight.copy_(saved)

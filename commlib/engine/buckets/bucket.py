@@ -60,6 +60,7 @@ class FlatSegment(Segment):
         for slot, gradient in zip(self.slots, gradients, strict=True):
             slot.had_gradient = True
             if gradient is None:
+                slot.check_taken()
                 slot.had_gradient = self.is_plain = False
             elif creates_graph and gradient.requires_grad:
                 slot.graph_gradient = gradient
@@ -272,6 +273,7 @@ class SparseBucket:
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's gradient as a sparse tensor, or None."""
         gradient = self.slots[0].param.grad
+        self.slots[0].check_taken()
         if gradient is None or gradient.layout == torch.sparse_coo:
             return gradient
         return gradient.to_sparse(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ from commlib.sharding.local import communicated
 
 #: See [Note: what is left].
 TAKEN = -1
+
+_NO_HOOKS: dict[int, Any] = {}
 
 #: The view of a parameter that is in no bucket.
 NO_VIEW = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -54,10 +56,11 @@ class Slot:
         had_gradient: Whether this rank had a gradient for it in this round.
         graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
         listener: Whom the hook tells; it does not keep the engine alive.
+        hooks: All hooks on its gradient, the user's too, by key; {} before there are any.
     """
 
     __slots__ = (
-        *("expected", "graph_gradient", "had_gradient", "idx", "left", "listener"),
+        *("expected", "graph_gradient", "had_gradient", "hooks", "idx", "left", "listener"),
         *("name", "offset", "order", "param", "segment", "view", "whole"),
     )
 
@@ -75,20 +78,44 @@ class Slot:
         self.had_gradient = True
         self.graph_gradient: torch.Tensor | None = None
         self.listener: Callable[[], Listener | None] = _nobody
+        self.hooks: dict[int, Any] = _NO_HOOKS
 
     def hook(self, listener: Callable[[], Listener | None]) -> None:
         """Tell the listener of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
         self.listener = listener
-        requires_grad = self.param.requires_grad
-        self.param.requires_grad_(True)  # else torch takes no hook
-        self.param.register_post_accumulate_grad_hook(self)
-        self.param.requires_grad_(requires_grad)
+        requires_grad = self.whole.requires_grad
+        self.whole.requires_grad_(True)  # else torch takes no hook
+        self.whole.register_post_accumulate_grad_hook(self)  # of a DTensor FSDP2 calls it after its reduce-scatter
+        self.whole.requires_grad_(requires_grad)
+        self.hooks = self.whole._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
     def unhook(self) -> None:
         """Undo `hook`. Harmless when called twice, or without it."""
-        hooks = self.param._post_accumulate_grad_hooks or {}
-        for key in [key for key, hook in hooks.items() if hook is self]:
-            del hooks[key]
+        for key in self._own_keys():
+            del self.hooks[key]
+
+    def _own_keys(self) -> list[int]:
+        return [key for key, hook in self.hooks.items() if hook is self]
+
+    def come_last(self) -> None:
+        """Run after hooks that the user has added since, as DDP's does: these may change the gradient."""
+        *_, last = self.hooks
+        if self.hooks[last] is not self:
+            for key in self._own_keys():
+                self.hooks[key] = self.hooks.pop(key)
+
+    def check_taken(self) -> None:
+        """Refuse a gradient that is gone though the hook has run.
+
+        Raises:
+            ConfigError: It is.
+        """
+        if self.left < self.expected and self.param.grad is None:
+            raise ConfigError(
+                f"the gradient of {self.name!r} was there and is None now: something in backward took it, such as an "
+                "optimizer that steps in a hook. It would be this rank's own step, before anything is communicated. "
+                "Make the step after backward"
+            )
 
     @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
     def __call__(self, _: torch.Tensor) -> None:
@@ -135,6 +162,8 @@ class Segment:
         self.left = len(self.slots)
         for slot in self.slots:
             slot.left = slot.expected
+            if len(slot.hooks) > 1:
+                slot.come_last()
 
     def place(self) -> None:
         """Bring the gradients into the bucket's buffer, if it has one, and count as taken."""

@@ -24,6 +24,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import Segment, Slot
@@ -143,6 +144,7 @@ class Backward:
         self._has_warned = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
+        self._on_leaves: dict[int, RemovableHandle] = {}  # by the identity of the leaf
 
     @property
     def _host(self) -> Host:
@@ -180,7 +182,26 @@ class Backward:
         self._forward_ran = True
         self._expects_sync |= sync
         for tensor in outputs:
-            tensor.register_hook(functools.partial(self._on_output, sync, host))
+            if tensor.is_leaf:
+                self._announce_leaf(tensor, sync)
+            else:
+                tensor.register_hook(functools.partial(self._on_output, sync, host))
+
+    def _announce_leaf(self, leaf: torch.Tensor, sync: bool) -> None:
+        """Announce the backward of an output that lives on: a parameter or an input, as it is.
+
+        It has one hook, of the last forward, whose backward it is taken for (as in DDP). It does not keep the channel.
+        """
+        for key, handle in list(self._on_leaves.items()):
+            if key == id(leaf) or handle.hooks_dict_ref() is None:
+                self._on_leaves.pop(key).remove()
+        self._on_leaves[id(leaf)] = leaf.register_hook(functools.partial(_on_leaf, weakref.ref(self), sync))
+
+    def unhook(self) -> None:
+        """Take the hooks off what lives on."""
+        for handle in self._on_leaves.values():
+            handle.remove()
+        self._on_leaves.clear()
 
     def expect(self) -> None:
         """The next backward is one of a forward that is made now, whatever begins it."""
@@ -344,6 +365,12 @@ class Backward:
         self.round = self._graph_task = None
         self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
+
+
+@torch._disable_dynamo  # see [Note: hooks and dynamo]
+def _on_leaf(found: Callable[[], Backward | None], sync: bool, _: torch.Tensor) -> None:
+    if (backward := found()) is not None:
+        backward.begin(sync)
 
 
 def _refuse_compiled_autograd() -> None:

@@ -33,6 +33,10 @@ class Keeper(Protocol):
         """Return the state."""
         ...
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse a state from which this run cannot go on; nothing changes."""
+        ...
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it over."""
         ...
@@ -112,6 +116,9 @@ class OpenChannel(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return its own state, by names that no other channel has; `keeper` has the algorithm's."""
         return {}
+
+    def drop_background(self) -> None:  # noqa: B027
+        """Let what is in the background come to nothing: what it works on is replaced. Alike on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Take over what `state_dict` returned; the keeper has its state already."""

@@ -345,5 +345,6 @@ class GradientChannel(OpenChannel):
     @override
     def close(self) -> None:
         self._set.close()
+        self.backward.unhook()
         if self.backward.round is not None:
             self.line.abandon(CommlibError("the model was unwrapped during backward"))

@@ -99,7 +99,7 @@ class SelfRunningChannel(OpenChannel):
             with torch.no_grad():
                 act()
         except CommlibError as error:
-            self.line.error = error
+            self.line.keep(error)
             raise
 
     @override

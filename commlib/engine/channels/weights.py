@@ -136,7 +136,7 @@ class WeightChannel(OpenChannel):
         try:
             self._end_step()
         except BaseException as error:
-            self.line.error = error  # which the driver has ended already, or a peer
+            self.line.keep(error)  # which the driver has ended already, or a peer
             raise
 
     def _end_step(self) -> None:
@@ -170,11 +170,12 @@ class WeightChannel(OpenChannel):
         """
         if self._has_loaded_state or self.line.error is not None:
             return
-        self._drop_what_was()
+        self.drop_background()
         self._algorithm.forget()
         self.begins = True
 
-    def _drop_what_was(self) -> None:
+    @override
+    def drop_background(self) -> None:
         """Let a round under way come to nothing, on all ranks: see [Note: loaded weights] in `votes.py`."""
         self._num_loads += 1
         if self._declared.asynchronous:  # peers may come to the round much later
@@ -199,7 +200,6 @@ class WeightChannel(OpenChannel):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The algorithm's state is of weights that are, or will be, loaded too."""
         self._has_loaded_state = self.begins = True
-        self._drop_what_was()
         if self._declared.keeps_step:
             self.num_started = self.num_rounds = int(state["num_weight_rounds"])
 

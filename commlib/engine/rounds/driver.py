@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.order import Do, Event
 from commlib.engine.rounds.task import Round, Task
+from commlib.errors import kept, without_frames
 from commlib.transport.base import Transport, Work
 
 
@@ -36,7 +37,7 @@ class Driver(ABC):
             self.launch(round_)
             self.wait(round_)
         except BaseException as error:
-            self.cancel(round_, error)
+            self.cancel(round_, kept(error))
             raise
 
     def launch(self, round_: Round) -> None:
@@ -70,8 +71,20 @@ class Driver(ABC):
     def has_arrived(self, round_: Round) -> bool:
         """Return whether `wait` would return, or raise, at once."""
 
+    @staticmethod
+    def _raise_error(round_: Round) -> None:
+        """Raise what ended the round, if anything did."""
+        if (error := round_.error) is not None:
+            round_.error = kept(error)
+            raise error
+
     def cancel(self, round_: Round, error: BaseException) -> None:
-        """End a round that cannot go on. Harmless when it has ended."""
+        """End a round that cannot go on. Harmless when it has ended.
+
+        Args:
+            round_: The round.
+            error: What `wait` raises; without frames, see [Note: kept errors] in `errors.py`.
+        """
         if not round_.done.is_set():
             round_.error = error
             round_.transport.abort()
@@ -88,15 +101,24 @@ class Driver(ABC):
         """Give the driver up. Harmless when called twice."""
 
     def _handle(self, round_: Round, event: Event, task: int) -> None:
-        """Take one event, and go on with every round that has come to the head of its lane."""
+        """Take one event."""
         if not round_.done.is_set():
             round_.backlog.append((event, task))
-        while (head := self._head(round_.transport)) is not None and self._drain(head):
+        self._go_on(id(round_.transport))
+
+    def _go_on(self, place: int) -> None:
+        """Go on with every round that has come to the head of a lane."""
+        while (head := self._head(place)) is not None and self._drain(head):
             self._leave(head)
 
-    def _head(self, transport: Transport) -> Round | None:
+    def _places(self) -> list[int]:
+        """Return the lanes there are."""
         with self._lanes_lock:
-            lane = self._lanes.get(id(transport))
+            return list(self._lanes)
+
+    def _head(self, place: int) -> Round | None:
+        with self._lanes_lock:
+            lane = self._lanes.get(place)
             return lane[0] if lane else None
 
     def _leave(self, round_: Round) -> None:
@@ -153,7 +175,7 @@ class Driver(ABC):
             raise _CollectiveError(error, task) from error
         finally:
             task.span = marks.end(task.span)
-        task.work = None
+            task.work = None  # which may keep the error, now with the frames of whoever waits
 
     @abstractmethod
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
@@ -176,7 +198,7 @@ class Driver(ABC):
             waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may be noticed first
             beside = "" if waited_for in error.what else f", beside {waited_for},"
             error = round_.transport.diagnose(error.cause, error.what + beside)
-        self.cancel(round_, error)
+        self.cancel(round_, without_frames(error))
 
 
 class _CollectiveError(Exception):

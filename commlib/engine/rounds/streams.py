@@ -47,8 +47,7 @@ class StreamDriver(Driver):
 
     @override
     def wait(self, round_: Round) -> None:
-        if round_.error is not None:
-            raise round_.error
+        self._raise_error(round_)
         if not round_.done.is_set():
             raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
         self._streams.join(range(len(round_.tasks)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections import deque
 
 from typing_extensions import override
@@ -35,7 +36,7 @@ class ThreadDriver(Driver):
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: queue.SimpleQueue[tuple[Round, Event, int] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[weakref.ref[Round], Event, int] | None] = queue.SimpleQueue()
         self._at_work = threading.Lock()  # held while a round advances
         self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
         self._thread.start()
@@ -43,7 +44,7 @@ class ThreadDriver(Driver):
     @override
     def ready(self, round_: Round, task: int) -> None:
         if not round_.tasks[task].is_prompt or self._at_work.locked():
-            self._events.put((round_, Event.READY, task))
+            self._events.put((weakref.ref(round_), Event.READY, task))
             return
         with self._at_work:
             self._handle(round_, Event.READY, task)
@@ -66,8 +67,7 @@ class ThreadDriver(Driver):
             if arrived is not None:
                 with self._at_work:
                     self._handle(round_, Event.ARRIVED, arrived)
-        if round_.error is not None:
-            raise round_.error
+        self._raise_error(round_)
 
     @override
     def has_arrived(self, round_: Round) -> bool:
@@ -76,14 +76,19 @@ class ThreadDriver(Driver):
     @override
     def close(self) -> None:
         self._events.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=_GRACE_S)
+        self._thread.join(timeout=_GRACE_S)
+        self._lanes.clear()
 
     def _run(self) -> None:
         while (item := self._events.get()) is not None:
+            found, event, task = item
             with self._at_work:
-                self._handle(*item)
-            del item  # an idle thread must not keep a round, and through it a model, alive
+                if (round_ := found()) is not None:
+                    self._handle(round_, event, task)
+                else:  # it was cancelled, and others may have come after it
+                    for place in self._places():
+                        self._go_on(place)
+            del round_  # an idle thread must not keep a round, and through it a model, alive
 
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
         work = self._start(round_, task)
@@ -91,8 +96,12 @@ class ThreadDriver(Driver):
             self._announce(round_, task_idx, work)
 
     def _announce(self, round_: Round, task_idx: int, work: Work) -> None:
-        """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own."""
+        """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own.
+
+        What ends a communicator holds its works, so no work may hold the round, which holds the communicator.
+        """
+        arrivals, events, found = round_.arrivals, self._events, weakref.ref(round_)
         if round_.tasks[task_idx].is_single:
-            work.add_done_callback(lambda: round_.arrivals.put(task_idx))
+            work.add_done_callback(lambda: arrivals.put(task_idx))
         else:
-            work.add_done_callback(lambda: self._events.put((round_, Event.ARRIVED, task_idx)))
+            work.add_done_callback(lambda: events.put((found, Event.ARRIVED, task_idx)))
