@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import tests
 from tests import costs, flaky
 from tests.costs import COSTS
 from tests.scheduler import is_timing, scope_of
@@ -22,6 +23,9 @@ SHARD = "COMMLIB_TEST_SHARD"
 # torch's store asks a name server for the peer of each connection, of which every process makes one: where an answer is
 # lost, it asks again after one second, not after five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+
+tests.IS_COLLECTING = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,18 +53,22 @@ def _commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    deselected = [item for item in items if not _is_selected(item)]
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (selected if _is_selected(item) else deselected).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if _is_selected(item)]
-    items.sort(key=lambda item: is_timing(item.nodeid))
+    items[:] = sorted(selected, key=lambda item: is_timing(item.nodeid))
 
 
 def _is_selected(item: pytest.Item) -> bool:
     """Return whether a test runs: slow ones where asked for, and those of the shard; groups stay together."""
     if os.environ.get(SLOW_TESTS) != "1" and item.get_closest_marker("slow"):
         return False
-    number, _, count = os.environ.get(SHARD, "1/1").partition("/")
+    if SHARD not in os.environ:
+        return True
+    number, _, count = os.environ[SHARD].partition("/")
     return zlib.crc32(scope_of(item.nodeid).encode()) % int(count) == int(number) - 1
 
 
