@@ -75,7 +75,7 @@ class Failures:
         """Return lines on tests that have failed and now passed."""
         lines = []
         for test, text in self.by_test.items():
-            lines += [f"FLAKY {test} failed, then passed alone; add it to tests/{KNOWN_PATH.name}. It failed with:", text]
+            lines += [f"FLAKY {test} failed, then passed alone; add it to tests/{KNOWN_PATH.name}. First:", text]
         return lines
 
 
