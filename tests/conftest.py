@@ -16,6 +16,7 @@ import tests
 from tests import costs, flaky
 from tests.costs import COSTS
 from tests.scheduler import is_timing, scope_of
+from tests.thin import thinned
 
 SLOW_TESTS = "COMMLIB_SLOW_TESTS"
 SHARD = "COMMLIB_TEST_SHARD"
@@ -53,19 +54,20 @@ def _commit() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    selected: list[pytest.Item] = []
-    deselected: list[pytest.Item] = []
-    for item in items:
-        (selected if _is_selected(item) else deselected).append(item)
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
+    selected = items if os.environ.get(SLOW_TESTS) == "1" else thinned([item for item in items if not _is_slow(item)])
+    selected = [item for item in selected if _is_of_shard(item)]
+    if len(selected) < len(items):
+        chosen = set(selected)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = sorted(selected, key=lambda item: is_timing(item.nodeid))
 
 
-def _is_selected(item: pytest.Item) -> bool:
-    """Return whether a test runs: slow ones where asked for, and those of the shard; groups stay together."""
-    if os.environ.get(SLOW_TESTS) != "1" and item.get_closest_marker("slow"):
-        return False
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _is_of_shard(item: pytest.Item) -> bool:
+    """Return whether a test is of the shard that runs; groups stay together."""
     if SHARD not in os.environ:
         return True
     number, _, count = os.environ[SHARD].partition("/")

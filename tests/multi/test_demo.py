@@ -147,6 +147,7 @@ def rests_of_all_ranks(model: nn.Module) -> list[dict[str, Doubles]]:
     return found
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -241,12 +241,14 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     optimizer.step()
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
     check_against_reference(*CASES[case])
 
 
+@pytest.mark.thin
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_weights_follow_the_equations(case: str) -> None:
@@ -334,6 +336,7 @@ def check_against_reference(
     commlib.unwrap(model)
 
 
+@pytest.mark.thin
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize(
     "case",
@@ -434,6 +437,7 @@ def resumed(algorithm: Algorithm, saved: tuple[Any, Any, Any], **options: Any) -
     return model, optimizer
 
 
+@pytest.mark.thin
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("stop_after", [0, 4, 8, 9])
 @pytest.mark.parametrize("name", RESUMED)
@@ -659,6 +663,7 @@ class Mixed(nn.Module):
         return real + self.paired.abs().square().sum()
 
 
+@pytest.mark.thin
 @on_ranks(2, 3)
 @pytest.mark.parametrize("codec", [None, Int8()])
 def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any) -> None:

@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_averaging_follows_its_equations(case: str) -> None:
@@ -179,6 +180,7 @@ def test_randomk_follows_its_equations() -> None:
     check(RandomK(0.1, seed=11, compress=EVERYTHING), reference, bucket_cap_mb=SMALL_BUCKET_MB, tolerance=1e-5)
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_dgc_follows_its_equations(clip: float | None) -> None:
@@ -192,6 +194,7 @@ def test_dgc_follows_its_equations(clip: float | None) -> None:
     check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_ok_topk_follows_its_equations(cap: float) -> None:
@@ -232,6 +235,7 @@ def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
     assert_replicas_identical(model)
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_powersgd_follows_its_equations(cap: float) -> None:
@@ -436,6 +440,7 @@ def two_nodes() -> Iterator[None]:
         del os.environ["COMMLIB_NODE"]
 
 
+@pytest.mark.thin
 @on_ranks(4)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])
@@ -504,6 +509,7 @@ class NodeSums:
         return result
 
 
+@pytest.mark.thin
 @on_ranks(4)
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])

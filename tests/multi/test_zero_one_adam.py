@@ -133,6 +133,7 @@ def train(model: Any, optimizer: FrozenVarianceAdam, steps: range) -> None:
         optimizer.step()
 
 
+@pytest.mark.thin
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_weights_are_those_of_the_reference(is_local: bool) -> None:
@@ -181,6 +182,7 @@ class Wide(Mlp):
         return self.third(self.second(torch.tanh(self.first(x))))
 
 
+@pytest.mark.thin
 @on_ranks(2, 3)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_bytes_are_those_of_the_formula(is_local: bool) -> None:
