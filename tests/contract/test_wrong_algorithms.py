@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.contract import wrong_values
 from tests.contract.contracts import CONTRACTS, hold
 from tests.multi.pool import RankError, RankHang, run_ranks
 
@@ -26,6 +27,7 @@ CAUGHT_BY = {
     "WaitsForData": "join",
     "MovesWhatIsFrozen": "frozen_layer_stays",
     "ComesBackToItsAnchor": "loaded_weights_stay",
+    **wrong_values.CAUGHT_BY,
 }
 NUM_RANKS = {"CountsTwoRanks": 3}
 #: Sends what its peer does not expect there, at which Gloo may end the process before the contract can speak.
@@ -33,7 +35,8 @@ MAY_DIE = ("AsksOnOneRankOnly",)
 
 
 def name_of(cls: str) -> str:
-    return f"tests.contract.wrong:{cls}"
+    module = "wrong_values" if cls in wrong_values.CAUGHT_BY else "wrong"
+    return f"tests.contract.{module}:{cls}"
 
 
 @pytest.mark.parametrize("cls", CAUGHT_BY)
