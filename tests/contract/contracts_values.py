@@ -40,7 +40,9 @@ _LR = 1e-3
 _LOSS, _LIMIT_S = 0.5, 60.0
 
 
-def _concerning(concerned: Callable[[Subject], bool]) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
+def _concerning(
+    concerned: Callable[[Subject], bool],
+) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
     """Let a contract hold for the algorithms of one class."""
 
     def mark(contract: Callable[[Subject], None]) -> Callable[[Subject], None]:

@@ -11,7 +11,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from commlib.algorithms import DGC, Algorithm, AllReduce, BucketView, ByteGrad, Context, DiLoCo, Gradients, PassiveGossip
+from commlib.algorithms import (
+    DGC,
+    Algorithm,
+    AllReduce,
+    BucketView,
+    ByteGrad,
+    Context,
+    DiLoCo,
+    Gradients,
+    PassiveGossip,
+)
 from commlib.algorithms.base import Attachment, Runner
 from commlib.transport.base import Communication, Communicator
 from tests.contract.wrong import Careful, CarefulWeights
@@ -87,9 +97,10 @@ class Hasty(Algorithm):
         bucket.flat.copy_(self._with_momentum(bucket.index, bucket.flat))
 
     def _with_momentum(self, place: int, value: Tensor) -> Tensor:
-        velocities: dict[int, Tensor] = self.__dict__.setdefault("velocities", {})
-        velocities[place] = value + 0.9 * velocities.get(place, torch.zeros_like(value))
-        return velocities[place]
+        velocities: dict[tuple[int, int], Tensor] = self.__dict__.setdefault("velocities", {})
+        key = place, value.numel()  # another plan has other buckets
+        velocities[key] = value + 0.9 * velocities.get(key, torch.zeros_like(value))
+        return velocities[key]
 
     def attach(self, attachment: Attachment) -> Runner:
         return _changed(super().attach(attachment), attachment, self._with_momentum)

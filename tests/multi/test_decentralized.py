@@ -27,6 +27,7 @@ from commlib.kernels.reference import BLOCK_CODECS
 from commlib.primitives.topology import Graph, MixingMatrix, RandomMatching, Ring, Topology
 from commlib.replica import replica_of
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, data, raises_on_every_rank, seeded, sgd
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 
 Floats = npt.NDArray[Any]
@@ -216,6 +217,7 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
     reference.assert_like(model, 1e-9)
 
 
+@against_equations(Decentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("topology", ["exponential", "one_peer_exponential", "shift_one"])
 def test_d_psgd_on_every_topology(topology: str) -> None:
@@ -246,6 +248,7 @@ def test_a_users_mixing_matrix() -> None:
         start(Decentralized(MixingMatrix([[0.5, 0.5], [0.5, 0.5]])))
 
 
+@against_equations(LowPrecisionDecentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("topology", ["ring", "exponential"])
@@ -270,12 +273,14 @@ def test_dcd_psgd(overlap: bool) -> None:
     check(algorithm, DcdReference(matrix, "int8"), overlap=overlap)
 
 
+@against_equations(Gossip)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("period", [1, 4])
 def test_gossip(period: int) -> None:
     check(Gossip(period=period, seed=11), matrix_mix(RandomMatching(11)), period=period)
 
 
+@against_equations(NoLoCo)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "options",
