@@ -17,6 +17,8 @@ import commlib
 from commlib.algorithms import Weights
 from tests.contract.subjects import Mlp, Subject, Training, build, data, everyones, joined
 
+Contract = Callable[[Subject], None]
+
 #: Which algorithms a contract concerns, by its name; the others keep it as they are.
 CONCERNS: dict[str, Callable[[Subject], bool]] = {}
 
@@ -40,12 +42,10 @@ _LR = 1e-3
 _LOSS, _LIMIT_S = 0.5, 60.0
 
 
-def _concerning(
-    concerned: Callable[[Subject], bool],
-) -> Callable[[Callable[[Subject], None]], Callable[[Subject], None]]:
+def _concerning(concerned: Callable[[Subject], bool]) -> Callable[[Contract], Contract]:
     """Let a contract hold for the algorithms of one class."""
 
-    def mark(contract: Callable[[Subject], None]) -> Callable[[Subject], None]:
+    def mark(contract: Contract) -> Contract:
         CONCERNS[contract.__name__.removeprefix("contract_")] = concerned
 
         @functools.wraps(contract)
