@@ -27,6 +27,7 @@ from commlib.kernels.reference import BLOCK_CODECS
 from commlib.primitives.topology import Graph, MixingMatrix, RandomMatching, Ring, Topology
 from commlib.replica import replica_of
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, data, raises_on_every_rank, seeded, sgd
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 
 Floats = npt.NDArray[Any]
@@ -217,6 +218,7 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
 
 
 @pytest.mark.thin
+@against_equations(Decentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("topology", ["exponential", "one_peer_exponential", "shift_one"])
 def test_d_psgd_on_every_topology(topology: str) -> None:
@@ -248,6 +250,7 @@ def test_a_users_mixing_matrix() -> None:
 
 
 @pytest.mark.thin
+@against_equations(LowPrecisionDecentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("topology", ["ring", "exponential"])
@@ -274,6 +277,7 @@ def test_dcd_psgd(overlap: bool) -> None:
 
 
 @pytest.mark.thin
+@against_equations(Gossip)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("period", [1, 4])
 def test_gossip(period: int) -> None:
@@ -281,6 +285,7 @@ def test_gossip(period: int) -> None:
 
 
 @pytest.mark.thin
+@against_equations(NoLoCo)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "options",

@@ -41,6 +41,7 @@ from tests.multi.common import (
     train,
     wrap,
 )
+from tests.multi.equations import against_equations, classes_of
 from tests.multi.local_references import (
     Average,
     BalancedAverage,
@@ -242,6 +243,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
 
 
 @pytest.mark.thin
+@against_equations(*classes_of(make for make, *_ in CASES.values()))
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
@@ -249,6 +251,7 @@ def test_weights_follow_the_equations(case: str) -> None:
 
 
 @pytest.mark.thin
+@against_equations(*classes_of(make for make, *_ in SPARSE_CASES.values()))
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_weights_follow_the_equations(case: str) -> None:
@@ -358,6 +361,7 @@ def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> Non
         assert are_identical(model) == (step % options["period"] == 0), step
 
 
+@against_equations(HierarchicalLocalSGD)
 @on_ranks(4)
 @pytest.mark.parametrize("several", [True, False])
 def test_nodes_are_averaged_often_and_all_ranks_seldom(several: bool) -> None:
