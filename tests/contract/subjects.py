@@ -26,12 +26,8 @@ from commlib.sharding.local import local_of
 SMALL_BUCKET_MB = 0.002
 TIMEOUT_S = 10.0
 
-#: Each is close to one that is not here. What does not depend on the algorithm is a slow test for them.
-SIBLINGS = (
-    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "ok_topk", "qadam"),
-    *("post_local_sgd", "hierarchical_local_sgd"),
-    *("streaming_diloco", "gossip", "low_precision_decentralized"),
-)
+#: One algorithm of each kind of channel. What holds for all algorithms is tested with these in the fast part.
+REPRESENTATIVES = {"Gradients": "topk", "Weights": "diloco", "SelfRunning": "async_sgd"}
 
 _SEED = 7
 
@@ -116,9 +112,10 @@ def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-def slow_for_siblings(names: Iterable[str]) -> list[Any]:
-    """Return algorithms as the parameters of a test that is slow for siblings."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in SIBLINGS else ()) for name in names]
+def of_each_kind(names: Iterable[str]) -> list[Any]:
+    """Return algorithms as the parameters of a test that is slow but for one of each kind of channel."""
+    fast = REPRESENTATIVES.values()
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
 def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:

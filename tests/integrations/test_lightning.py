@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.replica import find
-from tests.contract.subjects import Subject, slow_for_siblings, spread
+from tests.contract.subjects import Subject, of_each_kind, spread
 from tests.integrations import lightning_common as common
 from tests.integrations.lightning_common import pl
 from tests.multi.common import assert_replicas_identical, raises_on_every_rank
@@ -252,7 +252,7 @@ class SubjectedByHand(Subjected, Manual):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_trains_and_leaves_all_ranks_the_same_model(name):
     with common.run_on_rank():
         subject = Subject(name)
@@ -287,7 +287,7 @@ def trained_by_hand(subject: Subject, epochs: int) -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_goes_the_way_of_a_plain_loop_bit_for_bit(name):
     subject = Subject(name)
     if subject.runs_by_clocks:
