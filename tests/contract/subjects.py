@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from commlib.algorithms import Algorithm, Channel, Gradients
 from commlib.engine.channels.weights import WeightChannel
 from commlib.replica import replica_of
 from commlib.sharding.local import local_of
+from tests.thin import fast
 
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
@@ -114,8 +114,7 @@ def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
 
 def of_each_kind(names: Iterable[str]) -> list[Any]:
     """Return algorithms as the parameters of a test that is slow but for one of each kind of channel."""
-    fast = REPRESENTATIVES.values()
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+    return fast(names, *REPRESENTATIVES.values())
 
 
 def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:

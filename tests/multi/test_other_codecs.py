@@ -12,7 +12,7 @@ from commlib.algorithms import Algorithm
 from commlib.codecs import BlockCodec, block_codec
 from tests import plugins
 from tests.contract.contracts import CONTRACTS, hold
-from tests.contract.subjects import Subject, settings_of, of_each_kind
+from tests.contract.subjects import Subject, of_each_kind, settings_of
 from tests.multi.pool import run_ranks
 
 TAKERS = [

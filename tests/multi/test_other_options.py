@@ -31,7 +31,7 @@ from commlib.algorithms import (
     TopK,
 )
 from commlib.errors import ConfigError
-from tests.contract.subjects import Subject, gathered, settings_of, of_each_kind, spread
+from tests.contract.subjects import Subject, gathered, of_each_kind, settings_of, spread
 from tests.multi.common import (
     SMALL_BUCKET_MB,
     Mlp,
