@@ -31,11 +31,12 @@ QUICK = (
 
 
 def pairs() -> list[ParameterSet]:
-    """Return every algorithm with every contract that concerns it."""
+    """Return every algorithm with every contract that concerns it; another package's are all in the fast part."""
     found = []
     for algorithm in ALGORITHMS:
-        marks = () if algorithm in FAST else pytest.mark.slow
         subject = Subject(algorithm)
+        is_foreign = not subject.cls.__module__.startswith("commlib.")
+        marks = () if algorithm in FAST or is_foreign else pytest.mark.slow
         for contract in CONTRACTS:
             if contract not in CONCERNS or CONCERNS[contract](subject):
                 found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
