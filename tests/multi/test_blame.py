@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
-from commlib.transport import connections, rendezvous, torch_dist
+from commlib.transport import connections, point_to_point, rendezvous, torch_dist
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -381,21 +381,52 @@ def test_a_rank_that_is_killed_before_any_other_comes() -> None:
     check(wrap_and_die, 3, "here", VICTIM, (2.0, 0.0, 3.0))
 
 
-def wrap_late(late_s: float, ending: str) -> None:
-    """The victim comes later than the timeout; then it is late for a collective."""
+def wrap_late(timeout_s: float, exchanged: bool) -> None:
+    """The victim comes to `wrap` later than the timeout, and then to a collective."""
     rank = default_group_from_env(timeout_s=60)
-    time.sleep(late_s if rank == VICTIM else 0.0)
-    model = commlib.wrap(seeded(Mlp), timeout=1.0)
-    report(event="wrapped")
+    time.sleep(2 * timeout_s if rank == VICTIM else 0.0)
+    if exchanged:
+        point_to_point._LEAST_CHUNK = 1
+    model = commlib.wrap(seeded(Mlp), "bytegrad" if exchanged else "allreduce", timeout=timeout_s)
     mlp_loss(model, 0).backward()
+    report(event="wrapped")
     dist.barrier()
-    time.sleep(30.0 if rank == VICTIM else 0.0)
+    time.sleep(60.0 if rank == VICTIM else 0.0)
     began_s = time.monotonic()
     try:
         mlp_loss(model, 1).backward()
     except CommlibError as error:
         report_error(error, began_s)
         raise
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_timeout_holds_once_all_ranks_have_come(exchanged: bool) -> None:
+    """Set-up waits as long as the group's own timeout says."""
+    timeout_s = 3.0
+    with start_ranks(wrap_late, 3, timeout_s, exchanged) as ranks:
+        for exit_ in ranks.wait(50, [0, 2]):
+            facts(exit_, "wrapped")
+            found = facts(exit_, "error")
+            assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
+            assert "no answer within 3 s; rank 1 did not come" in found["message"], found
+
+
+def wrap_beside_a_stopped_one() -> None:
+    """The victim is stopped as soon as it is here; the group's timeout is shorter than that takes."""
+    rank = default_group_from_env(timeout_s=5)
+    if rank == VICTIM:
+        setattr(rendezvous._Attempt, "_follow", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    began_s = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=1)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_a_rank_that_is_stopped_during_wrap_is_late_and_not_dead() -> None:
+    check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words="rank 1 did not come within 5 s")
 
 
 @on_ranks(3, timeout=60)
@@ -493,7 +524,7 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
         patch.setattr(rendezvous, "GRACE_S", 0.2)
         began = time.monotonic()
         with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
-            commlib.wrap(seeded(Mlp), timeout=0.3)
+            connect(0.3)
         assert time.monotonic() - began < 5
     over.set()
     dist.barrier()
