@@ -35,7 +35,7 @@ PROMPT_S = 3.0
 #: From the error to the end of the process.
 EXIT_S = 5.0
 #: Far longer than that, so that whatever waits for a timeout fails.
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 
 
 def facts(rank: RankExit, event: str) -> dict[str, Any]:
@@ -343,7 +343,9 @@ MOMENTS: dict[str, Any] = {
 }
 
 
-def wrap_and_die(moment: str, victim: int = VICTIM, late_s: tuple[float, ...] = (), algorithm: str = "allreduce") -> None:
+def wrap_and_die(
+    moment: str, victim: int = VICTIM, late_s: tuple[float, ...] = (), algorithm: str = "allreduce"
+) -> None:
     """The victim is killed at some moment of `wrap`; ranks come to it late."""
     rank = default_group_from_env(timeout_s=60)
     if rank == victim and MOMENTS[moment] is None:
@@ -352,9 +354,8 @@ def wrap_and_die(moment: str, victim: int = VICTIM, late_s: tuple[float, ...] = 
         setattr(*MOMENTS[moment], lambda *_, **__: die())
     time.sleep(late_s[rank] if late_s else 0.0)
     began_s = time.monotonic()
-    model = seeded(Mlp)
     try:
-        commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
     except CommlibError as error:
         dist.distributed_c10d._get_default_store().add("wraps that failed", 1)  # nothing holds it up
         report_error(error, began_s)
@@ -416,7 +417,7 @@ def wrap_beside_a_stopped_one() -> None:
     """The victim is stopped as soon as it is here; the group's timeout is shorter than that takes."""
     rank = default_group_from_env(timeout_s=5)
     if rank == VICTIM:
-        setattr(rendezvous._Attempt, "_follow", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        rendezvous._Attempt._follow = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     began_s = time.monotonic()
     try:
         commlib.wrap(seeded(Mlp), timeout=1)

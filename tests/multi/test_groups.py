@@ -71,7 +71,7 @@ def test_a_subgroup_of_some_ranks() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2, timeout=60)
 def test_a_group_without_this_rank_is_an_error() -> None:
     import commlib.errors
 
@@ -85,7 +85,7 @@ def test_a_group_without_this_rank_is_an_error() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2, timeout=60)
 def test_a_group_that_is_no_group_is_an_error() -> None:
     import commlib.errors
 
@@ -106,7 +106,7 @@ def test_a_device_mesh_of_one_dimension() -> None:
     check_group(mesh, mesh.get_group())
 
 
-@on_ranks(4, timeout=20)
+@on_ranks(4, timeout=60)
 def test_a_device_mesh_of_two_dimensions_is_an_error() -> None:
     import commlib.errors
 
