@@ -373,6 +373,34 @@ def test_the_rank_that_invites_is_killed_during_wrap(moment: str) -> None:
     check(wrap_and_die, 3, moment, 0, accused=(0,))
 
 
+LEAD = (rendezvous._Attempt, "_lead")
+
+
+def host_the_store_and_die() -> None:
+    """The rank that invites hosts the store, too, as under `torch.multiprocessing`, and is killed while all wait."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), world_size, False)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    at_s = time.monotonic() + 2.0
+    if rank == 0:
+        setattr(*LEAD, lambda _: die() if time.monotonic() > at_s else False)
+    began_s = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_the_rank_that_hosts_the_store_is_killed_during_wrap() -> None:
+    check(host_the_store_and_die, 3, accused=(0,), words="commlib.wrap failed: the store is gone")
+
+
 def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
     """The late one is told as well, though all others have gone by then."""
     check(wrap_and_die, 4, "here", VICTIM, (0.0, 1.5, 0.0, 6.0))
