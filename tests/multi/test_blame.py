@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
-from commlib.transport import connections, point_to_point, rendezvous, torch_dist
+from commlib.transport import connections, rendezvous, torch_dist
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -410,13 +410,11 @@ def test_a_rank_that_is_killed_before_any_other_comes() -> None:
     check(wrap_and_die, 3, "here", VICTIM, (2.0, 0.0, 3.0))
 
 
-def wrap_late(timeout_s: float, exchanged: bool) -> None:
+def wrap_late(timeout_s: float) -> None:
     """The victim comes to `wrap` later than the timeout, and then to a collective."""
     rank = default_group_from_env(timeout_s=60)
     time.sleep(2 * timeout_s if rank == VICTIM else 0.0)
-    if exchanged:
-        point_to_point._LEAST_CHUNK = 1
-    model = commlib.wrap(seeded(Mlp), "bytegrad" if exchanged else "allreduce", timeout=timeout_s)
+    model = commlib.wrap(seeded(Mlp), timeout=timeout_s)
     mlp_loss(model, 0).backward()
     report(event="wrapped")
     dist.barrier()
@@ -429,16 +427,28 @@ def wrap_late(timeout_s: float, exchanged: bool) -> None:
         raise
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
-def test_the_timeout_holds_once_all_ranks_have_come(exchanged: bool) -> None:
+def test_the_timeout_holds_once_all_ranks_have_come() -> None:
     """Set-up waits as long as the group's own timeout says."""
     timeout_s = 3.0
-    with start_ranks(wrap_late, 3, timeout_s, exchanged) as ranks:
+    with start_ranks(wrap_late, 3, timeout_s) as ranks:
         for exit_ in ranks.wait(50, [0, 2]):
             facts(exit_, "wrapped")
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
             assert "no answer within 3 s; rank 1 did not come" in found["message"], found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("verb", ["all_reduce", "all_to_all", "small all_to_all", "exchange"])
+def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
+    """None has that of the set-up, with which the backend was made: far longer than ranks may take here."""
+    limits = timedelta(seconds=1), timedelta(hours=1)
+    transport = TorchTransport(resolve_group(None), torch.device("cpu"), *limits)
+    if transport.rank == 0:
+        with pytest.raises(PeerTimeout, match="no answer within 1 s; rank 1 did not come"):
+            transport.complete(requests(verb, Communicator(0, 2)), "a collective")
+    dist.barrier()
+    transport.close()
 
 
 def wrap_beside_a_stopped_one() -> None:
