@@ -32,8 +32,8 @@ from tests.contract.probes import (
 from tests.contract.subjects import ConvNet, Frozen, Subject, Training, build, gathered, loss_of, spread
 from tests.waiting import eventually
 
-#: How long a rank may wait for one that fails.
-_TIMEOUT_S = 4.0
+#: How long a rank may wait for one that fails: a guard against hangs, which no rank is to wait out.
+_TIMEOUT_S = 30.0
 
 
 def contract_join(subject: Subject) -> None:

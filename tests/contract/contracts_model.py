@@ -17,6 +17,7 @@ import commlib
 from commlib.errors import ConfigError
 from tests.contract.probes import counted, is_victim, raises_alike
 from tests.contract.subjects import (
+    TIMEOUT_S,
     Branches,
     ConvNet,
     Frozen,
@@ -335,7 +336,7 @@ def contract_unwrap_restores(subject: Subject) -> None:
     loss_of(model, 9).backward()
     loss_of(expected, 9).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    again = commlib.wrap(model, "allreduce", timeout=10)
+    again = commlib.wrap(model, "allreduce", timeout=TIMEOUT_S)
     own = torch.optim.SGD(again.parameters(), lr=0.01)
     for step in range(3):
         own.zero_grad()

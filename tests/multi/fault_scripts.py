@@ -26,6 +26,8 @@ from tests.multi.rank_worker import default_group_from_env
 
 VICTIM = 1
 TIMEOUT_S = 5.0
+#: Where nobody is to wait for a timeout.
+LONG_S = 60.0
 GOOD_STEPS = 3
 
 
@@ -78,6 +80,11 @@ def fail() -> None:
 TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
 
 
+def timeout_of(kind: str) -> float:
+    """Return the timeout where a rank runs into a trap: the short one only where the others have to wait it out."""
+    return TIMEOUT_S if kind in ("stop", "stall") else LONG_S
+
+
 def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
 
@@ -91,7 +98,7 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     if algorithm.endswith(", exchanged"):
         algorithm = algorithm.removesuffix(", exchanged")
         point_to_point._LEAST_CHUNK = 1
-    model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    model = commlib.wrap(seeded(Deep), algorithm, timeout=timeout_of(kind), bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS):
         model.zero_grad()
         model(data(step, 4, 32)).sum().backward()
@@ -116,7 +123,7 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
     rank = default_group_from_env(timeout_s=60)
     model = seeded(Deep)
     optimizer = sgd(model)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=timeout_of(kind), bucket_cap_mb=0.01)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -147,7 +154,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     traps: list[Callable[[], None]] = []
     optimizer.register_step_post_hook(lambda *_: [trap() for trap in traps] and None)  # before commlib's own
     instance = commlib.algorithms.get(algorithm)(period=2)
-    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    commlib.wrap(model, instance, optimizer=optimizer, timeout=timeout_of(kind), bucket_cap_mb=0.01)
 
     def train_steps(first: int, last: int) -> None:
         for step in range(first, last):
@@ -208,7 +215,7 @@ def add_parameter_on_one_rank() -> None:
     import commlib.errors
 
     rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     mlp_loss(model, 0).backward()
     if rank == VICTIM:
         model.late = nn.Linear(3, 3)
@@ -225,13 +232,13 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=TIMEOUT_S)  # that of the set-up, too
     if rank == VICTIM:
         time.sleep(2.5 * TIMEOUT_S)
         return
     began = time.monotonic()
     try:
-        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=0.2 * TIMEOUT_S)
     except commlib.errors.CommlibError as error:
         report_error(error, began)
         raise

@@ -356,7 +356,7 @@ def test_weights_without_an_optimizer_are_an_error() -> None:
 
 @on_ranks(2, timeout=40)
 def test_an_error_in_an_algorithm_is_raised_as_it_is_and_ends_the_others() -> None:
-    model = wrap(seeded(Mlp), algorithm=Failing(), timeout=10)
+    model = wrap(seeded(Mlp), algorithm=Failing(), timeout=30)
     kind = ZeroDivisionError if dist.get_rank() == 0 else commlib.TransportError
     with pytest.raises(kind):
         train(model, mlp_loss, 5)

@@ -40,7 +40,7 @@ def run(name: str, way: str) -> None:
     import commlib
 
     logging.basicConfig(level=logging.ERROR)
-    rank = default_group_from_env(timeout_s=20)
+    rank = default_group_from_env(timeout_s=60)
     before = num_threads()
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

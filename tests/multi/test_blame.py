@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
-from commlib.transport import connections, torch_dist
+from commlib.transport import connections, rendezvous, torch_dist
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -35,7 +35,7 @@ PROMPT_S = 3.0
 #: From the error to the end of the process.
 EXIT_S = 5.0
 #: Far longer than that, so that whatever waits for a timeout fails.
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 
 
 def facts(rank: RankExit, event: str) -> dict[str, Any]:
@@ -307,31 +307,165 @@ def test_ranks_are_those_of_the_default_group() -> None:
 # --- set-up ----------------------------------------------------------------------------------------------------------
 
 
-def wrap_and_die(moment: str) -> None:
-    """The victim is killed at some moment of `wrap`."""
-    rank = default_group_from_env(timeout_s=60)
-    where = {
-        "meeting": (torch_dist, "connect_all"),
-        "connecting": (connections, "_accept"),
-        "backend": (torch_dist, "_make_backend"),
-        "agreeing": (commlib.verify, "agree"),
+def come_and_die(moment: str, victim: int) -> None:
+    """Have the victim killed at a moment of the meeting of the ranks, seen from inside."""
+    is_there = {
+        "here": lambda attempt: True,
+        "invited": lambda attempt: attempt._store.check(["invitation"]),
+        "acknowledged": lambda attempt: attempt._invited,
     }[moment]
-    if rank == VICTIM:
-        setattr(*where, lambda *_: die())
+    name = "_follow" if victim else "_lead"
+    go_on = getattr(rendezvous._Attempt, name)
+
+    def look(attempt: Any) -> bool:
+        if moment != "acknowledged" and is_there(attempt):
+            die()
+        went_on = go_on(attempt)
+        if is_there(attempt):
+            die()
+        return went_on
+
+    setattr(rendezvous._Attempt, name, look)
+
+
+#: Where the victim is killed, in the order of the set-up; the first three are moments of the meeting.
+MOMENTS: dict[str, Any] = {
+    "here": None,
+    "invited": None,
+    "acknowledged": None,
+    "met": (rendezvous, "connect_all"),
+    "listening": (connections, "_family"),
+    "dialing": (connections, "_dial"),
+    "connecting": (connections, "_accept"),
+    "backend": (torch_dist, "_make_backend"),
+    "connected": (TorchTransport, "_await_all"),
+    "agreeing": (commlib.verify, "agree"),
+}
+
+
+def wrap_and_die(
+    moment: str, victim: int = VICTIM, late_s: tuple[float, ...] = (), algorithm: str = "allreduce"
+) -> None:
+    """The victim is killed at some moment of `wrap`; ranks come to it late."""
+    rank = default_group_from_env(timeout_s=60)
+    if rank == victim and MOMENTS[moment] is None:
+        come_and_die(moment, victim)
+    elif rank == victim:
+        setattr(*MOMENTS[moment], lambda *_, **__: die())
+    time.sleep(late_s[rank] if late_s else 0.0)
     began_s = time.monotonic()
     try:
-        commlib.wrap(seeded(Mlp), timeout=4 if moment == "meeting" else TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
     except CommlibError as error:
         dist.distributed_c10d._get_default_store().add("wraps that failed", 1)  # nothing holds it up
         report_error(error, began_s)
         raise
 
 
-@pytest.mark.parametrize("moment", ["meeting", "connecting", "backend", "agreeing"])
-def test_a_rank_that_is_killed_during_wrap(moment: str) -> None:
-    """Before it can be connected to, nothing tells a dead rank from one that is late."""
-    late = moment == "meeting"
-    check(wrap_and_die, 4, moment, kind="PeerTimeout" if late else "PeerFailure", within_s=8 if late else PROMPT_S)
+@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.slow), 4])
+def test_a_rank_that_is_killed_during_wrap(moment: str, world_size: int) -> None:
+    check(wrap_and_die, world_size, moment)
+
+
+@pytest.mark.parametrize("moment", ["here", "invited", "acknowledged"])
+def test_the_rank_that_invites_is_killed_during_wrap(moment: str) -> None:
+    check(wrap_and_die, 3, moment, 0, accused=(0,))
+
+
+LEAD = (rendezvous._Attempt, "_lead")
+
+
+def host_the_store_and_die() -> None:
+    """The rank that invites hosts the store, too, as under `torch.multiprocessing`, and is killed while all wait."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), world_size, False)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    at_s = time.monotonic() + 2.0
+    if rank == 0:
+        setattr(*LEAD, lambda _: die() if time.monotonic() > at_s else False)
+    began_s = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_the_rank_that_hosts_the_store_is_killed_during_wrap() -> None:
+    check(host_the_store_and_die, 3, accused=(0,), words="commlib.wrap failed: the store is gone")
+
+
+def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
+    """The late one is told as well, though all others have gone by then."""
+    check(wrap_and_die, 4, "here", VICTIM, (0.0, 1.5, 0.0, 6.0))
+
+
+def test_a_rank_that_is_killed_before_any_other_comes() -> None:
+    check(wrap_and_die, 3, "here", VICTIM, (2.0, 0.0, 3.0))
+
+
+def wrap_late(timeout_s: float) -> None:
+    """The victim comes to `wrap` later than the timeout, and then to a collective."""
+    rank = default_group_from_env(timeout_s=60)
+    time.sleep(2 * timeout_s if rank == VICTIM else 0.0)
+    model = commlib.wrap(seeded(Mlp), timeout=timeout_s)
+    mlp_loss(model, 0).backward()
+    report(event="wrapped")
+    dist.barrier()
+    time.sleep(60.0 if rank == VICTIM else 0.0)
+    began_s = time.monotonic()
+    try:
+        mlp_loss(model, 1).backward()
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_the_timeout_holds_once_all_ranks_have_come() -> None:
+    """Set-up waits as long as the group's own timeout says."""
+    timeout_s = 3.0
+    with start_ranks(wrap_late, 3, timeout_s) as ranks:
+        for exit_ in ranks.wait(50, [0, 2]):
+            facts(exit_, "wrapped")
+            found = facts(exit_, "error")
+            assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
+            assert "no answer within 3 s; rank 1 did not come" in found["message"], found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("verb", ["all_reduce", "all_to_all", "small all_to_all", "exchange"])
+def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
+    """None has that of the set-up, with which the backend was made: far longer than ranks may take here."""
+    limits = timedelta(seconds=1), timedelta(hours=1)
+    transport = TorchTransport(resolve_group(None), torch.device("cpu"), *limits)
+    if transport.rank == 0:
+        with pytest.raises(PeerTimeout, match="no answer within 1 s; rank 1 did not come"):
+            transport.complete(requests(verb, Communicator(0, 2)), "a collective")
+    dist.barrier()
+    transport.close()
+
+
+def wrap_beside_a_stopped_one() -> None:
+    """The victim is stopped as soon as it is here; the group's timeout is shorter than that takes."""
+    rank = default_group_from_env(timeout_s=5)
+    if rank == VICTIM:
+        rendezvous._Attempt._follow = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        commlib.wrap(seeded(Mlp), timeout=1)
+    except CommlibError as error:
+        report_error(error, began_s)
+        raise
+
+
+def test_a_rank_that_is_stopped_during_wrap_is_late_and_not_dead() -> None:
+    check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words="rank 1 did not come within 5 s")
 
 
 @on_ranks(3, timeout=60)
@@ -425,11 +559,11 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
         over.wait(30)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "Meeting", hanging)
-        patch.setattr(torch_dist, "GRACE_S", 0.2)
+        patch.setattr(rendezvous, "Meeting", hanging)
+        patch.setattr(rendezvous, "GRACE_S", 0.2)
         began = time.monotonic()
         with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
-            commlib.wrap(seeded(Mlp), timeout=0.3)
+            connect(0.3)
         assert time.monotonic() - began < 5
     over.set()
     dist.barrier()

@@ -300,7 +300,7 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
 
 def end_with_an_exchange_under_way(way: str, verb: str) -> None:
     """Rank 1 never sends what rank 0 waits for; rank 0 ends its script meanwhile, in one of several ways."""
-    rank = default_group_from_env(timeout_s=20)
+    rank = default_group_from_env(timeout_s=60)
     transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=20))
     comm = Communicator(rank, 2)
     transport.issue(comm.exchange([(1 - rank, torch.ones(4))], [(1 - rank, torch.ones(4))])).wait()

@@ -117,5 +117,5 @@ def test_a_parameter_added_on_one_rank() -> None:
 def test_wrap_on_one_rank_only() -> None:
     with start_ranks(fault_scripts.wrap_on_one_rank_only, 2) as ranks:
         (other,) = ranks.wait(40, [1 - VICTIM])
-        words = ("wrap|set-up", NAMES_VICTIM)
+        words = ("wrap|set-up", NAMES_VICTIM, f"did not come within {TIMEOUT_S:g} s")
         assert_told(other, kinds=("PeerTimeout",), within_s=TIMEOUT_S + SLACK_S, words=words)

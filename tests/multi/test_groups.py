@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_subgroup_of_some_ranks() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2, timeout=60)
 def test_a_group_without_this_rank_is_an_error() -> None:
     import commlib.errors
 
@@ -84,7 +85,7 @@ def test_a_group_without_this_rank_is_an_error() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2, timeout=60)
 def test_a_group_that_is_no_group_is_an_error() -> None:
     import commlib.errors
 
@@ -105,7 +106,7 @@ def test_a_device_mesh_of_one_dimension() -> None:
     check_group(mesh, mesh.get_group())
 
 
-@on_ranks(4, timeout=20)
+@on_ranks(4, timeout=60)
 def test_a_device_mesh_of_two_dimensions_is_an_error() -> None:
     import commlib.errors
 
@@ -150,14 +151,14 @@ def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
 
     path = [tempfile.mkdtemp()]
     dist.broadcast_object_list(path)
-    rank = dist.get_rank()
+    rank, hasty = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
-        with pytest.raises(commlib.errors.PeerTimeout):
-            wrap(Mlp(), timeout=1)
+        with pytest.raises(commlib.errors.PeerTimeout, match="rank 1 did not come within 1 s"):
+            wrap(Mlp(), process_group=hasty)
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{path[0]}/store", 2), rank=rank, world_size=2)
-    model = wrap(seeded(Mlp), timeout=10)
+    model = wrap(seeded(Mlp))
     train(model, mlp_loss, 2)
     assert_replicas_identical(model)
 

@@ -91,7 +91,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(model: Any, mesh: DeviceMesh, algorithm: Any, optimizer: Any, **options: Any) -> Any:
-    options = {"bucket_cap_mb": 0.001, "timeout": 20, **options}
+    options = {"bucket_cap_mb": 0.001, "timeout": 40, **options}
     return commlib.wrap(model, algorithm, optimizer=optimizer, process_group=mesh["replicate"], **options)
 
 
@@ -315,7 +315,7 @@ def test_algorithms_on_weights_are_those_of_whole_models() -> None:
             whole = seeded(Net).double()
             its = adam(whole)
             commlib.wrap(
-                whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001, timeout=20
+                whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001, timeout=40
             )
             for step in range(9):
                 its.zero_grad()
@@ -460,7 +460,7 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
     model = fsdp(seeded(lambda: Net(32)), mesh)
     with raises_on_every_rank(ConfigError, "'first.weight'", "(0,) of (32, 8)", "(1,) of (32, 8)"):
-        commlib.wrap(model, process_group=crossed[0 if dist.get_rank() in (0, 3) else 1], timeout=20)
+        commlib.wrap(model, process_group=crossed[0 if dist.get_rank() in (0, 3) else 1], timeout=40)
     with raises_on_every_rank(ConfigError, "'first.weight'", "'auto'", "Name one algorithm"):
         wrapped(model, mesh, "auto", momentum(model))
     blocks = seeded(Net)
@@ -549,7 +549,7 @@ def test_partial_sums_of_gradients_are_summed_before_an_algorithm_sees_them() ->
     runs += [(seeded(Layers).double(), group, dist.get_rank())] if dist.get_rank() < 2 else []
     for model, process_group, own in runs:
         optimizer = optimizer_for("onebit_adam", model)
-        commlib.wrap(model, algorithm, optimizer=optimizer, process_group=process_group, timeout=20)
+        commlib.wrap(model, algorithm, optimizer=optimizer, process_group=process_group, timeout=40)
         for step in range(6):
             optimizer.zero_grad()
             loss_of_layers(model, step, own).backward()

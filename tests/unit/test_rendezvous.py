@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport import rendezvous
 from commlib.transport.base import EndedError
 from commlib.transport.plain import encode
 from commlib.transport.rendezvous import Meeting, all_said
+from tests.waiting import eventually
 
 LIMIT_S = 10.0
 
@@ -32,20 +34,35 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return kinds[request.param]()
 
 
+_meetings: list[Meeting] = []
+
+
+@pytest.fixture(autouse=True)
+def close_meetings() -> Iterator[None]:
+    yield
+    while _meetings:
+        _meetings.pop().close()
+
+
+def attend(*args: Any) -> Meeting:
+    _meetings.append(Meeting(*args))
+    return _meetings[-1]
+
+
 def meet(
     store: Any, ranks: Sequence[int], world_size: int, timeout_s: float = LIMIT_S, wait_s: Sequence[float] = ()
 ) -> list[Any]:
     """Let some ranks meet, each in a thread and some late; returns a meeting or an error of each."""
 
-    def attend(rank: int) -> Any:
+    def attend_late(rank: int) -> Any:
         time.sleep(wait_s[rank] if wait_s else 0.0)
         try:
-            return Meeting(store, rank, [10 * each for each in range(world_size)], timeout_s)
+            return attend(store, rank, [10 * each for each in range(world_size)], timeout_s)
         except TransportError as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(attend, ranks))
+        return list(pool.map(attend_late, ranks))
 
 
 def names(meetings: Sequence[Any]) -> set[str]:
@@ -66,7 +83,7 @@ def test_several_meetings_in_a_row_whoever_is_faster(store: Any) -> None:
         made = []
         for turn in range(6):
             time.sleep(0.02 if (rank + turn) % 3 == 0 else 0.0)
-            made.append(Meeting(store, rank, range(3), LIMIT_S).name)
+            made.append(attend(store, rank, range(3), LIMIT_S).name)
         return made
 
     with ThreadPoolExecutor(3) as pool:
@@ -97,8 +114,8 @@ def test_what_a_killed_rank_left_is_not_taken_for_it(store: Any) -> None:
     """Another life of the job on the same store: the old one ended in the middle of a meeting."""
     old = dist.PrefixStore("commlib/meeting", store)
     for rank in range(3):
-        old.set(f"here/{rank}", f"+old{rank}")
-    old.set("invitation", encode(["oldname", "+old0", "+old1", "+old2"]).decode())
+        old.set(f"here/{rank}", f"+ old{rank} 1.00 - - 0")
+    old.set("invitation", encode(["oldname", "old0", "old1", "old2"]).decode())
     old.set("ack/oldname/1", "1")
     errors = meet(store, [0, 1], 3, timeout_s=0.5)
     assert all(isinstance(error, PeerTimeout) and error.ranks == {20} for error in errors), errors
@@ -201,6 +218,28 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
     thread.join(2 * LIMIT_S)
     assert isinstance(failed[0], TransportError)
     assert "store does not answer" in str(failed[0])
+
+
+def test_a_set_up_that_nobody_waits_for_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the wait, not the thread that waits in the store's calls."""
+    store = dist.HashStore()
+
+    def run(make: Callable[[], Any]) -> None:
+        with pytest.raises(TransportError, match="given up here"):
+            make()
+        ended.set()
+
+    def interrupted(make: Callable[[], Any], _: object) -> None:
+        threading.Thread(target=run, args=(make,)).start()
+        assert eventually(lambda: store.check(["commlib/meeting/here/0"]))
+        raise KeyboardInterrupt
+
+    ended = threading.Event()
+    monkeypatch.setattr(rendezvous, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.meet(store, 0, range(2), 60.0, b"")
+    assert ended.wait(LIMIT_S)
+    assert store.get("commlib/meeting/here/0").startswith(b"-")
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
