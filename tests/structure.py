@@ -14,18 +14,20 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
 # What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
-_PIECES = {"errors", "sharding", "kernels", "codecs", "transport", "primitives"}
+_PIECES = {"locks", "weak", "errors", "sharding", "kernels", "codecs", "transport", "primitives"}
 _TRAINING = {*_PIECES, "algorithms", "engine"}
 BELOW = {
     "errors": set(),
+    "locks": set(),
+    "weak": set(),
     "version": set(),
     "_native": set(),
     "sharding": {"errors"},
     "optim": {"errors"},
     "network": {"errors"},
-    "kernels": {"errors", "_native"},
-    "codecs": {"errors", "kernels"},
-    "transport": {"errors", "kernels"},
+    "kernels": {"locks", "errors", "_native"},
+    "codecs": {"locks", "errors", "kernels"},
+    "transport": {"locks", "weak", "errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
     "algorithms": {*_PIECES, "optim"},
     "engine": {*_PIECES, "algorithms"},
@@ -34,7 +36,7 @@ BELOW = {
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
-    "integrations": {"errors", "algorithms", "engine", "transport", "wrap"},
+    "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "reports", "emulation"},
     "cli": {
         "errors",

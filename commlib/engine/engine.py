@@ -21,7 +21,7 @@ from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
 from commlib.engine.rounds.schedule import Progress
 from commlib.transport.base import Communicator, Transport
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 
 _log = logging.getLogger("commlib")
 
@@ -59,7 +59,7 @@ class Engine:
         self.has_loaded = False
         self._settings = Settings(cap_bytes, optimizer, scaler)
         driver, self._release = acquire(self.device)
-        self._finalizer = Finalizer(self, self._release)
+        self._finalizer = Finalizer(self, self._release, f"the driver of a model on {self.device}")
         self.line = Line(transport, driver)
         self.gradients = GradientChannel(self.line, self.device, self._settings)
         self.channels: list[OpenChannel] = [self.gradients]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 from tests.structure import PACKAGE, sources
 from tests.waiting import eventually
 
@@ -25,7 +25,7 @@ class Owner:
 
 
 def reapers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "commlib-reaper"]
+    return [thread for thread in threading.enumerate() if thread.name == "commlib-closing"]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_a_forked_child_has_a_thread_of_its_own_and_leaves_its_parents_things() 
 
 _SCRIPT = """
 import sys, threading, time
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 
 class Owner:
     pass
@@ -136,7 +136,7 @@ del collected
 def test_at_exit_nothing_is_left_to_be_ended() -> None:
     """What was begun is waited for; the rest is done by the main thread, the latest first."""
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines() == ["collected commlib-reaper", "kept 1 MainThread", "kept 0 MainThread"]
+    assert done.stdout.splitlines() == ["collected commlib-closing", "kept 1 MainThread", "kept 0 MainThread"]
     assert done.stderr == ""
 
 
@@ -146,4 +146,4 @@ def test_nothing_else_is_called_by_the_collector() -> None:
     def uses(path: Path) -> bool:
         return re.search(r"weakref\.finalize|def __del__", path.read_text(encoding="utf-8")) is not None
 
-    assert [path.relative_to(PACKAGE).as_posix() for path in sources() if uses(path)] == ["transport/collected.py"]
+    assert [path.relative_to(PACKAGE).as_posix() for path in sources() if uses(path)] == ["transport.closing.py"]
