@@ -1,13 +1,13 @@
 """Where commlib's locks are made, all of them, each with a name.
 
 [Note: locks] The collector runs wherever Python allocates an object: within a lock, too, on the thread that holds it.
-What it calls must therefore never take a lock (`[Note: closing]` in `transport/closing.py`). A test that is to show this
-has to come upon the collector within each lock there is, so locks are made here: while `probe` is set, it sees each lock
-and may return another in its place. Otherwise these functions return plain objects of `threading`.
+What it calls must therefore never take a lock (`[Note: closing]` in `transport/closing.py`). A test that is to show
+this has to come upon the collector within each lock there is, so locks are made here: while `probe` is set, it sees
+each lock and may return another in its place. Otherwise these functions return plain objects of `threading`.
 
 A process may be forked while another of its threads holds a lock. In the child that thread does not exist, and the lock
-would be held for ever. Locks of a whole process, which a child may take as well, are therefore made free there. Locks of
-a single object need not be: a child makes objects of its own, and leaves those of its parent alone.
+would be held for ever. Locks of a whole process, which a child may take as well, are therefore made free there. Locks
+of a single object need not be: a child makes objects of its own, and leaves those of its parent alone.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -79,10 +79,11 @@ class WeakTable(Generic[T, V]):
         with self._lock:
             return self._values.pop(key, None)
 
-    def keys(self) -> Iterable[T]:
-        """Return the keys there are now."""
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over the keys there are now."""
         with self._lock:
-            return list(self._values)
+            keys = list(self._values)
+        return iter(keys)
 
     def __contains__(self, key: object) -> bool:
         return key in self._values

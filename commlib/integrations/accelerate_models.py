@@ -60,7 +60,7 @@ class Models:
     @property
     def in_use(self) -> bool:
         """Whether there is a wrapped model."""
-        return any(self.has(model) for model in self._wrapped.keys())
+        return any(self.has(model) for model in self._wrapped)
 
     def has(self, model: nn.Module) -> bool:
         """Return whether a model is wrapped by this accelerator."""
@@ -111,7 +111,7 @@ class Models:
         With DDP it is on the object around the model. On the model itself it would let another accelerator, which knows
         nothing of this one, take the model for prepared, and train it without any communication.
         """
-        for model in self._wrapped.keys():
+        for model in self._wrapped:
             if self.has(model):
                 model.__dict__.pop(_MARK, None)
 
@@ -142,7 +142,7 @@ class Models:
 
     def optimizer_came(self, prepared: Sequence[Any], scaler: Any) -> None:
         """Wrap the models that waited for an optimizer, and those that did not know of it."""
-        for model in [*self._waiting.keys(), *self._wrapped.keys()]:
+        for model in [*self._waiting, *self._wrapped]:
             if model in self._waiting or isinstance(find(model), Replica):
                 self.wrap(model, prepared, scaler, anew=False)
 

@@ -7,25 +7,28 @@ is made for this (in C, it waits for nothing and may interrupt itself). No other
 no `weakref.finalize`, no weak reference with a callback (`tests/unit/test_finalizers.py`).
 
 *Who ends.* One thread per process, the closing thread, takes endings from the queue, one after the other, in the order
-in which they came. Whoever ends something in the program (`unwrap`, a set-up that fails) detaches the finalizer and does
-the work itself.
+in which they came. Whoever ends something in the program (`unwrap`, a set-up that fails) detaches the finalizer and
+does the work itself.
 
-*Lifetime.* The thread is started when the first object is watched, which is in `wrap`, and ends when none is watched any
-more: told so by the call that detached the last one, which waits for it, or by itself after the last ending. It is a
-daemon. A finalizer never starts or ends it. It cannot be missing where it is needed: an object that is watched has it.
+*Lifetime.* The thread is started when the first object is watched, which is in `wrap`, and ends when none is watched
+any more: told so by the call that detached the last one, which waits for it, or by itself after the last ending. It is
+a daemon. A finalizer never starts or ends it. It cannot be missing where it is needed: an object that is watched has
+it.
 
-*Draining.* `drain` waits until all is done that was in the queue before, and for the thread, if nothing is watched any
-more. `wrap` does so first, so that what was dropped is gone before new connections are made; `unwrap` does so last, so
-that the last one leaves no thread; and so does the exit. Called on the closing thread it does nothing.
+*Draining.* `drain` waits until all is done that was in the queue before, and what came of it (a model that is forgotten
+frees its communicators, whose endings follow), and for the thread, if nothing is watched any more. `wrap` does so
+first, so that what was dropped is gone before new connections are made; `unwrap` does so last, so that the last one
+leaves no thread; and so does the exit. Called on the closing thread it does nothing.
 
 *Deadline.* An ending may hang, in the backend of a device that does not answer. Once one has taken `LIMIT_S`, whoever
 drains logs its name, leaves the thread behind and goes on. The next object that is watched gets a new thread, which
 takes over the queue. No other call starts one, as `unwrap` may come at the exit.
 
-*Exit.* No thread can be started then (Python 3.12), but the closing thread, where there is something to end, is there. A
-function that was registered with `atexit` when the first object was watched detaches all finalizers, puts their endings
-into the queue, the latest first, and drains it. `weakref.finalize` has such a function of its own, which runs after this
-one or before, depending on who else in the process has used it first. It leaves ours out: their `atexit` is False.
+*Exit.* No thread can be started then (Python 3.12), but the closing thread, where there is something to end, is there.
+A function that was registered with `atexit` when the first object was watched detaches all finalizers, puts their
+endings into the queue, the latest first, and drains it. `weakref.finalize` has such a function of its own, which runs
+after this one or before, depending on who else in the process has used it first. It leaves ours out: their `atexit` is
+False.
 
 *Fork.* A child has its parent's objects, and none of its threads. What the parent watched is forgotten there, so
 nothing is drained, and finalizers of the parent's objects put into a queue that nobody reads. The first object that the
@@ -53,6 +56,8 @@ _log = logging.getLogger("commlib")
 LIMIT_S = 60.0
 #: How long a thread that has nothing left to do may take to end, in seconds.
 _IDLE_S = 5.0
+#: How often whoever drains looks how long the ending under way has taken, in seconds.
+_LOOK_S = 1.0
 
 
 class _Ending(NamedTuple):
@@ -61,6 +66,19 @@ class _Ending(NamedTuple):
     number: int
     what: str
     end: Callable[[], object]
+
+
+class _Mark:
+    """What `drain` puts into the queue and waits for.
+
+    Attributes:
+        has_passed: Set when everything before it is done, and what came of that.
+        num_done: How many endings were done when it was put there.
+    """
+
+    def __init__(self, num_done: int) -> None:
+        self.has_passed = threading.Event()
+        self.num_done = num_done
 
 
 class _Watched(NamedTuple):
@@ -104,9 +122,10 @@ class _Closing:
     def forked(self) -> None:
         """Begin with nothing, as in a forked child."""
         self._watched: dict[int, _Watched] = {}
-        self._queue: queue.SimpleQueue[_Ending | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Ending | _Mark | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # the one that reads the queue
         self._last: threading.Thread | None = None  # the last one that was told to end
+        self._num_done = 0
         self._under_way: tuple[int, str, float] | None = None  # what the thread is ending, and since when
 
     def watch(self, owner: object, end: Callable[[], object], what: str, is_ended_at_exit: bool) -> int:
@@ -150,11 +169,11 @@ class _Closing:
         if last is not None and last is not threading.current_thread():
             last.join(_IDLE_S)
 
-    def _run(self, endings: queue.SimpleQueue[_Ending | threading.Event | None]) -> None:
+    def _run(self, endings: queue.SimpleQueue[_Ending | _Mark | None]) -> None:
         """Do endings as they come. The body of the thread."""
         while (item := endings.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
+            if isinstance(item, _Mark):
+                self._pass(item)
                 continue
             number, self._under_way = item.number, (item.number, item.what, time.monotonic())
             try:
@@ -166,18 +185,27 @@ class _Closing:
                 if self._thread is not threading.current_thread():  # it was left behind
                     return
                 self._under_way = None
+                self._num_done += 1
                 self._forget(number)  # which may tell this thread to end; what comes before that word is still done
+
+    def _pass(self, mark: _Mark) -> None:
+        """Say that all before a mark is done, or put it last again: behind what has come of that."""
+        with self._lock:
+            if self._thread is threading.current_thread() and self._num_done > mark.num_done:
+                mark.num_done = self._num_done
+                self._queue.put(mark)
+            else:
+                mark.has_passed.set()
 
     def drain(self) -> None:
         """Wait until all endings have been done that were in the queue before; if it was the last, for the thread."""
-        done = threading.Event()
         with self._lock:
-            thread = self._thread
+            thread, mark = self._thread, _Mark(self._num_done)
             if thread is threading.current_thread():
                 return
             if thread is not None:
-                self._queue.put(done)
-        while thread is not None and self._thread is thread and not done.wait(self._left_s()):
+                self._queue.put(mark)
+        while thread is not None and self._thread is thread and not mark.has_passed.wait(min(self._left_s(), _LOOK_S)):
             self._leave_behind(thread)
         if thread is None or self._thread is not thread:
             self._join_last()
