@@ -167,6 +167,19 @@ def _attributes(methods: Iterable[ast.FunctionDef]) -> set[str]:
     }
 
 
+def names_of_locks(package: Path = PACKAGE) -> list[str]:
+    """The names of all locks that the package makes, once for each place where one is made."""
+    found = []
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _MAKE_LOCKS:
+                found.append(ast.literal_eval(node.args[0]))
+    return found
+
+
+_MAKE_LOCKS = ("locks.lock", "locks.rlock", "locks.condition")
+
+
 def loaded_by_import(root: Path = PACKAGE.parent) -> list[str]:
     """The modules of commlib that `import commlib` loads."""
     code = "import sys, commlib; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'commlib'))"

@@ -111,13 +111,13 @@ def contract_collected_within_a_lock(subject: Subject) -> None:
     collect_within_each_lock(subject)
 
 
-def collect_within_each_lock(subject: Subject) -> set[str]:
+def collect_within_each_lock(subject: Subject, **options: Any) -> set[str]:
     """Have a dropped model collected while each lock is held that training takes; return the names of these locks."""
     with Locks().probed() as locks:
-        training = subject.start().steps(2)
+        training = subject.start(**options).steps(2)
         users = _shared._drivers[training.engine.device][1]
         num_before = len(users)
-        _take_locks(subject, training)
+        _take_locks(subject, training, **options)
         names, models = sorted(set().union(*gathered(locks.held))), list[weakref.ref[Any]]()
         for name in names:
             lead_back(subject.start().steps(1).model)
@@ -126,7 +126,7 @@ def collect_within_each_lock(subject: Subject) -> set[str]:
             locks.armed[name] = functools.partial(drop, dropped)
         del dropped
         gathered(None)
-        _take_locks(subject, training)
+        _take_locks(subject, training, **options)
         assert eventually(lambda: not locks.armed), f"the collector did not run in {set(locks.armed)}"
         assert [model() for model in models] == [None] * len(models)
         assert eventually(lambda: len(users) <= num_before), "the driver was not given up"
@@ -134,10 +134,10 @@ def collect_within_each_lock(subject: Subject) -> set[str]:
     return set(names)
 
 
-def _take_locks(subject: Subject, training: Training) -> None:
+def _take_locks(subject: Subject, training: Training, **options: Any) -> None:
     """Do what takes the locks of a training: steps, another model that is wrapped and unwrapped, one that is dropped."""
     training.steps(subject.period + 1)
-    other = subject.start().steps(subject.channel.warmup_steps + subject.period + 1)
+    other = subject.start(**options).steps(subject.channel.warmup_steps + subject.period + 1)
     commlib.synchronize(other.model)
     commlib.unwrap(other.model)
     gathered(None)

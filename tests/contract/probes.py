@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commlib import locks
+from commlib.weak import WeakMembers
 from tests.contract.subjects import Training, gathered
 from tests.waiting import eventually
 
@@ -101,12 +102,13 @@ class Locks:
 
 
 def _places_of(lock: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the objects of commlib's modules that have a lock of the process, and the name by which they have it."""
+    """Yield what has a lock of the process, a module of commlib's or an object in one, and the name of its attribute."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "commlib":
             continue
-        objects = [each for each in vars(module).values() if type(each).__module__ == name or "weak" in repr(type(each))]
-        for holder in (module, *objects):
+        objects = [each for each in vars(module).values() if type(each).__module__.startswith("commlib.")]
+        inner = [part for each in objects for part in getattr(each, "__dict__", {}).values()]
+        for holder in (module, *objects, *(part for part in inner if isinstance(part, WeakMembers))):
             for attribute, value in list(getattr(holder, "__dict__", {}).items()):
                 if value is lock:
                     yield holder, attribute
