@@ -7,9 +7,9 @@ The collector, which removes elements as before, never takes the lock; see `[Not
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class WeakMembers(Generic[T]):
         lock: Of this set only.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -58,7 +58,7 @@ class WeakTable(Generic[T, V]):
         lock: Of this table only.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
         self._values: weakref.WeakKeyDictionary[Any, V] = weakref.WeakKeyDictionary()
 

@@ -47,7 +47,7 @@ def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
     assert all(word in str(caught) for word in words), f"expected {words} in the message: {caught}"
 
 
-class _Probed:
+class Probed:
     """A lock in whose place it is; says when it is held."""
 
     def __init__(self, lock: Any, held: Callable[[], None]) -> None:
@@ -87,8 +87,8 @@ class Locks:
         if act is not None:
             act()
 
-    def _probe(self, name: str, lock: Any) -> _Probed:
-        return _Probed(lock, functools.partial(self._is_held, name))
+    def _probe(self, name: str, lock: Any) -> Probed:
+        return Probed(lock, functools.partial(self._is_held, name))
 
     @contextlib.contextmanager
     def probed(self) -> Iterator[Locks]:
