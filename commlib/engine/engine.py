@@ -180,7 +180,8 @@ class Engine:
         """Take what is in the background, if that waits for nobody."""
         self.settle_weights()
         for channel in self.channels:
-            channel.drain()
+            with channel.line.wholly():
+                channel.drain()
 
     @in_plain_mode
     def synchronize(self) -> None:
@@ -188,7 +189,8 @@ class Engine:
         self.settle_weights()
         self._other_steps.expect_change()
         for channel in self.channels:
-            channel.synchronize()
+            with channel.line.wholly():
+                channel.synchronize()
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ def collect_within_each_lock(subject: Subject, **options: Any) -> set[str]:
 
 
 def _take_locks(subject: Subject, training: Training, **options: Any) -> None:
-    """Do what takes the locks of a training: steps, another model that is wrapped and unwrapped, one that is dropped."""
+    """Do what takes the locks of a training: steps, and another model that is wrapped and unwrapped."""
     training.steps(subject.period + 1)
     other = subject.start(**options).steps(subject.channel.warmup_steps + subject.period + 1)
     commlib.synchronize(other.model)

@@ -102,7 +102,7 @@ class Locks:
 
 
 def _places_of(lock: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what has a lock of the process, a module of commlib's or an object in one, and the name of its attribute."""
+    """Yield what has a lock of the process, a module or an object in one, and the name of its attribute."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "commlib":
             continue
@@ -119,9 +119,9 @@ def lead_back(model: Any) -> None:
     model.__dict__["owners"] = [model]
 
 
-def drop(dropped: list[Training]) -> None:
-    """Let go of what a list alone holds, and have it collected here and now."""
-    gone = weakref.ref(dropped[0].model)
+def drop(dropped: list[Any]) -> None:
+    """Let go of a model, or a training, that a list alone holds, and have it collected here and now."""
+    gone = weakref.ref(getattr(dropped[0], "model", dropped[0]))
     dropped.clear()
 
     def is_gone() -> bool:

@@ -7,7 +7,6 @@ import functools
 import gc
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -15,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from commlib.errors import CommlibError
 from commlib.engine.rounds import drivers
 from commlib.engine.rounds.streams import StreamDriver
+from commlib.errors import CommlibError
 from commlib.replica import replica_of
 from commlib.transport import closing
 from tests.contract.contracts_faults import collect_within_each_lock
-from tests.contract.probes import Locks, Probed, lead_back
+from tests.contract.probes import Locks, Probed, drop, lead_back
 from tests.contract.subjects import Subject
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
 from tests.multi.fault_scripts import TIMEOUT_S, VICTIM, Deep, die, num_gloo_threads, report, report_error, train_some
@@ -69,14 +68,6 @@ def test_a_dropped_model_is_collected_within_each_lock_there_is() -> None:
     assert found == set(names_of_locks())
 
 
-def collect(dropped: list[Any]) -> None:
-    """Let go of the model that a list alone holds, and have it collected here."""
-    gone = weakref.ref(dropped[0])
-    dropped.clear()
-    while gone() is not None:  # nothing is done while another thread collects
-        gc.collect()
-
-
 def lose_a_peer_beside_a_dropped_model() -> None:
     """A rank that loses a peer tells those of every communicator, also that of a model that goes just then."""
     rank = default_group_from_env(timeout_s=60)
@@ -86,7 +77,7 @@ def lose_a_peer_beside_a_dropped_model() -> None:
     for step in range(2):
         model(data(step, 4, 32)).sum().backward()
     lines = replica_of(dropped[0]).engine.transport._lifelines
-    act = [functools.partial(collect, dropped)]
+    act = [functools.partial(drop, dropped)]
     lines._speaking = Probed(lines._speaking, lambda: [act.pop()() for _ in act[:1]])
     dist.barrier()
     if rank == VICTIM:
@@ -115,7 +106,7 @@ def test_a_model_that_goes_while_another_takes_the_driver_holds_up_nobody() -> N
     with Locks().probed() as locks:
         dropped: list[Any] = [commlib.wrap(seeded(Mlp))]
         lead_back(dropped[0])
-        locks.armed["drivers"] = functools.partial(collect, dropped)
+        locks.armed["drivers"] = functools.partial(drop, dropped)
         model = commlib.wrap(seeded(Mlp))
         assert not locks.armed
         train_some(model)

@@ -1,4 +1,4 @@
-"""What the collector calls, which locks there are, and what is iterated over beside other threads: each in one place."""
+"""Finalizers, locks, and weak references that several threads iterate over: each in one module only."""
 
 from __future__ import annotations
 
