@@ -61,6 +61,15 @@ def report_error(error: Exception, began_s: float) -> None:
     report(event="error", **facts, waited_s=at_s - began_s, at_s=at_s, began_s=began_s)
 
 
+def report_later(act: Callable[[], object]) -> None:
+    """Report what a further use of the model says, once the communication has ended."""
+    try:
+        act()
+    except RuntimeError as later:
+        ranks = sorted(getattr(later, "ranks", ()))
+        report(event="later", message=str(later), kind=type(later).__name__, ranks=ranks)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -112,6 +121,7 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
             model(data(step, 4, 32)).sum().backward()
     except commlib.errors.CommlibError as error:
         report_error(error, began)
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 
@@ -140,6 +150,7 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
             step(number)
     except commlib.errors.CommlibError as error:
         report_error(error, began)
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 
@@ -171,10 +182,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
         train_steps(5, 9)
     except commlib.errors.CommlibError as error:
         report_error(error, began)
-        try:
-            model(data(0, 4, 32))
-        except commlib.errors.CommlibError as later:
-            report(event="later", message=str(later), kind=type(later).__name__, ranks=sorted(later.ranks))
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 

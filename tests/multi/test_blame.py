@@ -25,7 +25,7 @@ from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
 from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
-from tests.multi.fault_scripts import report, report_error
+from tests.multi.fault_scripts import report, report_error, report_later
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 
@@ -63,8 +63,12 @@ def check(
     within_s: float = PROMPT_S,
     words: str = "",
     speakers: tuple[int, ...] | None = None,
-) -> None:
-    """Run a script; check that all other ranks name the accused, in time after the victim's own last word."""
+) -> list[RankExit]:
+    """Run a script; check that all other ranks name the accused, in time after the victim's own last word.
+
+    Returns:
+        How these ranks ended.
+    """
     speakers = tuple(rank for rank in range(world_size) if rank not in accused) if speakers is None else speakers
     with start_ranks(script, world_size, *args) as ranks:
         exits = ranks.wait(50, speakers)
@@ -81,6 +85,7 @@ def check(
         assert exit_.ended_s - found["at_s"] < EXIT_S, "a work that cannot be ended holds up the exit"
         if died_s is not None:
             assert found["at_s"] - max(died_s, found["began_s"]) < within_s, (found, died_s)
+    return exits
 
 
 # --- every algorithm -------------------------------------------------------------------------------------------------
@@ -112,6 +117,7 @@ def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
         commlib.synchronize(model)
     except CommlibError as error:
         report_error(error, began_s)
+        report_later(lambda: mlp_loss(model, 0))
         raise
 
 
@@ -120,7 +126,34 @@ def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> 
     chance = random.Random(algorithm)
     world_size = chance.choice([4, 5])
     victim = chance.randrange(world_size)
-    check(train_until_killed, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
+    script = train_until_killed
+    exits = check(script, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
+    for exit_ in exits:  # also what comes later says so
+        later = facts(exit_, "later")
+        assert (later["kind"], later["ranks"]) == ("PeerFailure", [victim]), later
+
+
+def die_before_synchronize(algorithm: str) -> None:
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Mlp)
+    commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=TIMEOUT_S)
+    dist.barrier()
+    if rank == VICTIM:
+        die()
+    began_s = time.monotonic()
+    try:
+        commlib.synchronize(model)
+    except CommlibError as error:
+        report_error(error, began_s)
+        report_later(lambda: mlp_loss(model, 0))
+        raise
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "hogwild", "async_sgd", "async_averaging"])
+def test_what_synchronize_has_met_is_said_again_by_the_next_step(algorithm: str) -> None:
+    for exit_ in check(die_before_synchronize, 3, algorithm):
+        later = facts(exit_, "later")
+        assert (later["kind"], later["ranks"]) == ("PeerFailure", [VICTIM]), later
 
 
 # --- every verb ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Ranks:
         self.sockets = ends
         self.news = [0] * world_size
         self.lines = [Lifelines(ends[rank], self._react(rank)) for rank in range(world_size)]
-        module._all.difference_update(self.lines)  # they stand for processes, each with communicators of its own
+        module._all.discard(*self.lines)  # they stand for processes, each with communicators of its own
 
     def _react(self, rank: int) -> Callable[[Lifelines], float | None]:
         def react(_: Lifelines) -> None:
@@ -112,7 +112,7 @@ def test_giving_up_is_only_said_where_nothing_was_said_before(ranks: Ranks) -> N
 
 def test_a_peer_that_failed_on_another_communicator_is_excused_on_all() -> None:
     first, second = Ranks(2), Ranks(2)
-    module._all.update([first.lines[0], second.lines[0]])  # both of one process
+    module._all.add(first.lines[0], second.lines[0])  # both of one process
     first.lines[0].report(False)
     assert eventually(lambda: second.lines[1].bystanders() == {0})
     second.kill(0)

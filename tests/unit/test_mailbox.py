@@ -364,7 +364,7 @@ def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:
     before = set(threading.enumerate())
     ranks = Ranks(3)
     threads = [each.name for each in set(threading.enumerate()) - before]
-    assert len(threads) == 12 + threads.count("commlib-reaper")
+    assert len(threads) == 12 + threads.count("commlib-closing")
     ranks.close()
     assert eventually(lambda: set(threading.enumerate()) <= before)
     ranks = Ranks(2)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from commlib.transport import nccl
 from commlib.transport.backends import Connections
 from commlib.transport.base import EndedError, Exchange
+from commlib.transport.closing import Finalizer, drain
 from commlib.transport.lifelines import Peer, Word
 from commlib.transport.nccl import NcclConnection, NcclWork
 from commlib.transport.watch import Watch
@@ -233,6 +234,38 @@ def test_an_end_starts_no_thread(connections: Connections, monkeypatch: pytest.M
     connections.end(Word.LEFT if is_whole else Word.FAILED)
     assert backend.calls == ["allreduce", "shutdown" if is_whole else "abort"]
     assert not [each for each in threading.enumerate() if each.name == "commlib-nccl-end"]
+
+
+class Owner:
+    """What a transport is to its connections."""
+
+    def __init__(self, connections: Connections) -> None:
+        self.owner = self  # so that it goes when the collector comes
+        Finalizer(self, connections.end, "connections of a test")
+
+
+def test_connections_may_be_collected_while_a_collective_is_launched(connections: Connections) -> None:
+    """Their end lets go of what is launched in order, under the lock that is held there."""
+    connection, _ = connect(connections)
+    dropped = Connections()
+    other, backend = connect(dropped)
+    owners = [Owner(dropped)]
+
+    def act() -> NcclWork:
+        owners.clear()
+        gc.collect()
+        return NcclWork(connection.backend.allreduce(), connection, range(3), "all_reduce")
+
+    launched: list[NcclWork] = []
+    thread = threading.Thread(target=lambda: launched.append(nccl.launches.issue(connection, act, True)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert launched, "the launch waits for its own lock"
+    drain()
+    assert backend.calls == ["shutdown"]
+    assert other.backend is None
+    connection.backend.works[0].has_ended = True
+    connections.end(Word.LEFT)
 
 
 def test_an_idle_communicator_is_shut_down_at_once(connections: Connections) -> None:
