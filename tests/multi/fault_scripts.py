@@ -22,11 +22,17 @@ from torch import Tensor, nn
 
 from commlib.transport import point_to_point
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
+from tests.multi.notices import await_told, others, tell
 from tests.multi.rank_worker import default_group_from_env
 
 VICTIM = 1
-TIMEOUT_S = 5.0
 GOOD_STEPS = 3
+#: Until the tests take a rank for one that hangs.
+HANG_S = 90.0
+#: The timeout where nothing may wait for it: what does is a hang.
+LONG_S = 150.0
+#: The timeout where it is waited for: longer than a busy machine may stand still, as the steps before must succeed.
+SHORT_S = 10.0
 
 
 class Deep(nn.Module):
@@ -51,12 +57,10 @@ def report(**facts: object) -> None:
     print("REPORT " + json.dumps(facts), flush=True)
 
 
-def report_error(error: Exception, began_s: float) -> None:
-    """Report what a rank was told, and when: since it began to wait, and by the clock that all ranks share."""
-    at_s = time.monotonic()
+def report_error(error: Exception) -> None:
+    """Report what a rank was told, and when, by the clock that all ranks share."""
     ranks = sorted(getattr(error, "ranks", ()))
-    facts = {"kind": type(error).__name__, "message": str(error), "ranks": ranks}
-    report(event="error", **facts, waited_s=at_s - began_s, at_s=at_s, began_s=began_s)
+    report(event="error", kind=type(error).__name__, message=str(error), ranks=ranks, at_s=time.monotonic())
 
 
 def die() -> None:
@@ -68,7 +72,7 @@ def stop() -> None:
 
 
 def stall() -> None:
-    time.sleep(120)
+    time.sleep(LONG_S)
 
 
 def fail() -> None:
@@ -76,10 +80,18 @@ def fail() -> None:
 
 
 TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
+TIMEOUTS_S = {"die": LONG_S, "stop": SHORT_S, "stall": SHORT_S, "fail": LONG_S}
+
+
+def come_together(what: str) -> None:
+    """Tell the others that this rank has come so far; the victim goes on when all have, so that they are past it."""
+    tell(what)
+    if dist.get_rank() == VICTIM:
+        await_told(what, others())
 
 
 def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
-    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
+    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told.
 
     With an `algorithm` that ends in ", exchanged" small all-to-alls are exchanges too, as those of large buckets are.
     The error is raised on, so that the process ends as a user's would.
@@ -87,24 +99,24 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     if algorithm.endswith(", exchanged"):
         algorithm = algorithm.removesuffix(", exchanged")
         point_to_point._LEAST_CHUNK = 1
-    model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS):
         model.zero_grad()
         model(data(step, 4, 32)).sum().backward()
     report(event="trained", buckets=commlib.stats(model).num_buckets)
+    come_together("trained")
     if rank == VICTIM:
         model.trap = TRAPS[kind]
-    began = time.monotonic()
     try:
         for step in range(3):
             model.zero_grad()
             model(data(step, 4, 32)).sum().backward()
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         raise
 
 
@@ -113,10 +125,10 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     model = seeded(Deep)
     optimizer = sgd(model)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -125,14 +137,14 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
 
     for number in range(GOOD_STEPS):
         step(number)
+    come_together("trained")
     if rank == VICTIM:
         model.trap = TRAPS[kind]
-    began = time.monotonic()
     try:
         for number in range(4):
             step(number)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         raise
 
 
@@ -141,13 +153,13 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     model = seeded(Deep)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     traps: list[Callable[[], None]] = []
     optimizer.register_step_post_hook(lambda *_: [trap() for trap in traps] and None)  # before commlib's own
     instance = commlib.algorithms.get(algorithm)(period=2)
-    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
 
     def train_steps(first: int, last: int) -> None:
         for step in range(first, last):
@@ -159,11 +171,11 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
 
     train_steps(0, 5)
     report(event="trained", rounds=commlib.stats(model).rounds)
-    began = time.monotonic()
+    come_together("trained")
     try:
         train_steps(5, 9)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         try:
             model(data(0, 4, 32))
         except commlib.errors.CommlibError as later:
@@ -176,25 +188,25 @@ def skip_backward_on_one_rank() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Deep), timeout=SHORT_S, bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS + (rank != VICTIM)):
         model.zero_grad()
-        began = time.monotonic()
         try:
             model(data(step, 4, 32)).sum().backward()
         except commlib.errors.CommlibError as error:
-            report_error(error, began)
+            report_error(error)
+            tell("failed")
             raise
-    time.sleep(2 * TIMEOUT_S)
+    await_told("failed", others())
 
 
 def wait_in_forward() -> None:
     """The victim is slow, but within the timeout: nothing may happen."""
     import commlib
 
-    rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S)
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Deep), timeout=LONG_S)
     for step in range(4):
         time.sleep(2.0 if rank == VICTIM and step == 2 else 0.0)
         model.zero_grad()
@@ -207,16 +219,16 @@ def add_parameter_on_one_rank() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     mlp_loss(model, 0).backward()
+    come_together("trained")
     if rank == VICTIM:
         model.late = nn.Linear(3, 3)
-    began = time.monotonic()
     try:
         mlp_loss(model, 1).backward()
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         raise
 
 
@@ -225,15 +237,15 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=SHORT_S)
     if rank == VICTIM:
-        time.sleep(2.5 * TIMEOUT_S)
+        await_told("failed", others())
         return
-    began = time.monotonic()
     try:
-        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=SHORT_S)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
+        tell("failed")
         raise
 
 
@@ -257,11 +269,10 @@ def shut_down(way: str) -> None:
     """Train a few steps, then end the process in one of many ways."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     before = num_threads()
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
-    report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
 
@@ -270,8 +281,8 @@ def destroy_the_group(way: str) -> None:
     """Train, and end the default group: threads of its backend that were alive at exit could abort the process."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
     trained = num_gloo_threads(4)  # two of the default group, and two of commlib's
     if way == "unwrapped":
@@ -287,9 +298,9 @@ def ask_a_destroyed_group() -> None:
     from commlib.replica import replica_of
     from commlib.transport.groups import NODE_VARIABLE
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     rank = dist.get_rank()
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
     dist.destroy_process_group()
     os.environ[NODE_VARIABLE] = str(rank // 2)
@@ -299,10 +310,9 @@ def ask_a_destroyed_group() -> None:
             ask()
         except commlib.errors.CommlibError as error:
             report(event=what, kind=type(error).__name__, message=str(error))
-    report(event="ending", at_s=time.monotonic())
 
 
-def num_gloo_threads(expected: int, timeout_s: float = 20) -> int:
+def num_gloo_threads(expected: int, timeout_s: float = 60) -> int:
     """Count the threads of Gloo process groups, until they are as many as expected: they come and go with a delay."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -319,17 +329,16 @@ def shut_down_in_flight(way: str) -> None:
     """Train until a round over weights is under way in the background, then end the process."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     before = num_threads()
     model = seeded(Mlp)
     optimizer = sgd(model)
     algorithm = commlib.algorithms.StreamingDiLoCo(period=8, fragments=2, delay=4)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=30)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=LONG_S)
     for step in range(8):
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
         optimizer.step()
-    report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
     report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
 
