@@ -53,12 +53,12 @@ FAULTS = {
         ("stop", 3, "allreduce"),
         ("stall", 2, "allreduce"),
         ("die", 3, "bytegrad"),
-        ("stop", 3, "ef_quantized"),
+        pytest.param("stop", 3, "ef_quantized", marks=pytest.mark.slow),
         ("die", 3, "bytegrad, exchanged"),
         ("fail", 3, "bytegrad, exchanged"),
         ("stop", 3, "ef_quantized, exchanged"),
         ("fail", 2, "topk"),
-        ("stall", 2, "powersgd"),
+        pytest.param("stall", 2, "powersgd", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_in_the_middle_of_backward(kind: str, world_size: int, algorithm: str) -> None:
