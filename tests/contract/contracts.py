@@ -19,7 +19,7 @@ from tests.contract import contracts_faults, contracts_model, contracts_state, c
 from tests.contract.subjects import Subject, gathered, set_group
 
 #: Seconds after which a rank gives up on one that has left the contract with an error.
-_PATIENCE_S = 20.0
+_PATIENCE_S = 30.0
 
 Contract = Callable[[Subject], None]
 

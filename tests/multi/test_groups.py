@@ -70,7 +70,7 @@ def test_a_subgroup_of_some_ranks() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_group_without_this_rank_is_an_error() -> None:
     import commlib.errors
 
@@ -84,7 +84,7 @@ def test_a_group_without_this_rank_is_an_error() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=20)
+@on_ranks(2)
 def test_a_group_that_is_no_group_is_an_error() -> None:
     import commlib.errors
 
@@ -105,7 +105,7 @@ def test_a_device_mesh_of_one_dimension() -> None:
     check_group(mesh, mesh.get_group())
 
 
-@on_ranks(4, timeout=20)
+@on_ranks(4)
 def test_a_device_mesh_of_two_dimensions_is_an_error() -> None:
     import commlib.errors
 
@@ -143,7 +143,7 @@ def test_one_rank_alone() -> None:
     commlib.unwrap(model)
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
     """A rank that waited in vain for its peer has one more attempt behind it; over a new group both start afresh."""
     import commlib.errors
