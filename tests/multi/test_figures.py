@@ -124,7 +124,7 @@ def check_bytes(found: Callable[[], float], counter: Counter, at: str) -> None:
 def test_bytes_are_those_given_to_the_network(name: str) -> None:
     with counting() as counter, mock.patch.object(TorchTransport, "_await_all"):
         model, optimizer = wrapped(name)
-        channels = replica_of(model).engine.channels
+        channels = list(replica_of(model).engine.channels)
         train(model, optimizer)
         dist.barrier()
         check_bytes(lambda: commlib.stats(model).wire_bytes, counter, "after training")
