@@ -16,6 +16,7 @@ import commlib
 from commlib.errors import ConfigError
 from tests.contract.probes import counted, is_victim, raises_alike
 from tests.contract.subjects import (
+    TIMEOUT_S,
     Branches,
     ConvNet,
     Frozen,
@@ -25,7 +26,6 @@ from tests.contract.subjects import (
     data,
     everyones,
     flat,
-    TIMEOUT_S,
     gathered,
     joined,
     loss_of,

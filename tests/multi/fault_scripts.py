@@ -24,6 +24,7 @@ from commlib.transport import point_to_point
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
 from tests.multi.notices import await_told, others, tell
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 VICTIM = 1
 GOOD_STEPS = 3
@@ -257,6 +258,12 @@ def num_threads() -> int:
     return threading.active_count()
 
 
+def report_end(before: int, waits: bool) -> None:
+    """Report the threads at the end; `waits` until they are as few as `before`: a busy machine may take a while."""
+    assert not waits or eventually(lambda: num_threads() <= before), threading.enumerate()
+    report(event="end", before=before, after=num_threads())
+
+
 def train_some(model: nn.Module, steps: int = 3) -> None:
     optimizer = sgd(model)
     for step in range(steps):
@@ -274,7 +281,7 @@ def shut_down(way: str) -> None:
     model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
     ENDINGS[way](model)
-    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+    report_end(before, waits=way in ("unwrap-destroy", "destroy-unwrap"))
 
 
 def destroy_the_group(way: str) -> None:
@@ -340,7 +347,7 @@ def shut_down_in_flight(way: str) -> None:
         mlp_loss(model, step).backward()
         optimizer.step()
     ENDINGS[way](model)
-    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+    report_end(before, waits=way in ("unwrap-destroy", "destroy-unwrap"))
 
 
 def just_end(model: nn.Module) -> None:

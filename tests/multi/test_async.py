@@ -17,6 +17,7 @@ from torch import nn
 from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, raises_on_every_rank, seeded
 from tests.multi.notices import await_told, tell
 from tests.multi.pool import on_ranks
+from tests.waiting import eventually
 
 AVERAGING = ["async_averaging", "passive_gossip"]
 NAMES = [*AVERAGING, "async_sgd", "async_sgd of gradients", "async_sgd with int8"]
@@ -343,7 +344,7 @@ def test_what_async_sgd_cannot_do_is_refused_and_leaves_the_model_bare() -> None
     from commlib.errors import ConfigError
 
     model = seeded(Mlp)
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     with raises_on_every_rank(ConfigError, "elementwise optimizer", "got Adagrad"):
         optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
         commlib.wrap(model, make("async_sgd", push="gradients"), optimizer=optimizer)
@@ -353,7 +354,7 @@ def test_what_async_sgd_cannot_do_is_refused_and_leaves_the_model_bare() -> None
     with raises_on_every_rank(ConfigError, "optimizer.step(closure)"):
         optimizer.step(lambda: mlp_loss(model, 0))
     commlib.unwrap(model)
-    assert {thread.name for thread in threading.enumerate()} <= before
+    assert eventually(lambda: set(threading.enumerate()) <= before), threading.enumerate()
 
 
 @pytest.mark.parametrize("name", [*AVERAGING, "async_sgd"])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multi.common import Mlp, mlp_loss, seeded
-from tests.multi.fault_scripts import HANG_S, LONG_S, num_threads, report
+from tests.multi.fault_scripts import HANG_S, LONG_S, num_threads, report_end
 from tests.multi.pool import RankExit, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 
@@ -55,7 +55,7 @@ def run(name: str, way: str) -> None:
             commlib.unwrap(model)
         elif part == "destroy":
             dist.destroy_process_group()
-    report(event="end", before=before, after=num_threads())
+    report_end(before, waits="unwrap" in way)
     sys.exit(0)
 
 

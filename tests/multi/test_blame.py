@@ -32,6 +32,7 @@ from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_er
 from tests.multi.notices import LIMIT_S, await_told, others, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 VICTIM = 1
 
@@ -419,7 +420,7 @@ def test_lifelines_cost_one_connection_a_peer_and_end_with_the_transport() -> No
     transport.complete(comm.all_reduce(torch.ones(3)), "a collective")
     dist.barrier()
     transport.close()
-    assert set(threading.enumerate()) <= before
+    assert eventually(lambda: set(threading.enumerate()) <= before), threading.enumerate()
     assert all(each.fileno() == -1 for each in lines._sockets.values())
 
 

@@ -27,6 +27,7 @@ from tests.multi.fault_scripts import HANG_S, LONG_S, VICTIM, report, train_weig
 from tests.multi.notices import await_told, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 
 @contextmanager
@@ -183,11 +184,11 @@ def test_ranks_outside_of_the_group_and_the_own_one_are_refused() -> None:
 
 @on_ranks(2)
 def test_the_waiter_ends_with_the_transport() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with connected() as (transport, comm):
         transport.issue(comm.exchange([(1 - comm.rank, torch.ones(1))], [(1 - comm.rank, torch.ones(1))])).wait()
         assert "commlib-exchange" in [thread.name for thread in threading.enumerate()]
-    assert threading.active_count() == before
+    assert eventually(lambda: set(threading.enumerate()) <= before), threading.enumerate()
 
 
 @on_ranks(2, timeout=60)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from commlib.errors import CommlibError
 from commlib.transport import nccl

@@ -313,9 +313,7 @@ def test_algorithms_on_weights_are_those_of_whole_models() -> None:
         if rank < 2:
             whole = seeded(Net).double()
             its = adam(whole)
-            commlib.wrap(
-                whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001
-            )
+            commlib.wrap(whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001)
             for step in range(9):
                 its.zero_grad()
                 (sum(loss(whole, step, place) for place in (2 * rank, 2 * rank + 1)) / 2).backward()

@@ -53,12 +53,12 @@ class Spy(Staging):
 
 
 @contextmanager
-def staged(timeout_s: float = 20.0) -> Iterator[tuple[TorchTransport, Communicator, Spy]]:
+def staged() -> Iterator[tuple[TorchTransport, Communicator, Spy]]:
     """A transport whose backend is given nothing but buffers."""
     Spy.made.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_dist, "_staging_of", Spy)
-        transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=timeout_s))
+        transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=60))
         (spy,) = Spy.made
         issue = transport._issue
 
@@ -161,7 +161,7 @@ def test_training_through_buffers_is_training_without_them() -> None:
 
 @on_ranks(2)
 def test_a_peer_that_leaves_is_named_and_outputs_stay_as_they_were() -> None:
-    with staged(timeout_s=10.0) as (transport, comm, _):
+    with staged() as (transport, comm, _):
         if comm.rank == 1:
             transport.close()
             return
