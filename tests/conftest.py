@@ -4,29 +4,74 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tests
+from tests import costs, flaky
+from tests.costs import COSTS
+from tests.scheduler import is_timing, scope_of
+from tests.thin import thinned
+
 SLOW_TESTS = "COMMLIB_SLOW_TESTS"
+SHARD = "COMMLIB_TEST_SHARD"
 
 # torch's store asks a name server for the peer of each connection, of which every process makes one: where an answer is
 # lost, it asks again after one second, not after five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
-def pytest_configure() -> None:
+tests.IS_COLLECTING = True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures", type=Path, metavar="FILE", help="write what failed to FILE, for tests/flaky.py")
+    parser.addoption("--again", type=Path, metavar="FILE", help="run what failed of FILE, and report it as flaky")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     # A background job of a shell starts with SIGINT ignored, and all that it starts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    costs.count_commands()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Controller(config))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get(SLOW_TESTS) == "1":
-        return
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason=f"slow: scripts/test --slow runs it (or {SLOW_TESTS}=1)"))
+def pytest_report_header() -> list[str]:
+    return [f"commit: {_commit()}"] + ([f"shard: {os.environ[SHARD]}"] if SHARD in os.environ else [])
+
+
+def _commit() -> str:
+    """Return what is tested, for results that are kept."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown (no git checkout)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected = items if os.environ.get(SLOW_TESTS) == "1" else thinned([item for item in items if not _is_slow(item)])
+    selected = [item for item in selected if _is_of_shard(item)]
+    if len(selected) < len(items):
+        chosen = set(selected)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = sorted(selected, key=lambda item: is_timing(item.nodeid))
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _is_of_shard(item: pytest.Item) -> bool:
+    """Return whether a test is of the shard that runs; groups stay together."""
+    if SHARD not in os.environ:
+        return True
+    number, _, count = os.environ[SHARD].partition("/")
+    return zlib.crc32(scope_of(item.nodeid).encode()) % int(count) == int(number) - 1
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,6 +79,54 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduler import Scheduler
 
     return Scheduler(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart(nodeid: str) -> None:
+    COSTS.file = nodeid.partition("::")[0]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["costs"] = COSTS.as_dict()
+
+
+class _Controller:
+    """What the process does that prints: it adds up the costs of all processes, and keeps what failed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._failures = flaky.Failures()
+        self._over: list[str] = []
+        self._path: Path | None = config.getoption("--failures")
+        again: Path | None = config.getoption("--again")
+        self._earlier = None if again is None else flaky.Failures.read(again)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        COSTS.merge(getattr(node, "workeroutput", {}).get("costs", {}))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failures.add(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._failures.add(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if os.environ.get(SLOW_TESTS) != "1":
+            self._over = costs.over_budget(COSTS, costs.recorded_budget())
+        if self._over and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = flaky.OVER_BUDGET
+        if self._path is not None:
+            self._failures.write(self._path)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for kind, by_file in COSTS.by_kind.items():
+            terminalreporter.write_line(f"{sum(by_file.values())} {kind} were started")
+        for line in self._over:
+            terminalreporter.write_line(f"OVER BUDGET (tests/budget.json): {line}", red=True)
+        if self._earlier is not None and not self._failures.by_test:
+            for line in self._earlier.as_flaky():
+                terminalreporter.write_line(line, yellow=line.startswith("FLAKY"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,9 @@ PAGES = sorted(
     - {ROOT / "docs" / "reference" / "command_line.md"}
 )
 
+_PARSER = MarkdownIt("commonmark").enable("table")
+_PARSER.core.ruler.enableOnly(["normalize", "block"])  # what is within lines is not looked at
+
 _NOTE = re.compile(r"<!--\s*(?P<kind>not run|given):(?P<text>.*?)-->", re.DOTALL)
 
 
@@ -52,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
     """Return the blocks of code of a page in their order, each with what the comment above it says."""
     found = []
     notes: dict[str, str] = {}
-    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+    for token in _PARSER.parse(page.read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
             fenced = token.type == "fence"
             line = (token.map or [0])[0] + fenced

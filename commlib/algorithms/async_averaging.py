@@ -38,6 +38,7 @@ class AsyncAveraging(Algorithm):
 
     made_for = "sgd"
     portable = True
+    keeps_mean = True
 
     def __init__(self, period: int = 8, *, warmup_steps: int = 0) -> None:
         self.channel = Weights(asynchronous=True, period=period, warmup_steps=warmup_steps)

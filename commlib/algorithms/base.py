@@ -215,6 +215,10 @@ class Algorithm:
     #: Whether the gradients that it returns have momentum already; its `setup` must refuse an optimizer that has one.
     has_momentum: ClassVar[bool] = False
 
+    #: For weights: whether rounds leave the mean of all ranks' weights as it is, but for rounding, once all have taken
+    #: their results. A class attribute, or set in `__init__` where options decide.
+    keeps_mean: bool = False
+
     #: What it cannot do of what every algorithm is held to, and why: the name of a contract (`tests/contract`) and a
     #: reason. What the channel tells is not said again; the use itself is refused with a `ConfigError` on all ranks.
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})

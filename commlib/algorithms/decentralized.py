@@ -35,6 +35,7 @@ class Decentralized(NeighbourAveraging[FullWorkspace]):
 
     made_for = "sgd"
     portable = True
+    keeps_mean = True
 
     def __init__(
         self,

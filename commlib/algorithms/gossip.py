@@ -42,6 +42,7 @@ class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
     """
 
     made_for = "sgd"
+    keeps_mean = True
 
     def __init__(
         self,

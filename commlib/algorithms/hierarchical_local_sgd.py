@@ -31,6 +31,7 @@ class HierarchicalLocalSGD(Algorithm):
 
     made_for = "sgd"
     portable = True
+    keeps_mean = True
 
     def __init__(self, period: int = 4, global_every: int = 4) -> None:
         if global_every < 1:

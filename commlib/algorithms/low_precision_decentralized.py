@@ -73,6 +73,7 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
             )
         self.codec = block_codec(codec or Int8())
         self.method = method
+        self.keeps_mean = method == "choco"  # what one is given the other gives; in dcd both are rounded
         self.consensus_step = consensus_step
 
     @override

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from commlib.errors import ConfigError
-from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps
+from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps, contracts_values
 from tests.contract.subjects import Subject, gathered, set_group
 
 #: Seconds after which a rank gives up on one that has left the contract with an error.
@@ -23,7 +23,13 @@ _PATIENCE_S = 30.0
 
 Contract = Callable[[Subject], None]
 
-_MODULES: tuple[ModuleType, ...] = (contracts_faults, contracts_model, contracts_state, contracts_steps)
+_MODULES: tuple[ModuleType, ...] = (
+    contracts_faults,
+    contracts_model,
+    contracts_state,
+    contracts_steps,
+    contracts_values,
+)
 
 
 def _found() -> dict[str, Contract]:

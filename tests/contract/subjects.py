@@ -226,6 +226,12 @@ class Subject:
         return self.on_gradients and self.runs_by_clocks
 
     @property
+    def exactness(self) -> str:
+        """What it may do to the optimisation, now and later: one that chooses others says how far it may go."""
+        algorithm = self.algorithm()
+        return getattr(algorithm, "allow", algorithm.exactness)
+
+    @property
     def is_exact(self) -> bool:
         """Whether gradients are the full-precision mean from first to last."""
         return self.algorithm().exactness == "exact" and not self.runs_by_clocks

@@ -9,6 +9,7 @@ from _pytest.mark.structures import ParameterSet
 
 import commlib
 from tests.contract.contracts import CONTRACTS, hold
+from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import SIBLINGS, Subject
 from tests.multi.pool import run_ranks
 
@@ -24,6 +25,7 @@ QUICK = (
     *("replicas_alike", "synchronize", "accumulation_in_no_sync", "nonfinite_step_without_a_scaler", "change_of_plan"),
     *("unused_parameters", "buffers", "rounds_and_steps", "state_dict_is_plain", "join"),
     "leaving_after_the_last_step",
+    *CONCERNS,
 )
 
 #: What the engine alone promises: slow tests for siblings.
@@ -39,6 +41,8 @@ def pairs() -> list[ParameterSet]:
     """Return every algorithm with every contract; a new algorithm is held to all of them in the fast part."""
     found = []
     for algorithm, contract in itertools.product(ALGORITHMS, CONTRACTS):
+        if contract in CONCERNS and not CONCERNS[contract](Subject(algorithm)):
+            continue
         is_slow = Subject(algorithm).measures_first and contract not in QUICK
         is_slow |= algorithm in SIBLINGS and contract in OF_THE_ENGINE
         marks = [pytest.mark.slow] if is_slow else []

@@ -72,6 +72,7 @@ class CarefulWeights(Algorithm):
     """Averages weights in every second step. Nothing is wrong."""
 
     channel = Weights(period=2)
+    keeps_mean = True
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield comm.all_reduce(bucket.flat)

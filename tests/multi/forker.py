@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
+from tests.costs import COSTS, PROCESSES
 from tests.multi.rank_worker import ForkJob
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,7 @@ class Forker:
     def fork(self, job: ForkJob, given: socket.socket | None = None) -> ForkedRank:
         """Start a process that runs `job`; it is given the socket, if there is one, which is closed here."""
         connection = self._started()
+        COSTS.add(PROCESSES)
         connection.send_bytes(pickle.dumps((tuple(job), given is not None)))
         if given is not None:
             with given:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.costs import COSTS, RANK_JOBS
 from tests.multi.forker import FORKER, ForkedRank, RankError, RankHang, rank_environment
 from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
@@ -97,6 +98,7 @@ class RankPool:
             RankHang: a rank was not done after the job's timeout; the pool is restarted for the next job.
         """
         __tracebackhide__ = True
+        COSTS.add(RANK_JOBS)
         ranks = self._started(job.world_size)[: job.world_size]
         job = job._replace(store=self._store_of_job())
         try:

@@ -66,6 +66,7 @@ def until(model: nn.Module, optimizer: torch.optim.Optimizer, rounds: int, limit
     return step
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("name", [*NAMES, "hogwild"])
 @on_ranks(1, 2, 3, 4)
 def test_synchronize_gives_all_ranks_the_same_weights(name: str) -> None:

@@ -27,6 +27,7 @@ from commlib.kernels.reference import BLOCK_CODECS
 from commlib.primitives.topology import Graph, MixingMatrix, RandomMatching, Ring, Topology
 from commlib.replica import replica_of
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, data, raises_on_every_rank, seeded, sgd
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 
 Floats = npt.NDArray[Any]
@@ -216,6 +217,8 @@ def check(algorithm: Algorithm, mix: Callable[[Floats, int, int], Floats], **opt
     reference.assert_like(model, 1e-9)
 
 
+@pytest.mark.thin
+@against_equations(Decentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("topology", ["exponential", "one_peer_exponential", "shift_one"])
 def test_d_psgd_on_every_topology(topology: str) -> None:
@@ -246,6 +249,8 @@ def test_a_users_mixing_matrix() -> None:
         start(Decentralized(MixingMatrix([[0.5, 0.5], [0.5, 0.5]])))
 
 
+@pytest.mark.thin
+@against_equations(LowPrecisionDecentralized)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("topology", ["ring", "exponential"])
@@ -262,6 +267,7 @@ def test_choco_sgd_with_coarse_codecs(codec: Any, step: float) -> None:
     check(algorithm, ChocoReference(algorithm.topology.matrix(4), codec.name, step), bucket_cap_mb=1.0)
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_dcd_psgd(overlap: bool) -> None:
@@ -270,12 +276,16 @@ def test_dcd_psgd(overlap: bool) -> None:
     check(algorithm, DcdReference(matrix, "int8"), overlap=overlap)
 
 
+@pytest.mark.thin
+@against_equations(Gossip)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("period", [1, 4])
 def test_gossip(period: int) -> None:
     check(Gossip(period=period, seed=11), matrix_mix(RandomMatching(11)), period=period)
 
 
+@pytest.mark.thin
+@against_equations(NoLoCo)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "options",
@@ -330,6 +340,7 @@ def test_gossip_of_compressed_values(codec: Any) -> None:
     check(Gossip(seed=2, codec=codec), mix)
 
 
+@pytest.mark.thin
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrower_weights_stay_near_the_reference(dtype: torch.dtype) -> None:
@@ -384,6 +395,7 @@ def distance(values: Tensor) -> float:
     return float((values - values.mean(dim=0)).norm())
 
 
+@pytest.mark.thin
 @on_ranks(3, 4)
 @pytest.mark.parametrize("name", ["ring", "path", "exponential", "shift_one"])
 def test_the_distance_to_the_mean_shrinks_as_the_spectral_gap_predicts(name: str) -> None:
@@ -406,6 +418,7 @@ def test_the_distance_to_the_mean_shrinks_as_the_spectral_gap_predicts(name: str
         assert rate == pytest.approx(rho, rel=0.02)
 
 
+@pytest.mark.thin
 @on_ranks(3, 4)
 @pytest.mark.parametrize(("method", "drift"), [("choco", 1e-12), ("dcd", 0.02)])
 def test_compressed_differences_lead_to_the_mean_as_well(method: str, drift: float) -> None:
@@ -469,6 +482,7 @@ def two_nodes() -> Iterator[None]:
         del os.environ["COMMLIB_NODE"]
 
 
+@pytest.mark.thin
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["decentralized", "gossip", "choco"])
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])
@@ -503,6 +517,7 @@ def test_nodes_average_inside_first(kind: str, bucket_cap_mb: float) -> None:
 # --- State and options ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thin
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("build", [double_mlp, Mlp])
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from tests.multi.common import (
     train,
     wrap,
 )
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import ByName, flat_gradients
 
@@ -147,6 +148,8 @@ def rests_of_all_ranks(model: nn.Module) -> list[dict[str, Doubles]]:
     return found
 
 
+@pytest.mark.thin
+@against_equations(DeMo)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -86,6 +86,7 @@ QUANTIZED: dict[str, tuple[Callable[[], Algorithm], str, float]] = {
 }
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", SPARSE)
 def test_sparse_gradients_follow_the_equations(case: str) -> None:
@@ -94,6 +95,7 @@ def test_sparse_gradients_follow_the_equations(case: str) -> None:
     check(make(), reference, bucket_cap_mb=1.0, tolerance=1e-5)
 
 
+@pytest.mark.thin
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_quantized_gradients_follow_the_equations(case: str) -> None:

@@ -41,6 +41,7 @@ from tests.multi.common import (
     train,
     wrap,
 )
+from tests.multi.equations import against_equations, classes_of
 from tests.multi.local_references import (
     Average,
     BalancedAverage,
@@ -241,12 +242,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
     optimizer.step()
 
 
+@pytest.mark.thin
+@against_equations(*classes_of(make for make, *_ in CASES.values()))
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_follow_the_equations(case: str) -> None:
     check_against_reference(*CASES[case])
 
 
+@pytest.mark.thin
+@against_equations(*classes_of(make for make, *_ in SPARSE_CASES.values()))
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_weights_follow_the_equations(case: str) -> None:
@@ -334,6 +339,7 @@ def check_against_reference(
     commlib.unwrap(model)
 
 
+@pytest.mark.thin
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize(
     "case",
@@ -355,6 +361,7 @@ def test_replicas_are_identical_after_each_round_and_only_then(case: str) -> Non
         assert are_identical(model) == (step % options["period"] == 0), step
 
 
+@against_equations(HierarchicalLocalSGD)
 @on_ranks(4)
 @pytest.mark.parametrize("several", [True, False])
 def test_nodes_are_averaged_often_and_all_ranks_seldom(several: bool) -> None:
@@ -434,6 +441,7 @@ def resumed(algorithm: Algorithm, saved: tuple[Any, Any, Any], **options: Any) -
     return model, optimizer
 
 
+@pytest.mark.thin
 @on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("stop_after", [0, 4, 8, 9])
 @pytest.mark.parametrize("name", RESUMED)
@@ -659,6 +667,7 @@ class Mixed(nn.Module):
         return real + self.paired.abs().square().sum()
 
 
+@pytest.mark.thin
 @on_ranks(2, 3)
 @pytest.mark.parametrize("codec", [None, Int8()])
 def test_every_dtype_takes_its_outer_step_and_what_is_unfrozen_joins(codec: Any) -> None:

@@ -15,6 +15,7 @@ from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
 from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, mlp_loss, raises_on_every_rank, seeded, wrap
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import FrozenVarianceAdamReference, QuantizedReference
 from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels, two_nodes
@@ -34,6 +35,7 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
     ]
 
 
+@against_equations(OneBitAdam, QAdam)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("name", ["onebit_adam", "qadam"])
 def test_the_momentum_is_averaged_and_the_variance_frozen(name: str) -> None:

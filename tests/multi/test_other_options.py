@@ -228,6 +228,7 @@ def test_every_option_may_differ_from_the_saved_run(name: str) -> None:
     run_ranks(takes_or_refuses, 2, name)
 
 
+@pytest.mark.thin
 @on_ranks(2, slow=(3,))
 @pytest.mark.parametrize("other_way", [False, True])
 @pytest.mark.parametrize("case", TAKEN)

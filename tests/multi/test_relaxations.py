@@ -49,6 +49,7 @@ from tests.multi.common import (
     train,
     wrap,
 )
+from tests.multi.equations import against_equations, classes_of
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import (
     BalancedReference,
@@ -146,6 +147,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: EFQuantized(compress=EVERYTHING, averaging=0.5),
         {"codec": "int4", "feedback": True, "averaging": 0.5},
     ),
+    "signsgd": (lambda: SignSGD(compress=EVERYTHING), {"codec": "onebit", "feedback": True}),
     "1 bit with feedback": (
         lambda: EFQuantized(codec=OneBit(), compress=EVERYTHING),
         {"codec": "onebit", "feedback": True},
@@ -153,6 +155,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thin
+@against_equations(*classes_of(make for make, _ in CASES.values()))
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_averaging_follows_its_equations(case: str) -> None:
@@ -162,6 +166,7 @@ def test_quantized_averaging_follows_its_equations(case: str) -> None:
     check(make(), reference, bucket_cap_mb=SMALL_BUCKET_MB)
 
 
+@against_equations(TopK)
 @on_ranks(1, 3, slow=(2, 4))
 def test_topk_follows_its_equations() -> None:
     reference = SparseReference(
@@ -170,6 +175,7 @@ def test_topk_follows_its_equations() -> None:
     check(TopK(0.1, compress=EVERYTHING), reference, bucket_cap_mb=1.0)
 
 
+@against_equations(RandomK)
 @on_ranks(1, 3, slow=(2, 4))
 def test_randomk_follows_its_equations() -> None:
     def choose(v: np.ndarray, step: int, bucket: int) -> np.ndarray:
@@ -179,6 +185,8 @@ def test_randomk_follows_its_equations() -> None:
     check(RandomK(0.1, seed=11, compress=EVERYTHING), reference, bucket_cap_mb=SMALL_BUCKET_MB, tolerance=1e-5)
 
 
+@pytest.mark.thin
+@against_equations(DGC)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_dgc_follows_its_equations(clip: float | None) -> None:
@@ -192,6 +200,8 @@ def test_dgc_follows_its_equations(clip: float | None) -> None:
     check(algorithm, reference, bucket_cap_mb=1.0, tolerance=1e-5, make_optimizer=plain_sgd)
 
 
+@pytest.mark.thin
+@against_equations(OkTopK)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_ok_topk_follows_its_equations(cap: float) -> None:
@@ -232,6 +242,8 @@ def test_dgc_gives_dense_parameters_their_momentum_too() -> None:
     assert_replicas_identical(model)
 
 
+@pytest.mark.thin
+@against_equations(PowerSGD)
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_powersgd_follows_its_equations(cap: float) -> None:
@@ -436,6 +448,7 @@ def two_nodes() -> Iterator[None]:
         del os.environ["COMMLIB_NODE"]
 
 
+@pytest.mark.thin
 @on_ranks(4)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])
@@ -504,6 +517,7 @@ class NodeSums:
         return result
 
 
+@pytest.mark.thin
 @on_ranks(4)
 @pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("bucket_cap_mb", [SMALL_BUCKET_MB, 1.0])

@@ -16,6 +16,7 @@ from commlib.errors import ConfigError
 from commlib.kernels.reference import BLOCK_CODECS
 from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import SMALL_BUCKET_MB, Mlp, mlp_loss, raises_on_every_rank, seeded, wrap
+from tests.multi.equations import against_equations
 from tests.multi.pool import on_ranks
 from tests.multi.relaxation_references import ByName, QuantizedReference
 from tests.multi.test_relaxations import assert_replicas_identical, gradients_of_all_ranks, numels
@@ -133,6 +134,8 @@ def train(model: Any, optimizer: FrozenVarianceAdam, steps: range) -> None:
         optimizer.step()
 
 
+@pytest.mark.thin
+@against_equations(ZeroOneAdam)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_weights_are_those_of_the_reference(is_local: bool) -> None:
@@ -181,6 +184,7 @@ class Wide(Mlp):
         return self.third(self.second(torch.tanh(self.first(x))))
 
 
+@pytest.mark.thin
 @on_ranks(2, 3)
 @pytest.mark.parametrize("is_local", [False, True])
 def test_bytes_are_those_of_the_formula(is_local: bool) -> None:

@@ -285,6 +285,7 @@ class ReferenceSgd:
         self.line[rank][shard] = ("reply", (self.versions[shard], newest))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "options",
     [
@@ -698,6 +699,7 @@ class ReferenceGossip:
         own.answer = ((found[0], mine[0]), found[0].number)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_passive_gossip_follows_the_reference(world_size: int, period: int) -> None:
@@ -720,6 +722,7 @@ def test_passive_gossip_follows_the_reference(world_size: int, period: int) -> N
     assert world_size == 1 or reference.takes["ahead"] > 0
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(("behind", "delay"), [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1), (7, 1), (7, 0), (1, 5), (3, 5)])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_passive_gossip_pulls_nobody_back(world_size: int, behind: int, delay: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from tests.contract.subjects import SIBLINGS, slow_for_siblings
 from tests.contract.test_algorithms import ALGORITHMS, CONTRACTS, FAMILIES, pairs
 from tests.multi.pool import on_ranks
-from tests.scheduler import TOGETHER, Scheduler
+from tests.scheduler import TOGETHER, Scheduler, _is_marked
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,3 +58,72 @@ def test_tests_of_a_group_run_together_and_others_alone() -> None:
     others = ["tests/unit/test_order.py::a[1]", "tests/unit/test_order.py::a[2]"]
     assert {scheduler._split_scope(name) for name in hosts} == {"hosts"}
     assert [scheduler._split_scope(name) for name in others] == others
+
+
+class Node:
+    """A process of xdist's that records what it is given, and may run a test once it knows the next."""
+
+    def __init__(self) -> None:
+        self.queue: list[int] = []
+        self.shutting_down = False
+        self.gateway = SimpleNamespace(id="gw")
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.queue += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+    @property
+    def may_run(self) -> bool:
+        return len(self.queue) >= (1 if self.shutting_down else 2)
+
+
+def run_session(tests: list[str], num_nodes: int) -> list[tuple[int, str, int]]:
+    """Run tests on pretended processes; return (process, test, processes that have not ended) in their order."""
+    scheduler: Any = Scheduler.__new__(Scheduler)
+    config = SimpleNamespace(option=SimpleNamespace(loadscopereorder=True, tx=["popen"] * num_nodes), rootpath=ROOT)
+    config.getvalue = lambda name: getattr(config.option, name)
+    scheduler.__init__(config)
+    nodes = [Node() for _ in range(num_nodes)]
+    for node in nodes:
+        scheduler.add_node(node)
+        scheduler.add_node_collection(node, tests)
+    scheduler.schedule()
+    ran: list[tuple[int, str, int]] = []
+    alive = list(nodes)
+    while alive:
+        idle = [node for node in alive if node.shutting_down and not node.queue]
+        able = [node for node in alive if node.may_run]
+        assert idle or able, f"nothing goes on after {ran}"
+        for node in idle:
+            alive.remove(node)
+            if node in scheduler.nodes:
+                scheduler.remove_node(node)
+        for node in able:
+            index = node.queue.pop(0)
+            ran.append((nodes.index(node), tests[index], len(alive)))
+            scheduler.mark_test_complete(node, index)
+    return ran
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+@pytest.mark.parametrize("num_others", [0, 1, 2, 7])
+@pytest.mark.parametrize("num_timing", [0, 1, 2, 5])
+def test_timing_tests_run_alone_and_last(
+    num_nodes: int, num_others: int, num_timing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = {f"tests/unit/test_a.py::timing_{idx}" for idx in range(num_timing)}
+    monkeypatch.setattr("tests.scheduler.timing_tests", lambda: timing)
+    tests = sorted(timing) + [f"tests/unit/test_b.py::test[{idx}]" for idx in range(num_others)]
+    ran = run_session(tests, num_nodes) if tests else []
+    assert sorted(name for _, name, _ in ran) == sorted(tests)
+    alone = ran[num_others:]
+    assert {name for _, name, _ in alone} == timing
+    assert len({node for node, _, _ in alone}) <= 1
+    assert all(num_alive == 1 for _, _, num_alive in alone)
+
+
+def test_marks_are_read_from_the_sources() -> None:
+    source = ast.parse("@pytest.mark.timing\ndef one(): ...\n@pytest.mark.slow\ndef other(): ...\ndef plain(): ...")
+    assert [_is_marked(function) for function in source.body] == [True, False, False]  # type: ignore[arg-type]

@@ -280,6 +280,7 @@ class OuterSGD(Outer[LowPrecisionWorkspace | SparseWorkspace]):
         self._set_outer(lr=lr, momentum=momentum, nesterov=nesterov, outer=outer)
         self.channel = Weights(**channel)
         self.portable = codec is None and outer is None
+        self.keeps_mean = codec is None and self._is_mean and channel.get("mixing") is None
 
     def _check_feedback(self, has_codec: bool) -> None:
         name = type(self).__name__

@@ -1,0 +1,159 @@
+"""What `scripts/mutants` does: makes one seeded fault after the other, and says which the fast tests catch.
+
+[Note: mutants] `tests/mutants.toml` lists them: a line of a file, what it becomes, and the tests and contracts of its
+room. Each is made in a working tree of the last commit, apart from the checkout; what is not committed is not tested. A
+fault is caught where a test fails, survives where all pass, and is an error where there is no verdict: then the list is
+wrong, or the tests could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_suffix(".toml")
+CONTRACTS = "tests/contract/test_algorithms.py"
+
+_NUM_PROCESSES = 2
+#: A guard against tests that hang beyond their own limits.
+_LIMIT_S = 1800
+#: What pytest returns where tests passed, and where some failed.
+_PASSED, _FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A seeded fault.
+
+    Attributes:
+        file: Where it is, relative to the checkout.
+        what: What is wrong then, in words.
+        old: The line, without its indentation.
+        new: What it becomes.
+        tests: The fast tests of its room: pytest's arguments.
+        contracts: Selects contracts, as pytest's `-k` does.
+    """
+
+    file: str
+    what: str
+    old: str
+    new: str
+    tests: Sequence[str]
+    contracts: str
+
+    def applied(self, source: str) -> str:
+        """Return a source with the fault.
+
+        Raises:
+            ValueError: The line is not there exactly once.
+        """
+        lines = source.splitlines(keepends=True)
+        found = [idx for idx, line in enumerate(lines) if line.strip() == self.old]
+        if len(found) != 1:
+            raise ValueError(f"{self.file}: expected this line once, found it {len(found)} times: {self.old}")
+        lines[found[0]] = lines[found[0]].replace(self.old, self.new)
+        return "".join(lines)
+
+
+def mutants() -> list[Mutant]:
+    """Return all of the list."""
+    return [Mutant(**each) for each in tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]]
+
+
+def main() -> int:
+    """Test the mutants that are asked for; return 0 if all were caught (if none was made: if all tests passed)."""
+    known = mutants()
+    parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help=f"their numbers, 1 to {len(known)}")
+    parser.add_argument("--unchanged", action="store_true", help="make no fault: all must survive")
+    options = parser.parse_args()
+    numbers = options.only or range(1, len(known) + 1)
+    outside = [number for number in numbers if not 1 <= number <= len(known)]
+    if outside:
+        parser.error(f"--only: expected 1 to {len(known)}, got {outside[0]}")
+    outcomes = []
+    with _working_tree() as tree:
+        for number in numbers:
+            mutant, began_s = known[number - 1], time.monotonic()
+            outcome, why = _tested(mutant, tree, makes_fault=not options.unchanged)
+            outcomes.append(outcome)
+            taken_s = time.monotonic() - began_s
+            print(f"{number:2} {outcome:8} {taken_s:6.0f} s  {mutant.file}: {mutant.what}{why}", flush=True)
+    wanted = "survived" if options.unchanged else "caught"
+    print(f"{outcomes.count(wanted)} of {len(outcomes)} {wanted}")
+    return int(any(outcome != wanted for outcome in outcomes))
+
+
+@contextmanager
+def _working_tree() -> Iterator[Path]:
+    """Make a working tree of the last commit, with what was built for this one."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder) / ROOT.name
+        _git("worktree", "add", "--quiet", "--detach", str(tree))
+        try:
+            for built in (ROOT / "commlib").glob("_native*.so"):
+                shutil.copy2(built, tree / "commlib")
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdin=subprocess.DEVNULL)
+
+
+def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]:
+    """Return "caught", "survived" or "error", and by what or why."""
+    path = tree / mutant.file
+    source = path.read_text(encoding="utf-8")
+    faulty = mutant.applied(source)
+    try:
+        if makes_fault:
+            path.write_text(faulty, encoding="utf-8")
+        for arguments in ([CONTRACTS, "-k", mutant.contracts], list(mutant.tests)):
+            code, output = _pytest(arguments, tree)
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            if code == _FAILED and failed:
+                return "caught", f"\n   by {failed[1]}"
+            if code != _PASSED:
+                return "error", f"\n   pytest {' '.join(arguments)} ended with {code}:\n{output[-2000:]}"
+    finally:
+        path.write_text(source, encoding="utf-8")
+    return "survived", ""
+
+
+def _pytest(arguments: Sequence[str], tree: Path) -> tuple[int, str]:
+    """Run tests of the tree until one fails; return the code and what was written."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(_NUM_PROCESSES), "-p", "no:cacheprovider"]
+    path = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=tree,
+            env={**os.environ, **path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as late:
+        return -1, f"{late.stdout or ''}\nnot done within {_LIMIT_S} s"
+    return done.returncode, done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Tests marked `thin`: of all combinations of their parameters, a few that have every value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+
+def thinned(items: Sequence[Any]) -> list[Any]:
+    """Return the tests without those combinations of tests marked `thin` that have no value of their own."""
+    combinations: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("thin") is not None:
+            combinations[item.nodeid.partition("[")[0]].append(item)
+    left_out = {each for same in combinations.values() for each in _superfluous(same)}
+    return [item for item in items if item not in left_out]
+
+
+def _superfluous(same: list[Any]) -> set[Any]:
+    """Return those of one test's combinations that are not needed for each value of each parameter to come once."""
+    kept: set[Any] = set()
+    seen: set[tuple[str, int]] = set()
+    for wants_all_new in (True, False):
+        for item in same:
+            values = set(item.callspec.indices.items())
+            new = values - seen
+            if new == values or (new and not wants_all_new):
+                kept.add(item)
+                seen |= values
+    return set(same) - kept
