@@ -74,7 +74,9 @@ def wrap(
         ignored_parameters: Parameters, or names of parameters and buffers, that commlib leaves alone.
         scaler: The `GradScaler`, for algorithms that keep residuals and for those that act on weights: a step that it
             skips on one rank counts on all.
-        timeout: Seconds (or a timedelta) that a collective waits for its peers; None takes the group's.
+        timeout: Seconds (or a timedelta) that a collective waits for its peers; None takes the group's. It holds once
+            all ranks are here. Until then `wrap` waits as long as the group's own timeout, as DDP's constructor does,
+            or as long as this one, if that is longer; for a rank that dies it waits no longer.
         unannounced: What becomes of a backward that stays local because neither a forward of the wrapped model nor
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
 
@@ -84,16 +86,18 @@ def wrap(
     Raises:
         ConfigError: No process group; or, alike on every rank: an unknown algorithm, a model that cannot be wrapped, is
             wrapped already, or differs between ranks.
-        TransportError: A rank did not take part within the timeout.
+        PeerTimeout: A rank did not come within the group's timeout, or did not take part within the timeout.
+        PeerFailure: A rank died meanwhile.
+        TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
     group = resolve_group(process_group)
     ranks = torch.distributed.get_process_group_ranks(group)
     setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks)
     if unannounced not in ("warn", "error"):
         setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
-    duration, error = _timeout(timeout, group, setup)
+    duration, longest, error = _timeouts(timeout, group, setup)
     with contextlib.ExitStack() as undo:
-        transport = TorchTransport(group, setup.device, duration)
+        transport = TorchTransport(group, setup.device, duration, longest)
         undo.callback(transport.close)
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -106,7 +110,7 @@ def wrap(
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
         engine.gradients.backward.refuses_unannounced = unannounced == "error"
-        connect = lambda: TorchTransport(group, setup.device, duration)  # noqa: E731
+        connect = lambda: TorchTransport(group, setup.device, duration, longest)  # noqa: E731
         again = functools.partial(
             wrap_copy,
             algorithm=setup.algorithm,
@@ -256,12 +260,17 @@ def expect_backward(model: nn.Module) -> None:
     (wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped).expect_backward()
 
 
-def _timeout(timeout: Any, group: Any, setup: _SetUp) -> tuple[timedelta, Exception | None]:
-    """Return the duration, and what was wrong with `timeout` (all ranks are told together, so the group's serves)."""
+def _timeouts(timeout: Any, group: Any, setup: _SetUp) -> tuple[timedelta, timedelta, Exception | None]:
+    """Return the timeout of collectives and that of the set-up, and what was wrong with `timeout`.
+
+    All ranks are told of that together, so the group's serves until then.
+    """
+    longest = as_timedelta(None, group, setup.device)
     try:
-        return as_timedelta(timeout, group, setup.device), None
+        duration = as_timedelta(timeout, group, setup.device)
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
-        return as_timedelta(None, group, setup.device), ConfigError(f"timeout={timeout!r}: {error}")
+        return longest, longest, ConfigError(f"timeout={timeout!r}: {error}")
+    return duration, max(duration, longest), None
 
 
 class _SetUp:

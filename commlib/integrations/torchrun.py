@@ -9,6 +9,7 @@ and take a part of it that no life has used (`[Note: meeting]` in transport/rend
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     Raises:
         ConfigError: An option is given that this function finds out itself, or the environment is not torchrun's.
         PeerTimeout: Ranks did not come.
+        PeerFailure: A rank died meanwhile.
         TransportError: The store does not answer.
     """
     found = sorted({"init_method", "store", "rank", "world_size"} & options.keys())
@@ -45,5 +47,6 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=limit)))
     except ValueError as error:
         raise ConfigError(f"init_process_group: this process was not started by torchrun: {error}") from None
-    meeting = Meeting(store, rank, range(world_size), limit.total_seconds())
+    with contextlib.closing(Meeting(store, rank, range(world_size), limit.total_seconds())) as meeting:
+        pass
     dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=world_size, timeout=timeout, **options)

@@ -146,6 +146,11 @@ class Connection:
         """Return the works that have not ended."""
         return [work for work in list(self.pending.values()) if work.is_under_way()]
 
+    def limit(self, timeout: timedelta) -> None:
+        """Have the works from now on wait so long for their peers."""
+        if self.backend is not None:
+            self.backend._set_default_timeout(timeout)
+
     def abort(self) -> None:
         """End all works, here and, where the peers see it, there."""
         if self.backend is None:

@@ -118,8 +118,13 @@ def connect_all(
             raise failure from missing
         opened.pop_all()
     door.selector.close()
-    _made.update([*made.values(), *accepted.values()])
+    close_in_children(*made.values(), *accepted.values())
     return made, accepted
+
+
+def close_in_children(*connections: socket.socket) -> None:
+    """Have forked children close their copies of these sockets, which would keep them open when this process ends."""
+    _made.update(connections)
 
 
 def _close_in_child() -> None:
@@ -342,8 +347,13 @@ def _prepared(connection: socket.socket) -> socket.socket:
     """Let small messages leave at once, and TCP find out that a machine is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
+    return connection
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let TCP find out that a machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return connection

@@ -49,11 +49,17 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup:
 def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return `timeout` (seconds, a timedelta, or None for the group's own) as a timedelta.
 
+    Where the group's backend does not say its timeout, as a backend of a plug-in may not, torch's default serves.
+
     Raises:
         ConfigError: It is not a positive duration.
     """
     if timeout is None:
-        return parent_backend(group, device).options._timeout
+        backend = parent_backend(group, device)
+        try:
+            return backend.options._timeout
+        except (AttributeError, RuntimeError, TypeError):
+            return dist.default_pg_timeout
     value = timeout if isinstance(timeout, timedelta) else timedelta(seconds=float(timeout))
     if value <= timedelta(0):
         raise ConfigError(f"timeout: expected a positive number of seconds or timedelta, got {timeout!r}")

@@ -224,6 +224,10 @@ class NcclConnection(Connection):
         return first if time.monotonic() - max(first.issued_s, self._ended_s) > timeout_s else None
 
     @override
+    def limit(self, timeout: timedelta) -> None:  # the watch has it, since it was made
+        pass
+
+    @override
     def under_way(self) -> list[TorchWork]:
         return [work for work in list(self.outstanding) if work.is_under_way()]
 

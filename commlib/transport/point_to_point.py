@@ -48,15 +48,19 @@ def close_connections(backend: Any) -> None:
 class ExchangeWork:
     """Sends and receives under way on Gloo, with what `_TorchWork` needs of a torch `Work`."""
 
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], limit: timedelta) -> None:
         self.works = works  # receives first; a second wait for a send would not return
+        self._limit = limit
         self._future: Future[None] = Future()
 
     def run(self) -> None:
-        """Wait for the works one after the other; each has the backend's timeout."""
+        """Wait for the works one after the other; each may take the limit.
+
+        Without one Gloo would take that with which its backend was made.
+        """
         try:
             for work in self.works:
-                work.wait()
+                work.wait(self._limit)
         except Exception as error:
             self._future.set_exception(error)
         else:
@@ -103,7 +107,7 @@ class GlooExchanges:
     def issue(self, exchange: Exchange) -> ExchangeWork:
         """Post the receives, then the sends: a message that is expected needs no copy and no second trip."""
         works: list[Any] = []
-        work = ExchangeWork(works)
+        work = ExchangeWork(works, self._backend.options._timeout)
         try:
             for rank, tensor in exchange.receives:
                 if tensor.numel():

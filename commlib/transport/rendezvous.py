@@ -4,7 +4,7 @@
 agree. Counting does not do: a rank that missed a call counts differently for ever after. So each call draws a random
 number, its *attempt*, and group rank 0 brings the attempts together:
 
-    every rank    here/<rank> = "+<attempt>" while it is in the call, "-<time>" afterwards
+    every rank    here/<rank> = "+<mark>" while it is in the call, "-<time> <mark>" afterwards; a mark has the attempt
     rank 0        once all are here: invitation = (name, everyone's attempt), with a new name whenever one changed
     the others    an invitation with the own attempt: ack/<name>/<rank>
     rank 0        once all have: go/<name>; the others look for it
@@ -13,6 +13,12 @@ What an earlier call left (a rank that gave up, was killed or missed it, another
 never confirmed: nobody acknowledges in its name. Rank 0 may invite an attempt that has just succeeded, in its next
 call; that rank has its "go" before, and looks for it after it has read the invitation and before it acknowledges.
 Time is counted by the store, as clocks differ: a rank whose last call ended before this one began is not here.
+
+Ranks that wait look whether those that are here die; see [Note: presence] in transport/presence.py. Who finds one
+tells the others:
+
+    before "go"   gone = (time, rank, attempt, how); it concerns those whose call had begun, while the attempt is there
+    after it      ended = (whether ranks were late, those ranks), in the part of the store that the ranks have agreed on
 """
 
 from __future__ import annotations
@@ -20,18 +26,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from commlib.errors import CommlibError, PeerFailure, PeerTimeout, TransportError
 from commlib.transport.addresses import local_address
-from commlib.transport.backends import attend
+from commlib.transport.backends import attend, place_of
 from commlib.transport.base import EndedError
+from commlib.transport.connections import connect_all
 from commlib.transport.plain import MalformedError, decode, encode
+from commlib.transport.presence import CERTAIN_S, LOOK_S, MOMENT_S, WATCHED, Mark, Presence
 
 #: How long after the timeout a store that hangs may take, in seconds.
 GRACE_S = 5.0
@@ -57,10 +66,22 @@ class Meeting:
         self.rank, self.world_size, self.global_ranks = rank, len(global_ranks), global_ranks
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
+        self._look_s = time.monotonic() + MOMENT_S
         self._turns = itertools.count()
-        with self._asking():
-            self.name = _Attempt(dist.PrefixStore("commlib/meeting", store), self).name
+        self._marks = _Marks(dist.PrefixStore("commlib/meeting", store), rank, self.world_size)
+        self.presence = Presence(secrets.token_hex(8), local_address(store), self.world_size + 16)
+        try:
+            with self._asking():
+                attempt = _Attempt(self._marks, self)
+        except BaseException:
+            self.close()
+            raise
+        self.name, self._attempts = attempt.name, attempt.everyone
         self.store = dist.PrefixStore(f"commlib/{self.name}", store)
+
+    def close(self) -> None:
+        """Stop to say that this rank is here. The others must have no more to ask in the store by then."""
+        self.presence.close()
 
     def own_store(self) -> dist.Store:
         """Return `store` over a connection of its own, for backends.
@@ -84,20 +105,38 @@ class Meeting:
         keys = [f"told/{turn}/{rank}" for rank in range(self.world_size)]
         with self._asking():
             self.store.set(keys[self.rank], encode(value).decode("ascii"))
-            if not self.wait(lambda: self.store.check(keys)):
+            if not self.wait(lambda: self.store.check(keys), self._look):
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise self.diagnose(TimeoutError("no word in the store"), "the set-up", missing)
             return [self._decoded(rank, data) for rank, data in enumerate(read(self.store, keys))]
 
-    def wait(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition()`, at most as long as the meeting has left; return whether it came true."""
+    def wait(self, condition: Callable[[], bool], look: Callable[[], None]) -> bool:
+        """Wait until `condition()`, at most as long as the meeting has left; return whether it came true.
+
+        Args:
+            condition: Asked again and again.
+            look: Called now and then, after a moment; raises if a rank has died.
+        """
         pause_s = _FIRST_PAUSE_S
         while not condition():
             if time.monotonic() > self._deadline:
                 return False
+            self.presence.greet()
+            if time.monotonic() > self._look_s:
+                look()
+                self._look_s = time.monotonic() + LOOK_S
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         return True
+
+    def _look(self) -> None:
+        """Raise if a rank has died, or has given up, since all have agreed that they are here."""
+        if self.store.check(["ended"]):
+            timed_out, accused = self._decoded(self.rank, read(self.store, ["ended"])[0])
+            raise self.failure(timed_out, "the set-up failed", accused, ConnectionError("another rank has said so"))
+        marks = {peer: mark for peer, (_, mark) in self._marks.read().items() if mark.attempt == self._attempts[peer]}
+        if gone := self.presence.gone(marks, is_agreed=True):
+            raise self.diagnose(ConnectionError("; ".join(gone.values())), "the set-up", sorted(gone))
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> TransportError:
         """Return the error that names the `suspects` (group ranks), or those whom they have accused before they went.
@@ -110,7 +149,10 @@ class Meeting:
                 if self.store.check([f"failed/{peer}"]):
                     timed_out, others = self._decoded(peer, read(self.store, [f"failed/{peer}"])[0])
                     accused = accused - {peer} | set(others)
-        self.store.set(f"failed/{self.rank}", encode((timed_out, sorted(accused))).decode("ascii"))
+        said = encode((timed_out, sorted(accused))).decode("ascii")
+        self.store.set(f"failed/{self.rank}", said)
+        self.store.set("ended", said)
+        self.store.check(["ended"])  # the words are there before the connections end
         return self.failure(timed_out, f"{what} failed", sorted(accused), error)
 
     def failure(self, timed_out: bool, what: str, ranks: Sequence[int], error: BaseException) -> TransportError:
@@ -137,44 +179,80 @@ class Meeting:
         except CommlibError:
             raise
         except (RuntimeError, MalformedError) as error:
+            if gone := self._gone_with_the_store():
+                raise self.failure(False, "commlib.wrap failed: the store is gone", gone, error) from error
             raise TransportError(
                 f"{name_of(self.rank, self.global_ranks)}: commlib.wrap failed: the process group's store does not "
                 f"answer; its host, often rank 0, may be gone. Cause: {error}"
             ) from error
 
+    def _gone_with_the_store(self) -> list[int]:
+        """Return the ranks that have died, where the store does not answer any more: its host may be one."""
+        deadline = time.monotonic() + CERTAIN_S + 3 * LOOK_S
+        while time.monotonic() < deadline:
+            if gone := self.presence.ended():
+                return sorted(gone)
+            time.sleep(LOOK_S)
+        return []
+
+
+class _Marks:
+    """What the ranks say of themselves in the store, of the ranks that this one watches."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        hops = range(1, min(WATCHED + 1, world_size))
+        self._watched = [(rank + hop) % world_size for hop in hops]
+
+    def read(self) -> dict[int, tuple[str, Mark]]:
+        """Return the marks that are there, each with "+" or with when its rank took it back."""
+        there = [peer for peer in self._watched if self.store.check([f"here/{peer}"])]
+        words = [data.decode().partition(" ") for data in read(self.store, [f"here/{peer}" for peer in there])]
+        marks = [Mark.parse(rest) for _, _, rest in words]
+        return {peer: (sign, mark) for peer, (sign, _, _), mark in zip(there, words, marks, strict=True) if mark}
+
+
+#: The attempts of dead ranks of which this process has been told: it may go on without them, or with others.
+_told: set[str] = set()
+
 
 class _Attempt:
-    """One rank's part in [Note: meeting]; `name` is what came of it."""
+    """One rank's part in [Note: meeting]; `name` is what came of it, of `everyone`."""
 
-    def __init__(self, store: dist.Store, meeting: Meeting) -> None:
-        self._store, self._rank, self._size = store, meeting.rank, meeting.world_size
-        self._own = f"+{secrets.token_hex(8)}"
-        self._began = store.add("time", 1)
+    def __init__(self, marks: _Marks, meeting: Meeting) -> None:
+        self._store, self._rank, self._size = marks.store, meeting.rank, meeting.world_size
+        self._marks, self._meeting = marks, meeting
+        self._own = meeting.presence.mark.attempt
+        self._began = self._store.add("time", 1)
         self._invited: list[str] = []  # the name of the last invitation, and the attempts in it
         self.name = ""
-        store.set(f"here/{self._rank}", self._own)
+        self.everyone: list[str] = []
+        words = meeting.presence.mark.words()
+        self._store.set(f"here/{self._rank}", f"+ {words}")
         try:
-            if not meeting.wait(self._lead if self._rank == 0 else self._follow):
+            if not meeting.wait(self._lead if self._rank == 0 else self._follow, self._look):
                 raise meeting.failure(
                     True, "making the communicator in commlib.wrap failed", self._absent(), TimeoutError("no answer")
                 )
         finally:
-            store.set(f"here/{self._rank}", f"-{store.add('time', 1)}")
+            self._store.set(f"here/{self._rank}", f"-{self._store.add('time', 1)} {words}")
+            self._store.check(["time"])  # the mark is there before this rank stops listening
 
     def _lead(self) -> bool:
         keys = [f"here/{rank}" for rank in range(self._size)]
         if not self._store.check(keys):
             return False
-        attempts = [data.decode() for data in read(self._store, keys)]
-        if not all(attempt.startswith("+") for attempt in attempts):
+        marks = [data.decode().split(" ") for data in read(self._store, keys)]
+        if not all(mark[0] == "+" for mark in marks):
             return False
+        attempts = [mark[1] for mark in marks]
         if self._invited[1:] != attempts:
             self._invited = [secrets.token_hex(8), *attempts]
             self._store.set("invitation", encode(self._invited).decode("ascii"))
         if not self._store.check(self._acknowledgements()):
             return False
-        self.name = self._invited[0]
-        self._store.set(f"go/{self.name}", "1")
+        self._store.set(f"go/{self._invited[0]}", "1")
+        self.name, *self.everyone = self._invited
         return True
 
     def _follow(self) -> bool:
@@ -182,7 +260,7 @@ class _Attempt:
         if self._store.check(["invitation"]):
             invitation = decode(read(self._store, ["invitation"])[0])
         if self._invited and self._store.check([f"go/{self._invited[0]}"]):  # after the reading; see [Note: meeting]
-            self.name = self._invited[0]
+            self.name, *self.everyone = self._invited
             return True
         if invitation[1 + self._rank : 2 + self._rank] == [self._own] and invitation != self._invited:
             self._invited = invitation
@@ -191,6 +269,29 @@ class _Attempt:
 
     def _acknowledgements(self) -> list[str]:
         return [f"ack/{self._invited[0]}/{rank}" for rank in range(1, self._size)]
+
+    def _look(self) -> None:
+        """Raise if a rank that was here has died."""
+        found = self._marks.read()
+        marks = {rank: mark for rank, (sign, mark) in found.items() if sign == "+" and mark.attempt not in _told}
+        gone = self._meeting.presence.gone(marks, is_agreed=False)
+        for rank, how in gone.items():
+            said = [self._store.add("time", 1), rank, marks[rank].attempt, how]
+            self._store.set("gone", encode(said).decode("ascii"))
+        if not gone:
+            gone = self._told_gone()
+        if gone:
+            _told.update(found[rank][1].attempt for rank in gone if rank in found)
+            what = "making the communicator in commlib.wrap failed"
+            raise self._meeting.failure(False, what, sorted(gone), ConnectionError("; ".join(gone.values())))
+
+    def _told_gone(self) -> Mapping[int, str]:
+        """Return the rank of which another one has found that it died during this call, and how."""
+        if not self._store.check(["gone"]):
+            return {}
+        at, rank, attempt, how = decode(read(self._store, ["gone"])[0])
+        now = read(self._store, [f"here/{rank}"])[0].decode().split(" ")
+        return {rank: how} if at > self._began and now[:2] == ["+", attempt] else {}
 
     def _absent(self) -> list[int]:
         """Return who was not here in this rank's time; if all were, who stopped answering."""
@@ -206,8 +307,49 @@ class _Attempt:
         key = f"here/{rank}"
         if not self._store.check([key]):
             return False
-        mark = read(self._store, [key])[0].decode()
-        return mark.startswith("+") or int(mark[1:]) > self._began
+        sign = read(self._store, [key])[0].decode().partition(" ")[0]
+        return sign == "+" or int(sign[1:]) > self._began
+
+
+def meet(
+    store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float, last_word: bytes
+) -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
+    """Have the ranks of a group meet, and connect each to every other. Collective; at most a little over `timeout_s`.
+
+    Args:
+        store: The group's.
+        rank: This rank within the group.
+        global_ranks: The group's ranks in the default group, for errors.
+        timeout_s: How long to wait for the others.
+        last_word: See `connect_all`.
+
+    Returns:
+        The name of what they have agreed on, a part of the store for it, and the connections of `connect_all`.
+
+    Raises:
+        PeerTimeout: Ranks did not come, or the store does not answer.
+        PeerFailure: Ranks died.
+        TransportError: The ranks cannot be connected.
+    """
+    deadline = time.monotonic() + timeout_s + GRACE_S
+    thread = 0
+
+    def connect() -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
+        nonlocal thread
+        thread = threading.get_ident()
+        with contextlib.closing(Meeting(store, rank, global_ranks, timeout_s)) as meeting:
+            made, accepted = connect_all(meeting, last_word)
+            return meeting.name, meeting.own_store(), made, accepted
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise PeerTimeout(
+                f"{name_of(rank, global_ranks)}: making the communicator in commlib.wrap failed: the process group's "
+                f"store did not answer within {timeout_s:g} s; its host may hang, or another thread of this process "
+                f"may be waiting in it. Cause: no end of {place_of(thread)}"
+            )
+
+    return attend(connect, check)
 
 
 def all_said(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from commlib.errors import CommlibError, ConfigError, PeerFailure, PeerTimeout, 
 from commlib.transport import lifelines as lifelines_
 from commlib.transport import nccl
 from commlib.transport.addresses import local_address
-from commlib.transport.backends import Connection, Connections, TorchWork, attend, options, place_of
+from commlib.transport.backends import Connection, Connections, TorchWork, attend, options
 from commlib.transport.base import (
     AllGather,
     AllReduce,
@@ -37,11 +36,10 @@ from commlib.transport.base import (
     is_own,
 )
 from commlib.transport.collected import Finalizer
-from commlib.transport.connections import connect_all
 from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
-from commlib.transport.rendezvous import GRACE_S, Meeting, all_said, name_of, named
+from commlib.transport.rendezvous import GRACE_S, all_said, meet, name_of, named
 from commlib.transport.staging import Staged, StagedWork, Staging
 from commlib.transport.watch import Watch
 
@@ -79,17 +77,21 @@ class TorchTransport(Transport):
         group: The user's process group; the ranks, the kind of backend and the store are taken from it.
         device: Where the tensors will be.
         timeout: How long a collective may wait for its peers.
+        setup_timeout: How long ranks wait for one another here, where they may come at different times; None: so long.
 
     Raises:
         ConfigError: The group's backend for the device is neither Gloo nor NCCL.
         PeerTimeout: A rank did not come to make the communicator.
+        PeerFailure: A rank died meanwhile.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, setup_timeout: timedelta | None = None
+    ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self.global_ranks = global_ranks(group)
-        self.timeout_s = timeout.total_seconds()
+        self.timeout_s = (setup_timeout or timeout).total_seconds()  # until all ranks are connected
         self.bytes_sent = 0.0
         self._device = device
         self._connections = Connections()
@@ -109,6 +111,7 @@ class TorchTransport(Transport):
             if self._connections.by_group["all"].is_nccl:
                 self._connect(_CONTROL, self._part(_CONTROL), range(self.world_size))
             self._await_all()
+            self._limit_exchanges()
         except BaseException:
             if self._connections.lifelines is not None:
                 self._connections.lifelines.give_up()
@@ -130,24 +133,9 @@ class TorchTransport(Transport):
         """Find the other ranks, agree with them on a part of the store, and make the lifelines."""
         if self.world_size == 1:
             return
-        deadline = time.monotonic() + self.timeout_s + GRACE_S
-        thread = 0
-
-        def connect() -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
-            nonlocal thread
-            thread = threading.get_ident()
-            meeting = Meeting(store, self.rank, self.global_ranks, self.timeout_s)
-            return meeting.name, meeting.own_store(), *connect_all(meeting, Word.LOST.value)
-
-        def check() -> None:
-            if time.monotonic() > deadline:
-                raise PeerTimeout(
-                    f"{self._name}: making the communicator in commlib.wrap failed: the process group's store did not "
-                    f"answer within {self.timeout_s:g} s; its host may hang, or another thread of this process may be "
-                    f"waiting in it. Cause: no end of {place_of(thread)}"
-                )
-
-        self._place, self._store, made, accepted = attend(connect, check)
+        self._place, self._store, made, accepted = meet(
+            store, self.rank, self.global_ranks, self.timeout_s, Word.LOST.value
+        )
         ends = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
         # Closed once all ranks have connected: until then a connection that ends is one of a rank that died.
         self._spare = [each for each in (*made.values(), *accepted.values()) if each not in ends.values()]
@@ -158,6 +146,12 @@ class TorchTransport(Transport):
         sent_before = self.bytes_sent
         self.gather_objects(None)
         self.bytes_sent = sent_before  # which counts what users send
+
+    def _limit_exchanges(self) -> None:
+        """Have `timeout` hold, now that all ranks are connected."""
+        self.timeout_s = self._timeout.total_seconds()
+        for connection in self._connections.by_group.values():
+            connection.limit(self._timeout)
 
     def _connect(self, name: str, store: dist.Store | None, members: Sequence[int]) -> None:
         """Make the backend of a group of ranks; nothing for one rank alone."""
@@ -172,7 +166,8 @@ class TorchTransport(Transport):
         self._connections.by_group[name] = connection
         assert store is not None
 
-        where = _Place(store, self._timeout, rank, [self.global_ranks[member] for member in members])
+        limit = self._timeout if is_nccl else timedelta(seconds=self.timeout_s)  # NCCL's own waiting has none
+        where = _Place(store, limit, rank, [self.global_ranks[member] for member in members])
         make = lambda: _make_backend(where, self._device if is_nccl else None, f"{self._place}.{name}")  # noqa: E731
         with self.explaining("making the communicator in commlib.wrap"):
             connection.backend = attend(make, self._checks(is_nccl))
@@ -184,7 +179,7 @@ class TorchTransport(Transport):
         if self._watch is None:
             fail = weakref.WeakMethod(self._fail)
             tell = lambda *failed: (own := fail()) and own(*failed)  # noqa: E731
-            self._watch = self._connections.watch = Watch(self._connections, self.timeout_s, tell)
+            self._watch = self._connections.watch = Watch(self._connections, self._timeout.total_seconds(), tell)
         self._watch.add(connection)
 
     def _checks(self, has_limit: bool) -> Callable[[], None]:

@@ -18,8 +18,8 @@ from commlib.errors import ConfigError
 from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps, contracts_values
 from tests.contract.subjects import Subject, gathered, set_group
 
-#: Seconds after which a rank gives up on one that has left the contract with an error.
-_PATIENCE_S = 30.0
+#: Seconds after which a rank gives up on one that has left the contract with an error, or does not come to `wrap`.
+_PATIENCE_S = 60.0
 
 Contract = Callable[[Subject], None]
 

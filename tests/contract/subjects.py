@@ -25,7 +25,7 @@ from commlib.sharding.local import local_of
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
 #: Of what `wrap` makes: only a rank that hangs is waited for so long.
-TIMEOUT_S = 30.0
+TIMEOUT_S = 40.0
 
 #: Each is close to one that is not here. What does not depend on the algorithm is a slow test for them.
 SIBLINGS = (

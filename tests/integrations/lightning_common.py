@@ -33,7 +33,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 __all__ = ["CommlibStrategy", "StatsCallback", "pl"]  # for the tests
 
 SMALL_BUCKET_MB = 0.0005
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 STEPS = 5
 
 

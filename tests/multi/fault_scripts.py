@@ -238,12 +238,12 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=SHORT_S)
+    rank = default_group_from_env(timeout_s=SHORT_S)  # that of the set-up, too
     if rank == VICTIM:
         await_told("failed", others())
         return
     try:
-        commlib.wrap(seeded(Mlp), timeout=SHORT_S)
+        commlib.wrap(seeded(Mlp), timeout=0.2 * SHORT_S)
     except commlib.errors.CommlibError as error:
         report_error(error)
         tell("failed")

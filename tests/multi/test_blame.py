@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
-from commlib.transport import connections, torch_dist
+from commlib.transport import connections, point_to_point, rendezvous, torch_dist
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -44,6 +44,7 @@ def facts(rank: RankExit, event: str) -> dict[str, Any]:
 
 
 def die() -> None:
+    tell("dying")
     report(event="dying", at_s=time.monotonic())
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -316,33 +317,135 @@ def test_ranks_are_those_of_the_default_group() -> None:
 # --- set-up ----------------------------------------------------------------------------------------------------------
 
 
-def wrap_and_die(moment: str) -> None:
-    """The victim is killed at some moment of `wrap`."""
-    rank = default_group_from_env(timeout_s=LONG_S)
-    where = {
-        "meeting": (torch_dist, "connect_all"),
-        "connecting": (connections, "_accept"),
-        "backend": (torch_dist, "_make_backend"),
-        "agreeing": (commlib.verify, "agree"),
+def come_and_die(moment: str, victim: int) -> None:
+    """Have the victim killed at a moment of the meeting of the ranks, seen from inside."""
+    is_there = {
+        "here": lambda attempt: True,
+        "invited": lambda attempt: attempt._store.check(["invitation"]),
+        "acknowledged": lambda attempt: attempt._invited,
     }[moment]
-    if rank == VICTIM:
-        setattr(*where, lambda *_: die())
+    name = "_follow" if victim else "_lead"
+    go_on = getattr(rendezvous._Attempt, name)
+
+    def look(attempt: Any) -> bool:
+        if moment != "acknowledged" and is_there(attempt):
+            die()
+        went_on = go_on(attempt)
+        if is_there(attempt):
+            die()
+        return went_on
+
+    setattr(rendezvous._Attempt, name, look)
+
+
+#: Where the victim is killed, in the order of the set-up; the first three are moments of the meeting.
+MOMENTS: dict[str, Any] = {
+    "here": None,
+    "invited": None,
+    "acknowledged": None,
+    "met": (rendezvous, "connect_all"),
+    "listening": (connections, "_family"),
+    "dialing": (connections, "_dial"),
+    "connecting": (connections, "_accept"),
+    "backend": (torch_dist, "_make_backend"),
+    "connected": (TorchTransport, "_await_all"),
+    "agreeing": (commlib.verify, "agree"),
+}
+
+
+def wrap_and_die(moment: str, victim: int = VICTIM, late: tuple[int, ...] = ()) -> None:
+    """The victim is killed at some moment of `wrap`; the late ones come when the others know, or else when it dies."""
+    rank = default_group_from_env(timeout_s=LONG_S)
+    if rank == victim and MOMENTS[moment] is None:
+        come_and_die(moment, victim)
+    elif rank == victim:
+        setattr(*MOMENTS[moment], lambda *_, **__: die())
+    if rank in late:
+        prompt = [each for each in others() if each not in (victim, *late)]
+        await_told("failed" if prompt else "dying", prompt or [victim])
     try:
-        commlib.wrap(seeded(Mlp), timeout=SHORT_S if moment == "meeting" else LONG_S)
+        commlib.wrap(seeded(Mlp), timeout=LONG_S)
     except CommlibError as error:
-        dist.distributed_c10d._get_default_store().add("wraps that failed", 1)  # nothing holds it up
+        tell("failed")  # which nothing holds up
         report_error(error)
         raise
 
 
-@pytest.mark.parametrize("moment", ["meeting", "connecting", "backend", "agreeing"])
-def test_a_rank_that_is_killed_during_wrap(moment: str) -> None:
-    """Before it can be connected to, nothing tells a dead rank from one that is late."""
-    late = moment == "meeting"
-    check(wrap_and_die, 4, moment, kind="PeerTimeout" if late else "PeerFailure")
+@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.slow), 4])
+def test_a_rank_that_is_killed_during_wrap(moment: str, world_size: int) -> None:
+    check(wrap_and_die, world_size, moment)
 
 
-@on_ranks(3, timeout=60)
+@pytest.mark.parametrize("moment", ["here", "invited", "acknowledged"])
+def test_the_rank_that_invites_is_killed_during_wrap(moment: str) -> None:
+    check(wrap_and_die, 3, moment, 0, accused=(0,))
+
+
+def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
+    """The late one is told as well, though all others have gone by then."""
+    check(wrap_and_die, 4, "here", VICTIM, (3,))
+
+
+def test_a_rank_that_is_killed_before_any_other_comes() -> None:
+    check(wrap_and_die, 3, "here", VICTIM, (0, 2))
+
+
+#: Longer than a machine may stand still, and shorter than `SHORT_S`, as it is waited out twice.
+TWICE_S = 6.0
+
+
+def wrap_late(exchanged: bool) -> None:
+    """The victim comes to `wrap` later than the timeout, and not to the second collective."""
+    rank = default_group_from_env(timeout_s=LONG_S)
+    tell("here")
+    if rank == VICTIM:
+        await_told("here", others())
+        time.sleep(TWICE_S + 1)
+    if exchanged:
+        point_to_point._LEAST_CHUNK = 1
+    model = commlib.wrap(seeded(Mlp), "bytegrad" if exchanged else "allreduce", timeout=TWICE_S)
+    mlp_loss(model, 0).backward()
+    report(event="wrapped")
+    if rank == VICTIM:
+        await_told("failed", others())
+    try:
+        mlp_loss(model, 1).backward()
+    except CommlibError as error:
+        report_error(error)
+        tell("failed")
+        raise
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_timeout_holds_once_all_ranks_have_come(exchanged: bool) -> None:
+    """Set-up waits as long as the group's own timeout says."""
+    with start_ranks(wrap_late, 3, exchanged) as ranks:
+        for exit_ in ranks.wait(HANG_S, [0, 2]):
+            facts(exit_, "wrapped")
+            found = facts(exit_, "error")
+            assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
+            assert f"no answer within {TWICE_S:g} s; rank 1 did not come" in found["message"], found
+
+
+def wrap_beside_a_stopped_one() -> None:
+    """The victim is stopped as soon as it is here."""
+    rank = default_group_from_env(timeout_s=SHORT_S)
+    if rank == VICTIM:
+        rendezvous._Attempt._follow = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        commlib.wrap(seeded(Mlp), timeout=1)
+    except CommlibError as error:
+        report_error(error)
+        raise
+
+
+def test_a_rank_that_is_stopped_during_wrap_is_late_and_not_dead() -> None:
+    words = f"rank 1 did not come within {SHORT_S:g} s"
+    check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words=words)
+
+
+@on_ranks(3)
 def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
     """Rank 1 misses one, rank 2 two; then all make several communicators, in the whole group and in a part of it."""
     rank = dist.get_rank()
@@ -350,7 +453,7 @@ def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
     for absent in ({1, 2}, {2}):
         if rank not in absent:
             with pytest.raises(PeerTimeout) as caught:
-                connect(0.5)
+                connect(0.5 if rank == 0 and len(absent) == 2 else TWICE_S)
             assert caught.value.ranks == absent, caught.value
             assert f"failed: {'rank 2' if len(absent) == 1 else 'ranks [1, 2]'} did not come" in str(caught.value)
         dist.barrier()
@@ -434,10 +537,10 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
         returned.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "Meeting", hanging)
-        patch.setattr(torch_dist, "GRACE_S", 0.2)
+        patch.setattr(rendezvous, "Meeting", hanging)
+        patch.setattr(rendezvous, "GRACE_S", 0.2)
         with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
-            commlib.wrap(seeded(Mlp), timeout=0.3)
+            connect(0.3)
         assert not returned.is_set(), "the call was waited for"
     over.set()
     dist.barrier()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.multi import fault_scripts
-from tests.multi.fault_scripts import HANG_S, VICTIM
+from tests.multi.fault_scripts import HANG_S, SHORT_S, VICTIM
 from tests.multi.pool import RankExit, spawn_ranks, start_ranks
 
 NAMES_VICTIM = rf"rank {VICTIM} (was|has|did|ended)\b"
@@ -115,5 +115,5 @@ def test_a_parameter_added_on_one_rank() -> None:
 def test_wrap_on_one_rank_only() -> None:
     with start_ranks(fault_scripts.wrap_on_one_rank_only, 2) as ranks:
         (other,) = ranks.wait(HANG_S, [1 - VICTIM])
-        words = ("wrap|set-up", NAMES_VICTIM)
+        words = ("wrap|set-up", NAMES_VICTIM, f"did not come within {SHORT_S:g} s")
         assert_told(other, kind="PeerTimeout", words=words)

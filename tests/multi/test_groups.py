@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.multi.common import (
@@ -150,14 +152,15 @@ def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
 
     path = [tempfile.mkdtemp()]
     dist.broadcast_object_list(path)
-    rank = dist.get_rank()
+    rank, hasty = dist.get_rank(), dist.new_group()
+    c10d._set_pg_timeout(timedelta(seconds=1), hasty)  # how long a set-up waits
     if rank == 0:
-        with pytest.raises(commlib.errors.PeerTimeout):
-            wrap(Mlp(), timeout=1)
+        with pytest.raises(commlib.errors.PeerTimeout, match="rank 1 did not come within 1 s"):
+            wrap(Mlp(), process_group=hasty)
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{path[0]}/store", 2), rank=rank, world_size=2)
-    model = wrap(seeded(Mlp), timeout=10)
+    model = wrap(seeded(Mlp))
     train(model, mlp_loss, 2)
     assert_replicas_identical(model)
 

@@ -8,12 +8,14 @@ import copy
 import inspect
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 import commlib
@@ -143,13 +145,15 @@ def test_a_copy_is_made_by_the_users_own_methods_and_joins() -> None:
 @on_ranks(2)
 def test_a_copy_that_cannot_join_stays_one() -> None:
     """It raises again, rather than to train on its rank alone."""
-    model = wrap(seeded(Mlp), timeout=1)
+    model = wrap(seeded(Mlp))
     train(model, mlp_loss, 2)
+    c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)  # how long a set-up waits
     if dist.get_rank() == 0:
         copied = copy.deepcopy(model)
         for _ in range(2):
             with pytest.raises(TransportError, match="rank 1"):
                 mlp_loss(copied, 0)
+    c10d._set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
     dist.barrier()
     assert_trains_alike(model)
 

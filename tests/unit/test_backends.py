@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,12 +154,13 @@ def test_receives_that_were_posted_before_a_send_raised_are_waited_for() -> None
         def __init__(self) -> None:
             self.was_waited_for = threading.Event()
 
-        def wait(self) -> None:
+        def wait(self, limit: timedelta) -> None:
             self.was_waited_for.set()
 
     class Sendless:
         def __init__(self) -> None:
             self.posted = Posted()
+            self.options = SimpleNamespace(_timeout=timedelta(seconds=5))
 
         def recv(self, *_: Any) -> Posted:
             return self.posted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -32,20 +32,35 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return kinds[request.param]()
 
 
+_meetings: list[Meeting] = []
+
+
+@pytest.fixture(autouse=True)
+def close_meetings() -> Iterator[None]:
+    yield
+    while _meetings:
+        _meetings.pop().close()
+
+
+def attend(*args: Any) -> Meeting:
+    _meetings.append(Meeting(*args))
+    return _meetings[-1]
+
+
 def meet(
     store: Any, ranks: Sequence[int], world_size: int, timeout_s: float = LIMIT_S, wait_s: Sequence[float] = ()
 ) -> list[Any]:
     """Let some ranks meet, each in a thread and some late; returns a meeting or an error of each."""
 
-    def attend(rank: int) -> Any:
+    def attend_late(rank: int) -> Any:
         time.sleep(wait_s[rank] if wait_s else 0.0)
         try:
-            return Meeting(store, rank, [10 * each for each in range(world_size)], timeout_s)
+            return attend(store, rank, [10 * each for each in range(world_size)], timeout_s)
         except TransportError as error:
             return error
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(attend, ranks))
+        return list(pool.map(attend_late, ranks))
 
 
 def names(meetings: Sequence[Any]) -> set[str]:
@@ -66,7 +81,7 @@ def test_several_meetings_in_a_row_whoever_is_faster(store: Any) -> None:
         made = []
         for turn in range(6):
             time.sleep(0.02 if (rank + turn) % 3 == 0 else 0.0)
-            made.append(Meeting(store, rank, range(3), LIMIT_S).name)
+            made.append(attend(store, rank, range(3), LIMIT_S).name)
         return made
 
     with ThreadPoolExecutor(3) as pool:
@@ -97,8 +112,8 @@ def test_what_a_killed_rank_left_is_not_taken_for_it(store: Any) -> None:
     """Another life of the job on the same store: the old one ended in the middle of a meeting."""
     old = dist.PrefixStore("commlib/meeting", store)
     for rank in range(3):
-        old.set(f"here/{rank}", f"+old{rank}")
-    old.set("invitation", encode(["oldname", "+old0", "+old1", "+old2"]).decode())
+        old.set(f"here/{rank}", f"+ old{rank} 1.00 - - 0")
+    old.set("invitation", encode(["oldname", "old0", "old1", "old2"]).decode())
     old.set("ack/oldname/1", "1")
     errors = meet(store, [0, 1], 3, timeout_s=0.5)
     assert all(isinstance(error, PeerTimeout) and error.ranks == {20} for error in errors), errors
