@@ -25,7 +25,8 @@ MOST = 3
 #: What is never tried again, by what the failure says: it is a fault of the library, however rare.
 NEVER = {
     "a crash by a signal": re.compile(
-        r"died with (?:exit code|signal) -?\d|returncode[ =]+-\d|crashed while running|Segmentation|SIG(?:SEGV|ABRT|BUS)"
+        r"died with (?:exit code|signal) -?\d|returncode[ =]+-\d|crashed while running"
+        r"|Segmentation|SIG(?:SEGV|ABRT|BUS)"
     ),
     "a hang": re.compile(r"RankHang|Failed: Timeout|Timeout >|did not exit within|--- rank \d+ hung in"),
     "values that should have had the same bits": re.compile(
