@@ -1,10 +1,17 @@
-"""Tests marked `thin`: of all combinations of their parameters, a few that have every value."""
+"""Which parameters of a test the fast part has: chosen ones, or, marked `thin`, each value at least once."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
+
+
+def fast(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Return the parameters of a test that is slow but for the values that are chosen."""
+    return [pytest.param(value, marks=() if value in chosen else pytest.mark.slow) for value in values]
 
 
 def thinned(items: Sequence[Any]) -> list[Any]:

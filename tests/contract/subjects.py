@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,18 +20,15 @@ from commlib.algorithms import Algorithm, Channel, Gradients
 from commlib.engine.channels.weights import WeightChannel
 from commlib.replica import replica_of
 from commlib.sharding.local import local_of
+from tests.thin import fast
 
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
 #: Of what `wrap` makes: only a rank that hangs is waited for so long.
 TIMEOUT_S = 40.0
 
-#: Each is close to one that is not here. What does not depend on the algorithm is a slow test for them.
-SIBLINGS = (
-    *("qsgd", "ef_quantized", "signsgd", "randomk", "dgc", "ok_topk", "qadam"),
-    *("post_local_sgd", "hierarchical_local_sgd"),
-    *("streaming_diloco", "gossip", "low_precision_decentralized"),
-)
+#: One algorithm of each kind of channel. What holds for all algorithms is tested with these in the fast part.
+REPRESENTATIVES = {"Gradients": "topk", "Weights": "diloco", "SelfRunning": "async_sgd"}
 
 _SEED = 7
 
@@ -117,9 +113,9 @@ def loss_of(model: Any, step: int, rank: int | None = None) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-def slow_for_siblings(names: Iterable[str]) -> list[Any]:
-    """Return algorithms as the parameters of a test that is slow for siblings."""
-    return [pytest.param(name, marks=pytest.mark.slow if name in SIBLINGS else ()) for name in names]
+def of_each_kind(names: Iterable[str]) -> list[Any]:
+    """Return algorithms as the parameters of a test that is slow but for one of each kind of channel."""
+    return fast(names, *REPRESENTATIVES.values())
 
 
 def build(kind: Callable[[], nn.Module] = Mlp, seed: int = _SEED) -> Any:

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from _pytest.mark.structures import ParameterSet
 
 import commlib
 from tests.contract.contracts import CONTRACTS, hold
 from tests.contract.contracts_values import CONCERNS
-from tests.contract.subjects import SIBLINGS, Subject
+from tests.contract.subjects import REPRESENTATIVES, Subject
 from tests.multi.pool import run_ranks
 
 ALGORITHMS = commlib.algorithms.list()
 
+#: Those that are held to each contract in the fast part: one of each kind of channel, and of gradients also one that is
+#: exact and one that goes over to another channel after its warm-up.
+FAST = ("allreduce", "onebit_adam", *REPRESENTATIVES.values())
 #: One algorithm of each family, for groups of other sizes.
 FAMILIES = (
     *("allreduce", "bytegrad", "topk", "powersgd", "onebit_adam", "local_sgd", "diloco", "decentralized"),
     *("async_averaging", "async_sgd"),
 )
-#: Contracts whose promise depends on the number of ranks, and which are quick.
+#: Contracts that lean on the algorithm's own code, and are quick: all algorithms are held to them in the fast part.
 QUICK = (
     *("replicas_alike", "synchronize", "accumulation_in_no_sync", "nonfinite_step_without_a_scaler", "change_of_plan"),
-    *("unused_parameters", "buffers", "rounds_and_steps", "state_dict_is_plain", "join"),
+    *("unused_parameters", "buffers", "rounds_and_steps", "state_dict_is_plain", "join", "resume_at_any_step"),
     "leaving_after_the_last_step",
     *CONCERNS,
 )
 
-#: What the engine alone promises: slow tests for siblings.
-OF_THE_ENGINE = (
-    *("autocast", "clip_grad_norm", "closure", "copies", "failed_backward_before_any_communication"),
-    "hooks_on_gradients",
-    *("failed_backward_in_no_sync", "local_evaluation", "optimizer_list", "optimizer_proxy", "own_buffers"),
-    *("unwrap_restores", "leaving_after_the_last_step", "collected_within_a_lock", "an_end_starts_no_thread"),
-)
-
 
 def pairs() -> list[ParameterSet]:
-    """Return every algorithm with every contract; a new algorithm is held to all of them in the fast part."""
+    """Return every algorithm with every contract that concerns it; another package's are all in the fast part."""
     found = []
-    for algorithm, contract in itertools.product(ALGORITHMS, CONTRACTS):
-        if contract in CONCERNS and not CONCERNS[contract](Subject(algorithm)):
-            continue
-        is_slow = Subject(algorithm).measures_first and contract not in QUICK
-        is_slow |= algorithm in SIBLINGS and contract in OF_THE_ENGINE
-        marks = [pytest.mark.slow] if is_slow else []
-        found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
+    for algorithm in ALGORITHMS:
+        subject = Subject(algorithm)
+        is_foreign = not subject.cls.__module__.startswith("commlib.")
+        marks = () if algorithm in FAST or is_foreign else pytest.mark.slow
+        for contract in CONTRACTS:
+            if contract not in CONCERNS or CONCERNS[contract](subject):
+                found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
     return found
 
 
 @pytest.mark.parametrize(("algorithm", "contract"), pairs())
 def test_two_ranks(algorithm: str, contract: str) -> None:
     run_ranks(hold, 2, algorithm, contract)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in FAST])
+def test_quick_contracts_on_two_ranks(algorithm: str) -> None:
+    run_ranks(hold, 2, algorithm, *QUICK)
 
 
 #: Options of algorithms (`tests.contract.variants`), and whether each is a slow test: its relatives are not.
@@ -67,16 +65,23 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("contract", [name for name in CONTRACTS if name not in OF_THE_ENGINE])
-@pytest.mark.parametrize(
-    "cls", [pytest.param(c, marks=pytest.mark.slow if slow else ()) for c, slow in VARIANTS.items()]
-)
+@pytest.mark.parametrize("cls", [name for name, is_slow in VARIANTS.items() if not is_slow])
+def test_quick_contracts_of_options(cls: str) -> None:
+    run_ranks(hold, 2, f"tests.contract.variants:{cls}", *QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("cls", VARIANTS)
 def test_options_on_two_ranks(cls: str, contract: str) -> None:
     run_ranks(hold, 2, f"tests.contract.variants:{cls}", contract)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("algorithm", FAMILIES)
+@pytest.mark.parametrize(
+    ("algorithm", "world_size"),
+    [pytest.param(name, 3, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+    + [pytest.param(name, 1, marks=() if name in REPRESENTATIVES.values() else pytest.mark.slow) for name in FAMILIES],
+)
 def test_other_numbers_of_ranks(algorithm: str, world_size: int) -> None:
     run_ranks(hold, world_size, algorithm, *QUICK)
 
@@ -86,6 +91,12 @@ def test_other_numbers_of_ranks(algorithm: str, world_size: int) -> None:
 @pytest.mark.parametrize("algorithm", FAMILIES)
 def test_all_contracts_on_other_numbers_of_ranks(algorithm: str, world_size: int) -> None:
     run_ranks(hold, world_size, algorithm, *CONTRACTS)
+
+
+def test_kinds_have_representatives() -> None:
+    kinds = {name: type(Subject(name).channel).__name__ for name in ALGORITHMS}
+    assert {kinds[name]: name for name in REPRESENTATIVES.values()} == REPRESENTATIVES
+    assert set(kinds.values()) == set(REPRESENTATIVES), "a kind of channel is not in REPRESENTATIVES"
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlib
 from commlib.replica import Replica, find
-from tests.contract.subjects import Subject, slow_for_siblings
+from tests.contract.subjects import Subject, of_each_kind
 from tests.integrations.accelerate_common import (
     assert_equal,
     dataset,
@@ -77,7 +77,7 @@ def test_other_numbers_of_ranks() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_trains_as_by_wrap(name: str) -> None:
     """What `prepare` wraps goes as what `commlib.wrap` does, bit for bit but where it depends on clocks."""
     subject = Subject(name)

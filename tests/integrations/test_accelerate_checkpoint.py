@@ -16,7 +16,7 @@ from torch import nn
 
 import commlib
 from commlib.errors import ConfigError
-from tests.contract.subjects import Subject, gathered, slow_for_siblings
+from tests.contract.subjects import Subject, gathered, of_each_kind
 from tests.integrations.accelerate_common import (
     assert_equal,
     epoch,
@@ -67,7 +67,7 @@ class Run:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(ALGORITHMS))
+@pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
 def test_a_saved_run_resumes_bit_for_bit(name: str) -> None:
     subject = Subject(name)
     for steps in (3, 6):

@@ -26,6 +26,7 @@ def test_diff_to_plain_accelerate_is_two_lines():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_digits_match_ddp_bit_for_bit_and_learn(precision: str, tmp_path: Path) -> None:
     options = ("--cpu", "--epochs", 2, "--mixed-precision", precision, "--losses")

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.replica import find
-from tests.contract.subjects import Subject, slow_for_siblings, spread
+from tests.contract.subjects import Subject, of_each_kind, spread
 from tests.integrations import lightning_common as common
 from tests.integrations.lightning_common import pl
 from tests.multi.common import assert_replicas_identical, raises_on_every_rank
 from tests.multi.pool import on_ranks
+from tests.thin import fast
 
 
 class Scheduled(common.Module):
@@ -75,8 +76,12 @@ WAYS: dict[str, tuple[type[common.Module], dict[str, Any]]] = {
 }
 
 
+#: What the fast part has of them: ways that differ in what commlib does.
+CHOSEN = ("plain", "accumulate submodules", "clip by norm", "bf16-mixed", "16-mixed", "lbfgs")
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", fast(WAYS, *CHOSEN))
 def test_allreduce_is_ddp_bit_for_bit(way):
     kind, options = WAYS[way]
     with common.run_on_rank():
@@ -252,7 +257,7 @@ class SubjectedByHand(Subjected, Manual):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_trains_and_leaves_all_ranks_the_same_model(name):
     with common.run_on_rank():
         subject = Subject(name)
@@ -287,7 +292,7 @@ def trained_by_hand(subject: Subject, epochs: int) -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_goes_the_way_of_a_plain_loop_bit_for_bit(name):
     subject = Subject(name)
     if subject.runs_by_clocks:

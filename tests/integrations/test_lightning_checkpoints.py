@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import commlib
-from tests.contract.subjects import Subject, slow_for_siblings, spread
+from tests.contract.subjects import Subject, of_each_kind, spread
 from tests.integrations import lightning_common as common
 from tests.integrations.lightning_common import pl
 from tests.integrations.test_lightning import Gan, Subjected
@@ -73,7 +73,7 @@ def resumes(name: str, folder: str) -> None:
             assert_resumed(resumed, trainer, whole, whole_trainer)
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(ALGORITHMS))
+@pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
 def test_every_algorithm_resumes_bit_for_bit(name, tmp_path):
     """Those that go by clocks go on; no two runs of theirs are alike."""
     run_ranks(resumes, 2, name, str(tmp_path / "run"))

@@ -46,6 +46,7 @@ def test_the_examples_differ_in_the_strategy():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_example_trains_as_ddp_does(tmp_path):
     for end in ("_ddp", ""):

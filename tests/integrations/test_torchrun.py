@@ -97,6 +97,7 @@ def check_restart(algorithm: str, how: str, folder: pathlib.Path) -> None:
     assert_same_checkpoint(folder / "broken", folder / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_was_killed_goes_on_as_if_unbroken(tmp_path: pathlib.Path) -> None:
     check_restart("topk", "", tmp_path)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import commlib
 from commlib.errors import ConfigError
-from tests.contract.subjects import Subject, slow_for_siblings
+from tests.contract.subjects import Subject, of_each_kind
 from tests.integrations.transformers_runs import (
     Callback,
     Run,
@@ -48,7 +48,7 @@ def logs_after(run: Run, step: int) -> dict[int, dict[str, float]]:
     return {int(log["step"]): log for log in run.logs if "loss" in log and log["step"] > step}
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(REPEATABLE))
+@pytest.mark.parametrize("name", of_each_kind(REPEATABLE))
 @on_ranks(2)
 def test_a_resumed_run_is_bit_identical(name: str, tmp_path: Path) -> None:
     with launched():

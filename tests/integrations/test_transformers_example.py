@@ -52,6 +52,7 @@ def test_diff_to_the_plain_script_is_the_import_and_one_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_example_is_the_plain_script_bit_for_bit_and_resumes(tmp_path: Path) -> None:
     expected = train("transformers_bytes_ddp.py", tmp_path / "ddp")
     got = train("transformers_bytes.py", tmp_path / "commlib")

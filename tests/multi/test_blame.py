@@ -26,7 +26,7 @@ from commlib.transport import connections, point_to_point, rendezvous, torch_dis
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
-from tests.contract.subjects import slow_for_siblings
+from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
 from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_error
 from tests.multi.notices import LIMIT_S, await_told, others, tell
@@ -108,7 +108,7 @@ def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("algorithm", slow_for_siblings(commlib.algorithms.list()))
+@pytest.mark.parametrize("algorithm", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> None:
     chance = random.Random(algorithm)
     world_size = chance.choice([4, 5])

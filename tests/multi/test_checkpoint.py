@@ -29,7 +29,7 @@ from tests.contract.subjects import (
     flat,
     gathered,
     loss_of,
-    slow_for_siblings,
+    of_each_kind,
 )
 from tests.multi.common import raises_on_every_rank
 from tests.multi.pool import on_ranks, run_ranks
@@ -133,7 +133,7 @@ def resumes_after(name: str, steps: int) -> None:
         assert torch.equal(resumed.flat(), whole.flat()), f"differs {after + 1} steps after step {steps}"
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(ALGORITHMS))
+@pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
 def test_a_run_resumes_from_a_distributed_checkpoint(name: str) -> None:
     run_ranks(resumes_at_several_steps, 2, name)
 

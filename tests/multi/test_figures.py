@@ -26,7 +26,7 @@ from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox
 from commlib.transport.torch_dist import TorchTransport
-from tests.contract.subjects import slow_for_siblings
+from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, OneParameter, data, mlp_loss, seeded
 from tests.multi.pool import on_ranks
 from tests.waiting import eventually
@@ -164,7 +164,7 @@ def test_bytes_of_a_step_are_those_of_its_round_over_gradients(name: str) -> Non
     commlib.unwrap(model)
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(NAMES))
+@pytest.mark.parametrize("name", of_each_kind(NAMES))
 @on_ranks(2)
 def test_rounds_are_counted_and_loggers_get_plain_numbers(name: str) -> None:
     model, optimizer = wrapped(name)
@@ -422,7 +422,7 @@ def check_leaves_the_users_alone(algorithm: Algorithm, steps: int) -> None:
     check("unwrap")
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(NAMES))
+@pytest.mark.parametrize("name", of_each_kind(NAMES))
 @on_ranks(2)
 def test_random_numbers_and_settings_are_the_users(name: str) -> None:
     check_leaves_the_users_alone(algorithms.get(name)(**OPTIONS.get(name, {})), STEPS)

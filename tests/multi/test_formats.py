@@ -29,10 +29,14 @@ from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import assert_replicas_identical, raises_on_every_rank, wrap
 from tests.multi.pool import on_ranks
+from tests.thin import fast
 
 ALL = algorithms.list()
 LR, STEPS = 0.125, 4
 CAP_MB = 0.02  # several buckets
+#: One algorithm of each way to treat a bucket, for the fast part.
+CHOSEN = ("allreduce", "topk", "powersgd", "onebit_adam", "diloco", "async_sgd")
+
 
 #: Dimensions of each parameter from the outermost to the innermost in memory, in the format "permuted".
 ORDERS = {
@@ -255,7 +259,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", fast(ALL, *CHOSEN))
 def test_every_format_and_dtype_trains(name: str) -> None:
     for dtype in DTYPES[:1] if name == "auto" else DTYPES:  # which measures for seconds
         check_patterns(name, dtype, True, tolerance_for(name, dtype))
@@ -345,15 +349,15 @@ def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor], what: 
 
 
 @on_ranks(2)
-def test_the_format_does_not_change_a_bit() -> None:
-    for name in ELEMENTWISE:
-        found = []
-        for permuted in (False, True):
-            model, optimizer = wrapped(name, permuted)
-            train_at_random(model, optimizer, range(6))
-            found.append(weights_of(model))
-            commlib.unwrap(model)
-        assert_same_bits(found[1], found[0], name)
+@pytest.mark.parametrize("name", fast(ELEMENTWISE, *CHOSEN))
+def test_the_format_does_not_change_a_bit(name: str) -> None:
+    found = []
+    for permuted in (False, True):
+        model, optimizer = wrapped(name, permuted)
+        train_at_random(model, optimizer, range(6))
+        found.append(weights_of(model))
+        commlib.unwrap(model)
+    assert_same_bits(found[1], found[0], name)
 
 
 def by_index(piece: Any, parameter: Tensor) -> Tensor:
@@ -464,31 +468,32 @@ def test_eight_bits_round_the_same_in_every_format() -> None:
 RESUMABLE = [name for name in ALL if name not in ("auto", "hogwild")]
 
 
+@pytest.mark.thin
 @on_ranks(2)
 @pytest.mark.parametrize("permuted", [False, True], ids=["from-contiguous", "from-permuted"])
-def test_state_resumes_in_another_format(permuted: bool) -> None:
-    for name in RESUMABLE:
-        model, optimizer = wrapped(name, permuted)
-        train_at_random(model, optimizer, range(4))
-        state, weights = commlib.state_dict(model), weights_of(model)
-        other, own = wrapped(name, not permuted)
-        other.load_state_dict(weights)
-        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if name == "async_sgd":
-            with raises_on_every_rank(ConfigError, "memory format", "conv"):
-                commlib.load_state_dict(other, state)
-            continue
-        commlib.load_state_dict(other, state)
-        # What an owner lost of elements that another rank owns now is the worker's: times N, rounded once.
-        owed, before = owed_by_this_rank(commlib.state_dict(other), other), owed_by_this_rank(state, model)
-        for n, each in before.items():
-            torch.testing.assert_close(owed[n], each, rtol=1e-6, atol=1e-7)
-        if name in ELEMENTWISE:
-            train_at_random(model, optimizer, range(4, 8))
-            train_at_random(other, own, range(4, 8))
-            assert_same_bits(weights_of(other), weights_of(model), name)
-        commlib.unwrap(model)
-        commlib.unwrap(other)
+@pytest.mark.parametrize("name", fast(RESUMABLE, *CHOSEN))
+def test_state_resumes_in_another_format(name: str, permuted: bool) -> None:
+    model, optimizer = wrapped(name, permuted)
+    train_at_random(model, optimizer, range(4))
+    state, weights = commlib.state_dict(model), weights_of(model)
+    other, own = wrapped(name, not permuted)
+    other.load_state_dict(weights)
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if name == "async_sgd":
+        with raises_on_every_rank(ConfigError, "memory format", "conv"):
+            commlib.load_state_dict(other, state)
+        return
+    commlib.load_state_dict(other, state)
+    # What an owner lost of elements that another rank owns now is the worker's: times N, rounded once.
+    owed, before = owed_by_this_rank(commlib.state_dict(other), other), owed_by_this_rank(state, model)
+    for n, each in before.items():
+        torch.testing.assert_close(owed[n], each, rtol=1e-6, atol=1e-7)
+    if name in ELEMENTWISE:
+        train_at_random(model, optimizer, range(4, 8))
+        train_at_random(other, own, range(4, 8))
+        assert_same_bits(weights_of(other), weights_of(model), name)
+    commlib.unwrap(model)
+    commlib.unwrap(other)
 
 
 def rewrapped(name: str) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor]]:
@@ -503,13 +508,12 @@ def rewrapped(name: str) -> tuple[Any, torch.optim.Optimizer, dict[str, Tensor]]
 
 
 @on_ranks(2)
-def test_a_format_that_changes_after_wrapping_changes_no_element() -> None:
-    for name in ALL:
-        if name not in ("auto", "async_sgd", "hogwild"):
-            model, optimizer, start = rewrapped(name)
-            train_on_patterns(model, optimizer, in_turns=False)
-            assert_on_the_line(model, name, start, tolerance_for(name, torch.float32), name)
-            commlib.unwrap(model)
+@pytest.mark.parametrize("name", fast([name for name in RESUMABLE if name != "async_sgd"], *CHOSEN))
+def test_a_format_that_changes_after_wrapping_changes_no_element(name: str) -> None:
+    model, optimizer, start = rewrapped(name)
+    train_on_patterns(model, optimizer, in_turns=False)
+    assert_on_the_line(model, name, start, tolerance_for(name, torch.float32), name)
+    commlib.unwrap(model)
 
 
 @on_ranks(2)
@@ -538,19 +542,17 @@ DEFAULTS = [(torch.float64, None), (torch.bfloat16, "meta")]
 
 
 @on_ranks(2)
-def test_torchs_defaults_do_not_change_a_bit() -> None:
-    for name in ALL:
-        if name in (*TIMED, "auto"):
-            continue
-        found = []
-        for dtype, device in [(torch.float32, None), *DEFAULTS]:
-            with defaults(dtype, device):
-                model, optimizer = wrapped(name, True)
-                train_at_random(model, optimizer, range(5))
-                commlib.load_state_dict(model, commlib.state_dict(model))
-                found.append(weights_of(model))
-                commlib.unwrap(model)
-            assert_same_bits(found[-1], found[0], (name, dtype, device))
+@pytest.mark.parametrize("name", fast([name for name in ALL if name not in (*TIMED, "auto")], *CHOSEN))
+def test_torchs_defaults_do_not_change_a_bit(name: str) -> None:
+    found = []
+    for dtype, device in [(torch.float32, None), *DEFAULTS]:
+        with defaults(dtype, device):
+            model, optimizer = wrapped(name, True)
+            train_at_random(model, optimizer, range(5))
+            commlib.load_state_dict(model, commlib.state_dict(model))
+            found.append(weights_of(model))
+            commlib.unwrap(model)
+        assert_same_bits(found[-1], found[0], (name, dtype, device))
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ from commlib.algorithms import Algorithm
 from commlib.codecs import BlockCodec, block_codec
 from tests import plugins
 from tests.contract.contracts import CONTRACTS, hold
-from tests.contract.subjects import Subject, settings_of, slow_for_siblings
+from tests.contract.subjects import Subject, of_each_kind, settings_of
 from tests.multi.pool import run_ranks
 
 TAKERS = [
@@ -53,11 +53,12 @@ def test_there_are_algorithms_that_take_a_codec() -> None:
     assert {"bytegrad", "diloco", "gossip", "async_sgd"} <= set(TAKERS)
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(TAKERS))
+@pytest.mark.parametrize("name", of_each_kind(TAKERS))
 def test_every_algorithm_with_a_codec_trains_with_another_packages(name: str, tmp_path: Path) -> None:
     run_ranks(train_with, 2, name, str(plugins.install_relaxed(tmp_path / "relaxed")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 def test_another_packages_algorithm_keeps_all_contracts(part: int, tmp_path: Path) -> None:
     folder = plugins.install_relaxed(tmp_path / "relaxed")

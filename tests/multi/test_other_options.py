@@ -31,7 +31,7 @@ from commlib.algorithms import (
     TopK,
 )
 from commlib.errors import ConfigError
-from tests.contract.subjects import Subject, gathered, settings_of, slow_for_siblings, spread
+from tests.contract.subjects import Subject, gathered, of_each_kind, settings_of, spread
 from tests.multi.common import (
     SMALL_BUCKET_MB,
     Mlp,
@@ -223,7 +223,7 @@ def takes_or_refuses(name: str) -> None:
             after.release()
 
 
-@pytest.mark.parametrize("name", slow_for_siblings(NAMES))
+@pytest.mark.parametrize("name", of_each_kind(NAMES))
 def test_every_option_may_differ_from_the_saved_run(name: str) -> None:
     run_ranks(takes_or_refuses, 2, name)
 

@@ -29,6 +29,7 @@ from tests.multi.notices import await_told, tell
 from tests.multi.pool import on_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_blame import check, die
+from tests.thin import fast
 
 ALGORITHMS = commlib.algorithms.list()
 #: Rows that two and three ranks share unevenly, and one that most ranks have no part of.
@@ -340,24 +341,24 @@ def optimizer_for(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @on_ranks(4)
-def test_algorithms_on_gradients_keep_replicas_alike_and_resume() -> None:
+@pytest.mark.parametrize("name", fast(GRADIENTS, "allreduce", "topk", "powersgd"))
+def test_algorithms_on_gradients_keep_replicas_alike_and_resume(name: str) -> None:
     mesh = mesh_of(2, 2)
-    for name in GRADIENTS:
-        runs = []
-        for seed in (7, 99):
-            model = fsdp(seeded(Net, seed), mesh)
-            optimizer = optimizer_for(name, model)
-            runs.append((wrapped(model, mesh, settings(name), optimizer), optimizer))
-        train(*runs[0], range(6))
-        assert_replicas_alike(runs[0][0], mesh, name)
-        with folder() as path:
-            save(*runs[0], path)
-            load(*runs[1], path)
-        for run in runs:
-            train(*run, range(6, 9))
-        assert_same(runs[0][0], runs[1][0], name)
-        for model, _ in runs:
-            commlib.unwrap(model)
+    runs = []
+    for seed in (7, 99):
+        model = fsdp(seeded(Net, seed), mesh)
+        optimizer = optimizer_for(name, model)
+        runs.append((wrapped(model, mesh, settings(name), optimizer), optimizer))
+    train(*runs[0], range(6))
+    assert_replicas_alike(runs[0][0], mesh, name)
+    with folder() as path:
+        save(*runs[0], path)
+        load(*runs[1], path)
+    for run in runs:
+        train(*run, range(6, 9))
+    assert_same(runs[0][0], runs[1][0], name)
+    for model, _ in runs:
+        commlib.unwrap(model)
 
 
 def train(model: Any, optimizer: Any, steps: range) -> None:

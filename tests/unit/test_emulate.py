@@ -24,6 +24,7 @@ needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(ch
 pytestmark = pytest.mark.filterwarnings("ignore:emulated links are further than 2 %:UserWarning")
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.timeout(300)
 def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -> None:
