@@ -34,9 +34,6 @@ from tests.contract.probes import (
 from tests.contract.subjects import ConvNet, Frozen, Subject, Training, build, gathered, loss_of, spread
 from tests.waiting import eventually
 
-#: How long a rank may wait for one that fails: a guard against hangs, which no rank is to wait out.
-_TIMEOUT_S = 30.0
-
 
 def contract_join(subject: Subject) -> None:
     """With uneven inputs in `model.join()` the training ends, with the same weights on all ranks; or it is refused."""
@@ -172,7 +169,7 @@ def contract_wrapped_anew_after_an_error(subject: Subject) -> None:
 
 def _failed(subject: Subject) -> Training:
     """Start a training of which a collective fails on one rank."""
-    training = subject.start(timeout=_TIMEOUT_S).steps(subject.channel.warmup_steps + 1)
+    training = subject.start().steps(subject.channel.warmup_steps + 1)
     gathered(None)  # the end of one rank may break what its peers do: not of the steps before
     has_failed = False
     try:
@@ -246,7 +243,7 @@ def _all_or_none(training: Training, act: Callable[[], Any]) -> None:
 
 
 def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
-    training = subject.start(timeout=_TIMEOUT_S).steps(4)
+    training = subject.start().steps(4)
     engine = training.engine
 
     def act() -> None:
@@ -259,7 +256,7 @@ def _plan_change(subject: Subject) -> tuple[Training, Callable[[], Any]]:
 
 
 def _adoption(subject: Subject) -> tuple[Training, Callable[[], Any]]:
-    training = subject.start(build(Frozen), timeout=_TIMEOUT_S).steps(4)
+    training = subject.start(build(Frozen)).steps(4)
 
     def act() -> None:
         training.model.second.requires_grad_(True)
@@ -269,7 +266,7 @@ def _adoption(subject: Subject) -> tuple[Training, Callable[[], Any]]:
 
 
 def _resumption(subject: Subject) -> tuple[Training, Callable[[], Any]]:
-    training = subject.start(timeout=_TIMEOUT_S).steps(4)
+    training = subject.start().steps(4)
     commlib.synchronize(training.model)
     state, weights, of_optimizer = saved_of(training)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import time
 from typing import Any
 
 import numpy as np
@@ -243,11 +242,11 @@ def contract_local_evaluation(subject: Subject) -> None:
     """One rank alone may evaluate, copy, pickle and trace the model: nothing is sent, nobody waits."""
     training = subject.start(build(ConvNet)).steps(4)
     if is_victim():
-        own, begin = training.engine.transport, time.monotonic()
+        own = training.engine.transport
         before = own.bytes_sent
         _evaluate(training.model, is_still=not subject.runs_by_clocks)
-        assert time.monotonic() - begin < 5, "an evaluation on one rank waited for the others"
         assert own.bytes_sent == before, "an evaluation sent something"
+    gathered(None)  # the others wait here for the end of the evaluation: one that waited for them would never end
     training.model.train()
     training.steps(3).assert_sound()
     training.assert_trains_on()

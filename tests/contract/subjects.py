@@ -24,6 +24,7 @@ from tests.thin import fast
 
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
+#: Of what `wrap` makes: only a rank that hangs is waited for so long.
 TIMEOUT_S = 40.0
 
 #: One algorithm of each kind of channel. What holds for all algorithms is tested with these in the fast part.

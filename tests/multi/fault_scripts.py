@@ -22,13 +22,18 @@ from torch import Tensor, nn
 
 from commlib.transport import point_to_point
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
+from tests.multi.notices import await_told, others, tell
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 VICTIM = 1
-TIMEOUT_S = 5.0
-#: Where nobody is to wait for a timeout.
-LONG_S = 60.0
 GOOD_STEPS = 3
+#: Until the tests take a rank for one that hangs.
+HANG_S = 90.0
+#: The timeout where nothing may wait for it: what does is a hang.
+LONG_S = 150.0
+#: The timeout where it is waited for: longer than a busy machine may stand still, as the steps before must succeed.
+SHORT_S = 10.0
 
 
 class Deep(nn.Module):
@@ -53,12 +58,10 @@ def report(**facts: object) -> None:
     print("REPORT " + json.dumps(facts), flush=True)
 
 
-def report_error(error: Exception, began_s: float) -> None:
-    """Report what a rank was told, and when: since it began to wait, and by the clock that all ranks share."""
-    at_s = time.monotonic()
+def report_error(error: Exception) -> None:
+    """Report what a rank was told, and when, by the clock that all ranks share."""
     ranks = sorted(getattr(error, "ranks", ()))
-    facts = {"kind": type(error).__name__, "message": str(error), "ranks": ranks}
-    report(event="error", **facts, waited_s=at_s - began_s, at_s=at_s, began_s=began_s)
+    report(event="error", kind=type(error).__name__, message=str(error), ranks=ranks, at_s=time.monotonic())
 
 
 def report_later(act: Callable[[], object]) -> None:
@@ -79,7 +82,7 @@ def stop() -> None:
 
 
 def stall() -> None:
-    time.sleep(120)
+    time.sleep(LONG_S)
 
 
 def fail() -> None:
@@ -87,15 +90,18 @@ def fail() -> None:
 
 
 TRAPS = {"die": die, "stop": stop, "stall": stall, "fail": fail}
+TIMEOUTS_S = {"die": LONG_S, "stop": SHORT_S, "stall": SHORT_S, "fail": LONG_S}
 
 
-def timeout_of(kind: str) -> float:
-    """Return the timeout where a rank runs into a trap: the short one only where the others have to wait it out."""
-    return TIMEOUT_S if kind in ("stop", "stall") else LONG_S
+def come_together(what: str) -> None:
+    """Tell the others that this rank has come so far; the victim goes on when all have, so that they are past it."""
+    tell(what)
+    if dist.get_rank() == VICTIM:
+        await_told(what, others())
 
 
 def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
-    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told, and when.
+    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told.
 
     With an `algorithm` that ends in ", exchanged" small all-to-alls are exchanges too, as those of large buckets are.
     The error is raised on, so that the process ends as a user's would.
@@ -103,24 +109,24 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     if algorithm.endswith(", exchanged"):
         algorithm = algorithm.removesuffix(", exchanged")
         point_to_point._LEAST_CHUNK = 1
-    model = commlib.wrap(seeded(Deep), algorithm, timeout=timeout_of(kind), bucket_cap_mb=0.01)
+    model = commlib.wrap(seeded(Deep), algorithm, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS):
         model.zero_grad()
         model(data(step, 4, 32)).sum().backward()
     report(event="trained", buckets=commlib.stats(model).num_buckets)
+    come_together("trained")
     if rank == VICTIM:
         model.trap = TRAPS[kind]
-    began = time.monotonic()
     try:
         for step in range(3):
             model.zero_grad()
             model(data(step, 4, 32)).sum().backward()
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         report_later(lambda: model(data(0, 4, 32)))
         raise
 
@@ -130,10 +136,10 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     model = seeded(Deep)
     optimizer = sgd(model)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=timeout_of(kind), bucket_cap_mb=0.01)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -142,14 +148,14 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
 
     for number in range(GOOD_STEPS):
         step(number)
+    come_together("trained")
     if rank == VICTIM:
         model.trap = TRAPS[kind]
-    began = time.monotonic()
     try:
         for number in range(4):
             step(number)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         report_later(lambda: model(data(0, 4, 32)))
         raise
 
@@ -159,13 +165,13 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     model = seeded(Deep)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     traps: list[Callable[[], None]] = []
     optimizer.register_step_post_hook(lambda *_: [trap() for trap in traps] and None)  # before commlib's own
     instance = commlib.algorithms.get(algorithm)(period=2)
-    commlib.wrap(model, instance, optimizer=optimizer, timeout=timeout_of(kind), bucket_cap_mb=0.01)
+    commlib.wrap(model, instance, optimizer=optimizer, timeout=TIMEOUTS_S[kind], bucket_cap_mb=0.01)
 
     def train_steps(first: int, last: int) -> None:
         for step in range(first, last):
@@ -177,11 +183,11 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
 
     train_steps(0, 5)
     report(event="trained", rounds=commlib.stats(model).rounds)
-    began = time.monotonic()
+    come_together("trained")
     try:
         train_steps(5, 9)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         report_later(lambda: model(data(0, 4, 32)))
         raise
 
@@ -191,25 +197,25 @@ def skip_backward_on_one_rank() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Deep), timeout=SHORT_S, bucket_cap_mb=0.01)
     for step in range(GOOD_STEPS + (rank != VICTIM)):
         model.zero_grad()
-        began = time.monotonic()
         try:
             model(data(step, 4, 32)).sum().backward()
         except commlib.errors.CommlibError as error:
-            report_error(error, began)
+            report_error(error)
+            tell("failed")
             raise
-    time.sleep(2 * TIMEOUT_S)
+    await_told("failed", others())
 
 
 def wait_in_forward() -> None:
     """The victim is slow, but within the timeout: nothing may happen."""
     import commlib
 
-    rank = default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S)
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Deep), timeout=LONG_S)
     for step in range(4):
         time.sleep(2.0 if rank == VICTIM and step == 2 else 0.0)
         model.zero_grad()
@@ -222,16 +228,16 @@ def add_parameter_on_one_rank() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     mlp_loss(model, 0).backward()
+    come_together("trained")
     if rank == VICTIM:
         model.late = nn.Linear(3, 3)
-    began = time.monotonic()
     try:
         mlp_loss(model, 1).backward()
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
         raise
 
 
@@ -240,15 +246,15 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=TIMEOUT_S)  # that of the set-up, too
+    rank = default_group_from_env(timeout_s=SHORT_S)  # that of the set-up, too
     if rank == VICTIM:
-        time.sleep(2.5 * TIMEOUT_S)
+        await_told("failed", others())
         return
-    began = time.monotonic()
     try:
-        commlib.wrap(seeded(Mlp), timeout=0.2 * TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=0.2 * SHORT_S)
     except commlib.errors.CommlibError as error:
-        report_error(error, began)
+        report_error(error)
+        tell("failed")
         raise
 
 
@@ -258,6 +264,12 @@ def wrap_on_one_rank_only() -> None:
 def num_threads() -> int:
     """Count the threads that Python knows of."""
     return threading.active_count()
+
+
+def report_end(before: int, waits: bool) -> None:
+    """Report the threads at the end; `waits` until they are as few as `before`: a busy machine may take a while."""
+    assert not waits or eventually(lambda: num_threads() <= before), threading.enumerate()
+    report(event="end", before=before, after=num_threads())
 
 
 def train_some(model: nn.Module, steps: int = 3) -> None:
@@ -272,21 +284,20 @@ def shut_down(way: str) -> None:
     """Train a few steps, then end the process in one of many ways."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     before = num_threads()
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
-    report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
-    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+    report_end(before, waits=way in ("unwrap-destroy", "destroy-unwrap"))
 
 
 def destroy_the_group(way: str) -> None:
     """Train, and end the default group: threads of its backend that were alive at exit could abort the process."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    default_group_from_env(timeout_s=LONG_S)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
     trained = num_gloo_threads(4)  # two of the default group, and two of commlib's
     if way == "unwrapped":
@@ -302,9 +313,9 @@ def ask_a_destroyed_group() -> None:
     from commlib.replica import replica_of
     from commlib.transport.groups import NODE_VARIABLE
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     rank = dist.get_rank()
-    model = commlib.wrap(seeded(Mlp), timeout=30)
+    model = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     train_some(model)
     dist.destroy_process_group()
     os.environ[NODE_VARIABLE] = str(rank // 2)
@@ -314,10 +325,9 @@ def ask_a_destroyed_group() -> None:
             ask()
         except commlib.errors.CommlibError as error:
             report(event=what, kind=type(error).__name__, message=str(error))
-    report(event="ending", at_s=time.monotonic())
 
 
-def num_gloo_threads(expected: int, timeout_s: float = 20) -> int:
+def num_gloo_threads(expected: int, timeout_s: float = 60) -> int:
     """Count the threads of Gloo process groups, until they are as many as expected: they come and go with a delay."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -334,19 +344,18 @@ def shut_down_in_flight(way: str) -> None:
     """Train until a round over weights is under way in the background, then end the process."""
     import commlib
 
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     before = num_threads()
     model = seeded(Mlp)
     optimizer = sgd(model)
     algorithm = commlib.algorithms.StreamingDiLoCo(period=8, fragments=2, delay=4)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=30)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=LONG_S)
     for step in range(8):
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
         optimizer.step()
-    report(event="ending", at_s=time.monotonic())
     ENDINGS[way](model)
-    report(event="end", before=before, after=num_threads(), names=[thread.name for thread in threading.enumerate()])
+    report_end(before, waits=way in ("unwrap-destroy", "destroy-unwrap"))
 
 
 def just_end(model: nn.Module) -> None:

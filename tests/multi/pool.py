@@ -29,7 +29,9 @@ from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
 NUM_RANKS = 4
 #: How long hung ranks may take to write their stacks, on a machine that is busy with other tests.
-_STACKS_S = 10.0
+_STACKS_S = 30.0
+#: What the stack of a rank's main thread, which is written last, ends with: where a process begins, or where it is cut.
+_STACK_ENDS = ("in _run_module_as_main\n", "  ...\n")
 # When pooled ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
 # Their group has the same timeout, so what would only end by waiting that out is found as before.
 _HANG_S = 120.0
@@ -153,9 +155,8 @@ class RankPool:
         for rank in hung:  # all at one moment: stacks half a second apart would tell nothing
             rank.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_S
-        while not all(rank.stacks() for rank in hung) and time.monotonic() < deadline:
+        while not all(rank.stacks().endswith(_STACK_ENDS) for rank in hung) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(0.2 if hung else 0.0)  # for the end of what has begun to be written
         words += [f"--- rank {rank.rank} hung in {job.qualname}:\n{rank.stacks()}" for rank in hung]
         if hung or any(rank.process.poll() is not None for rank in ranks):
             self.kill()
@@ -239,12 +240,11 @@ def on_ranks(
 
 
 class RankExit(NamedTuple):
-    """How a process of its own ended: exit code (negative: signal), what it wrote, and when (`time.monotonic()`)."""
+    """How a process of its own ended: exit code (negative: signal), and what it wrote."""
 
     rank: int
     returncode: int
     output: str
-    ended_s: float
 
 
 class RankProcesses:
@@ -265,7 +265,7 @@ class RankProcesses:
         """Return what `rank` has written so far."""
         return self._logs[rank].read_text(errors="replace")
 
-    def wait_for(self, rank: int, text: str, timeout: float = 30.0) -> None:
+    def wait_for(self, rank: int, text: str, timeout: float = 90.0) -> None:
         """Block until `rank` has written `text`."""
         deadline = time.monotonic() + timeout
         while text not in self.output(rank):
@@ -285,15 +285,11 @@ class RankProcesses:
         """
         chosen = range(len(self.processes)) if ranks is None else ranks
         deadline = time.monotonic() + timeout
-        ended: dict[int, float] = {}
-        while len(ended) < len(chosen):
-            for rank in chosen:
-                if rank not in ended and self.processes[rank].poll() is not None:
-                    ended[rank] = time.monotonic()
-            if time.monotonic() > deadline and len(ended) < len(chosen):
-                raise RankHang(self._hang_report([rank for rank in chosen if rank not in ended], timeout))
+        while running := [rank for rank in chosen if self.processes[rank].poll() is None]:
+            if time.monotonic() > deadline:
+                raise RankHang(self._hang_report(running, timeout))
             time.sleep(0.02)
-        return [RankExit(rank, self.processes[rank].returncode, self.output(rank), ended[rank]) for rank in chosen]
+        return [RankExit(rank, self.processes[rank].returncode, self.output(rank)) for rank in chosen]
 
     def _hang_report(self, ranks: Sequence[int], timeout: float) -> str:
         for rank in ranks:
@@ -329,7 +325,7 @@ def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator
         del store
 
 
-def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 40.0) -> list[RankExit]:
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90.0) -> list[RankExit]:
     """Run `fn(*args)` in a process of its own per rank until all have exited; returns exit codes and output."""
     with start_ranks(fn, world_size, *args) as ranks:
         return ranks.wait(timeout)

@@ -92,7 +92,7 @@ def test_autocast_trains_as_in_ddp() -> None:
 # --- SyncBatchNorm ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_sync_batch_norm_on_cpu_evaluates_and_is_refused_by_torch_in_training() -> None:
     """torch trains it on GPUs only; the conversion, the buffers and evaluation work everywhere."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(seeded(Cnn, seed=dist.get_rank()))

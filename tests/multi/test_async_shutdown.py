@@ -1,4 +1,7 @@
-"""However a script with an algorithm in the background ends, it ends: at once, and leaves no thread behind."""
+"""However a script with an algorithm in the background ends, it ends: at once, and leaves no thread behind.
+
+A shutdown that waits for a peer is a hang for these tests, as the timeouts are longer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multi.common import Mlp, mlp_loss, seeded
-from tests.multi.fault_scripts import num_threads, report
+from tests.multi.fault_scripts import HANG_S, LONG_S, num_threads, report_end
 from tests.multi.pool import RankExit, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 
@@ -25,10 +28,6 @@ QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap"]
 LOUD = ["exception", "interrupt"]  # every third
 WAYS = [QUIET[0], QUIET[1], LOUD[0], QUIET[2], QUIET[3], LOUD[1]]
 
-#: The limit of what waits for a peer, and the longest time from a rank's last step to the end of its process: a busy
-#: machine needs seconds to end an interpreter, a shutdown that waits for a peer is beyond.
-TIMEOUT_S = 30
-PROMPT_S = 15.0
 NUM_STARTS = 200
 
 
@@ -40,14 +39,13 @@ def run(name: str, way: str) -> None:
     import commlib
 
     logging.basicConfig(level=logging.ERROR)
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     before = num_threads()
     model = seeded(Mlp)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     options = {} if name == "hogwild" else {"period": 1}
-    commlib.wrap(model, commlib.algorithms.get(name)(**options), optimizer=optimizer, timeout=TIMEOUT_S)
+    commlib.wrap(model, commlib.algorithms.get(name)(**options), optimizer=optimizer, timeout=LONG_S)
     train(model, optimizer, 10 + 3 * rank)
-    report(event="ending", at_s=time.monotonic())
     if way == "exception":
         raise KeyError("the user's own error")
     if way == "interrupt":
@@ -57,7 +55,7 @@ def run(name: str, way: str) -> None:
             commlib.unwrap(model)
         elif part == "destroy":
             dist.destroy_process_group()
-    report(event="end", before=before, after=num_threads())
+    report_end(before, waits="unwrap" in way)
     sys.exit(0)
 
 
@@ -85,17 +83,12 @@ def facts(ranks: list[RankExit], event: str) -> list[dict[str, Any]]:
 
 def start_and_end(name: str, way: str, hit: tuple[int, ...] = (0, 1)) -> None:
     with start_ranks(run, 2, name, way) as ranks:
-        ending_s = 0.0
         if way == "interrupt":
             for rank in (0, 1):
                 ranks.wait_for(rank, "training")
-            ending_s = time.monotonic()
             for rank in hit:
                 ranks.signal(rank, signal.SIGINT)
-        exits = ranks.wait(60)
-        ending_s = max([ending_s, *(each["at_s"] for each in facts(exits, "ending"))])
-        for exit_ in exits:
-            assert exit_.ended_s - ending_s < PROMPT_S, f"{exit_.ended_s - ending_s:.1f} s to end:\n{exit_.output}"
+        for exit_ in ranks.wait(HANG_S):
             assert "Exception ignored" not in exit_.output, exit_.output
             (check_quiet if way in QUIET else check_loud)(exit_, way)
 
@@ -119,7 +112,6 @@ CASES = list(itertools.islice(itertools.cycle(itertools.product(WAYS, NAMES)), N
 SHORT = [case for idx, case in enumerate(CASES[:24]) if (idx + idx // 4) % 2 == 0]  # every way, every algorithm
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("way", "name"), SHORT, ids=[f"{name}-{way}" for way, name in SHORT])
 def test_starts_and_exits(way: str, name: str) -> None:
     start_and_end(name, way)
@@ -132,26 +124,23 @@ def test_two_hundred_starts_and_exits() -> None:
         start_and_end(name, way)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_rank_that_is_interrupted_alone_ends_the_others_with_a_clear_error(name: str) -> None:
     start_and_end(name, "interrupt", hit=(1,))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_rank_that_is_killed_is_named_at_the_next_step_end(name: str) -> None:
     with start_ranks(run, 2, name, "interrupt") as ranks:
         for rank in (0, 1):
             ranks.wait_for(rank, "training")
         ranks.signal(1, signal.SIGKILL)
-        (exit_,) = ranks.wait(40, [0])
+        (exit_,) = ranks.wait(HANG_S, [0])
         assert exit_.returncode == 1
         assert "PeerFailure" in exit_.output, exit_.output
         assert "rank 1 is gone without a goodbye" in exit_.output, exit_.output
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_a_stopped_rank_is_not_a_dead_one(name: str) -> None:
     """The others go on; when it continues, all go on together."""
@@ -165,5 +154,5 @@ def test_a_stopped_rank_is_not_a_dead_one(name: str) -> None:
         assert all(process.poll() is None for process in ranks.processes), [ranks.output(rank) for rank in (0, 1)]
         for rank in (0, 1):
             ranks.signal(rank, signal.SIGINT)
-        for exit_ in ranks.wait(60):
+        for exit_ in ranks.wait(HANG_S):
             check_loud(exit_, "interrupt")

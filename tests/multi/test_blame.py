@@ -1,4 +1,7 @@
-"""Whoever dies, stops, leaves or gives up is named by every other rank, at once and alone, whatever they wait for."""
+"""Whoever dies, stops, leaves or gives up is named by every other rank, at once and alone, whatever they wait for.
+
+"At once" is before any timeout: those are longer than a test takes a rank for one that hangs.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,13 @@ from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
 from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
-from tests.multi.fault_scripts import report, report_error, report_later
+from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_error, report_later
+from tests.multi.notices import LIMIT_S, await_told, others, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 VICTIM = 1
-#: From the kill to every survivor's error; on an idle machine it is a few tenths.
-PROMPT_S = 3.0
-#: From the error to the end of the process.
-EXIT_S = 5.0
-#: Far longer than that, so that whatever waits for a timeout fails.
-TIMEOUT_S = 30.0
 
 
 def facts(rank: RankExit, event: str) -> dict[str, Any]:
@@ -45,11 +44,12 @@ def facts(rank: RankExit, event: str) -> dict[str, Any]:
 
 
 def die() -> None:
+    tell("dying")
     report(event="dying", at_s=time.monotonic())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def connect(timeout_s: float = TIMEOUT_S, group: Any = None) -> tuple[TorchTransport, Communicator]:
+def connect(timeout_s: float = LONG_S, group: Any = None) -> tuple[TorchTransport, Communicator]:
     transport = TorchTransport(resolve_group(group), torch.device("cpu"), timedelta(seconds=timeout_s))
     return transport, Communicator(transport.rank, transport.world_size)
 
@@ -60,20 +60,13 @@ def check(
     *args: Any,
     kind: str = "PeerFailure",
     accused: tuple[int, ...] = (VICTIM,),
-    within_s: float = PROMPT_S,
     words: str = "",
     speakers: tuple[int, ...] | None = None,
 ) -> list[RankExit]:
-    """Run a script; check that all other ranks name the accused, in time after the victim's own last word.
-
-    Returns:
-        How these ranks ended.
-    """
+    """Run a script; check that all other ranks name the accused, and end; return how these ended."""
     speakers = tuple(rank for rank in range(world_size) if rank not in accused) if speakers is None else speakers
     with start_ranks(script, world_size, *args) as ranks:
-        exits = ranks.wait(50, speakers)
-        dying = [line for rank in accused for line in ranks.output(rank).splitlines() if '"event": "dying"' in line]
-        died_s = json.loads(dying[0].partition("REPORT ")[2])["at_s"] if dying else None
+        exits = ranks.wait(HANG_S, speakers)
     for exit_ in exits:
         found = facts(exit_, "error")
         assert found["kind"] == kind, found
@@ -82,9 +75,6 @@ def check(
         said = found["message"].partition(": ")[2].partition(". Cause:")[0]  # without the speaker's own name
         assert list(map(int, re.findall(r"\brank (\d+)", said))) == list(accused), found
         assert exit_.returncode == 1, exit_.output
-        assert exit_.ended_s - found["at_s"] < EXIT_S, "a work that cannot be ended holds up the exit"
-        if died_s is not None:
-            assert found["at_s"] - max(died_s, found["began_s"]) < within_s, (found, died_s)
     return exits
 
 
@@ -93,30 +83,29 @@ def check(
 
 def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
     """Train; the victim is killed after some steps. What does not wait in training does in `synchronize`."""
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     for build in (sgd, lambda model: commlib.optim.FrozenVarianceAdam(model.parameters(), lr=0.01)):
         model = seeded(Mlp)
         optimizer = build(model)
         try:
-            commlib.wrap(model, algorithm, optimizer=optimizer, timeout=TIMEOUT_S, bucket_cap_mb=0.001)
+            commlib.wrap(model, algorithm, optimizer=optimizer, timeout=LONG_S, bucket_cap_mb=0.001)
             break
         except ConfigError as error:  # some want an optimizer of their own
             refused = error
     else:
         raise refused
-    began_s = time.monotonic()
+    tell("wrapped")
     try:
         for step in range(200):
             if rank == victim and step == last_step:
+                await_told("wrapped", others())
                 die()
-            began_s = time.monotonic()
             optimizer.zero_grad()
             mlp_loss(model, step).backward()
             optimizer.step()
-        began_s = time.monotonic()
         commlib.synchronize(model)
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         report_later(lambda: mlp_loss(model, 0))
         raise
 
@@ -136,15 +125,14 @@ def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> 
 def die_before_synchronize(algorithm: str) -> None:
     rank = default_group_from_env(timeout_s=60)
     model = seeded(Mlp)
-    commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=TIMEOUT_S)
+    commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=LONG_S)
     dist.barrier()
     if rank == VICTIM:
         die()
-    began_s = time.monotonic()
     try:
         commlib.synchronize(model)
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         report_later(lambda: mlp_loss(model, 0))
         raise
 
@@ -181,17 +169,17 @@ def requests(verb: str, comm: Communicator) -> Request:
 
 def repeat_until_killed(verb: str) -> None:
     """Make one collective after another; the victim is killed in the middle of one."""
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     transport, comm = connect()
+    tell("connected")
     if rank == VICTIM:
+        await_told("connected", others())
         threading.Timer(random.uniform(0.2, 0.5), die).start()
-    began_s = time.monotonic()
     try:
         while True:
-            began_s = time.monotonic()
             transport.complete(requests(verb, comm), "a collective")
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         raise
 
 
@@ -212,21 +200,36 @@ def test_every_verb_names_a_killed_rank_and_nobody_else(verb: str, world_size: i
     check(repeat_until_killed, world_size, verb, words="a collective failed: a peer was lost; rank 1 was killed")
 
 
-def all_reduce_after(sleep_s: list[float], ending: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Every rank sleeps as long as it is told, then makes a large all-reduce; the victim ends in some way instead."""
-    rank = default_group_from_env(timeout_s=60)
-    transport, comm = connect(timeout_s)
+@pytest.mark.timing
+def test_a_killed_rank_is_told_of_within_seconds() -> None:
+    with start_ranks(repeat_until_killed, 4, "all_reduce") as ranks:
+        exits = ranks.wait(HANG_S)
+    died_s = facts(exits[VICTIM], "dying")["at_s"]
+    took_s = [facts(exit_, "error")["at_s"] - died_s for exit_ in exits if exit_.rank != VICTIM]
+    assert max(took_s) < 5.0, took_s
+
+
+def all_reduce_beside(busy: tuple[int, ...], ending: str) -> None:
+    """All but the victim, which ends in some way instead, make a large all-reduce; the busy ones once the others know.
+
+    A victim that is stopped is not known of before the timeout, so the busy ones are late by a second only.
+    """
+    rank, is_stopped = default_group_from_env(timeout_s=LONG_S), ending == "stopped"
+    transport, comm = connect(SHORT_S if is_stopped else LONG_S)
     transport.complete(requests("all_reduce", comm), "the first collective")
-    dist.barrier()  # where it is not over yet, what happens next ends it
+    tell("here")
     if rank == VICTIM:
+        await_told("here", others())  # where the collective is not over yet, what happens next ends it
         ENDINGS[ending](transport)
         return
-    time.sleep(sleep_s[rank])
-    began_s = time.monotonic()
+    if rank in busy:
+        time.sleep(1.0)
+        await_told("failed", [] if is_stopped else [each for each in others() if each not in (VICTIM, *busy)])
     try:
         transport.complete(requests("all_reduce", comm), "the second collective")
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
+        tell("failed")
         raise
 
 
@@ -236,25 +239,24 @@ def stop(transport: TorchTransport) -> None:
 
 def leave(transport: TorchTransport) -> None:
     transport.close()
-    report(event="dying", at_s=time.monotonic())
-    time.sleep(2 * PROMPT_S)
+    await_told("failed", others())
 
 
 def give_up(transport: TorchTransport) -> None:
     transport.abort()
-    report(event="dying", at_s=time.monotonic())
-    time.sleep(2 * PROMPT_S)
+    await_told("failed", others())
 
 
 def raise_an_error(transport: TorchTransport) -> None:
-    report(event="dying", at_s=time.monotonic())
     raise KeyError("the user's own error")
 
 
 def die_with_a_child(transport: TorchTransport) -> None:
     """A data loader's worker, say, holds copies of all connections and outlives its parent."""
     if os.fork() == 0:
-        time.sleep(3 * PROMPT_S)
+        deadline = time.monotonic() + LONG_S
+        while os.fstat(1).st_nlink and time.monotonic() < deadline:  # the test is over when the log is removed
+            time.sleep(0.05)
         os._exit(0)
     die()
 
@@ -266,70 +268,73 @@ ENDINGS: dict[str, Callable[[TorchTransport], None]] = {
     "left": leave,
     "gave up": give_up,
     "failed": raise_an_error,
-    "script over": lambda transport: report(event="dying", at_s=time.monotonic()),
+    "script over": lambda transport: None,
 }
 
 
 @pytest.mark.parametrize(
-    ("sleep_s", "ending", "words"),
+    ("world_size", "busy", "ending", "words"),
     [
-        ([0, 0, 0, 2], "killed", "was killed"),
-        ([2, 0, 2, 0, 0], "killed", "was killed"),  # whoever would see a connection to the victim break is busy
-        ([0, 0, 0, 0], "killed, with a child", "was killed"),
-        ([0, 0, 0, 1], "left", "rank 1 left"),
-        ([0, 0, 0, 1], "script over", "rank 1 left"),
-        ([0, 0, 0, 1], "gave up", "rank 1 ended this model's communication"),
-        ([0, 0, 0, 1], "failed", "rank 1 ended with an exception"),
+        (4, (3,), "killed", "was killed"),
+        (5, (0, 2), "killed", "was killed"),  # whoever would see a connection to the victim break is busy
+        (4, (), "killed, with a child", "was killed"),
+        (4, (3,), "left", "rank 1 left"),
+        (4, (3,), "script over", "rank 1 left"),
+        (4, (3,), "gave up", "rank 1 ended this model's communication"),
+        (4, (3,), "failed", "rank 1 ended with an exception"),
     ],
     ids=["killed", "killed-beside-busy-ones", "killed-with-a-child", "left", "script-over", "gave-up", "failed"],
 )
-def test_how_a_rank_ended_is_told_while_another_one_is_busy(sleep_s: list[float], ending: str, words: str) -> None:
-    check(all_reduce_after, len(sleep_s), sleep_s, ending, words=words)
+def test_how_a_rank_ended_is_told_while_another_one_is_busy(
+    world_size: int, busy: tuple[int, ...], ending: str, words: str
+) -> None:
+    check(all_reduce_beside, world_size, busy, ending, words=words)
 
 
 def test_a_stopped_rank_is_named_alone_and_late() -> None:
-    timeout_s = 3.0
-    with start_ranks(all_reduce_after, 4, [0, 0, 0, 1], "stopped", timeout_s) as ranks:
-        for exit_ in ranks.wait(40, [0, 2, 3]):
+    with start_ranks(all_reduce_beside, 4, (3,), "stopped") as ranks:
+        for exit_ in ranks.wait(HANG_S, [0, 2, 3]):
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
-            assert "no answer within 3 s; rank 1 did not come" in found["message"], found
-            assert found["at_s"] - found["began_s"] < timeout_s + PROMPT_S, found
+            assert f"no answer within {SHORT_S:g} s; rank 1 did not come" in found["message"], found
 
 
-def come_late(timeout_s: float) -> None:
-    """The victim comes to a collective long after the others have given up."""
-    rank = default_group_from_env(timeout_s=60)
-    transport, comm = connect(timeout_s)
-    time.sleep(3 * timeout_s if rank == VICTIM else 0)
-    began_s = time.monotonic()
+def come_late() -> None:
+    """The victim comes to a collective when the others have given up, and they stay: an end would be told of, too."""
+    rank = default_group_from_env(timeout_s=LONG_S)
+    transport, comm = connect(SHORT_S)
+    if rank == VICTIM:
+        await_told("failed", others())
     try:
         transport.complete(requests("all_reduce", comm), "the collective")
     except CommlibError as error:
-        report_error(error, began_s)
-        time.sleep(0 if rank == VICTIM else 2 * timeout_s)  # a rank that ends would be told of, too
+        report_error(error)
+        tell("failed")
+        await_told("failed", others())
         raise
 
 
 def test_a_rank_that_comes_too_late_is_told_that_it_was_the_one() -> None:
-    check(come_late, 3, 1.5, kind="PeerTimeout", speakers=(0, 1, 2), words="rank 1 ")
+    check(come_late, 3, kind="PeerTimeout", speakers=(0, 1, 2), words="rank 1 ")
 
 
 def in_a_subgroup() -> None:
     """Ranks 1 and 3 have a communicator of their own; 3 is killed."""
-    rank = default_group_from_env(timeout_s=60)
-    group = dist.new_group([1, 3], timeout=timedelta(seconds=60))
+    rank = default_group_from_env(timeout_s=LONG_S)
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=LONG_S))
     if rank in (0, 2):
-        time.sleep(2 * PROMPT_S)
+        await_told("failed", [1])
         return
     transport, comm = connect(group=group)
+    tell("connected")
     if rank == 3:
+        await_told("connected", [1])
         die()
-    began_s = time.monotonic()
     try:
         transport.complete(requests("all_reduce", comm), "the collective")
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
+        tell("failed")
         raise
 
 
@@ -376,22 +381,21 @@ MOMENTS: dict[str, Any] = {
 }
 
 
-def wrap_and_die(
-    moment: str, victim: int = VICTIM, late_s: tuple[float, ...] = (), algorithm: str = "allreduce"
-) -> None:
-    """The victim is killed at some moment of `wrap`; ranks come to it late."""
-    rank = default_group_from_env(timeout_s=60)
+def wrap_and_die(moment: str, victim: int = VICTIM, late: tuple[int, ...] = ()) -> None:
+    """The victim is killed at some moment of `wrap`; the late ones come when the others know, or else when it dies."""
+    rank = default_group_from_env(timeout_s=LONG_S)
     if rank == victim and MOMENTS[moment] is None:
         come_and_die(moment, victim)
     elif rank == victim:
         setattr(*MOMENTS[moment], lambda *_, **__: die())
-    time.sleep(late_s[rank] if late_s else 0.0)
-    began_s = time.monotonic()
+    if rank in late:
+        prompt = [each for each in others() if each not in (victim, *late)]
+        await_told("failed" if prompt else "dying", prompt or [victim])
     try:
-        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=LONG_S)
     except CommlibError as error:
-        dist.distributed_c10d._get_default_store().add("wraps that failed", 1)  # nothing holds it up
-        report_error(error, began_s)
+        tell("failed")  # which nothing holds up
+        report_error(error)
         raise
 
 
@@ -422,11 +426,10 @@ def host_the_store_and_die() -> None:
     at_s = time.monotonic() + 2.0
     if rank == 0:
         setattr(*LEAD, lambda _: die() if time.monotonic() > at_s else False)
-    began_s = time.monotonic()
     try:
-        commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)
+        commlib.wrap(seeded(Mlp), timeout=LONG_S)
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         raise
 
 
@@ -436,39 +439,45 @@ def test_the_rank_that_hosts_the_store_is_killed_during_wrap() -> None:
 
 def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
     """The late one is told as well, though all others have gone by then."""
-    check(wrap_and_die, 4, "here", VICTIM, (0.0, 1.5, 0.0, 6.0))
+    check(wrap_and_die, 4, "here", VICTIM, (3,))
 
 
 def test_a_rank_that_is_killed_before_any_other_comes() -> None:
-    check(wrap_and_die, 3, "here", VICTIM, (2.0, 0.0, 3.0))
+    check(wrap_and_die, 3, "here", VICTIM, (0, 2))
 
 
-def wrap_late(timeout_s: float) -> None:
-    """The victim comes to `wrap` later than the timeout, and then to a collective."""
-    rank = default_group_from_env(timeout_s=60)
-    time.sleep(2 * timeout_s if rank == VICTIM else 0.0)
-    model = commlib.wrap(seeded(Mlp), timeout=timeout_s)
+#: Longer than a machine may stand still, and shorter than `SHORT_S`, as it is waited out twice.
+TWICE_S = 6.0
+
+
+def wrap_late() -> None:
+    """The victim comes to `wrap` later than the timeout, and not to the second collective."""
+    rank = default_group_from_env(timeout_s=LONG_S)
+    tell("here")
+    if rank == VICTIM:
+        await_told("here", others())
+        time.sleep(TWICE_S + 1)
+    model = commlib.wrap(seeded(Mlp), timeout=TWICE_S)
     mlp_loss(model, 0).backward()
     report(event="wrapped")
-    dist.barrier()
-    time.sleep(60.0 if rank == VICTIM else 0.0)
-    began_s = time.monotonic()
+    if rank == VICTIM:
+        await_told("failed", others())
     try:
         mlp_loss(model, 1).backward()
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
+        tell("failed")
         raise
 
 
 def test_the_timeout_holds_once_all_ranks_have_come() -> None:
     """Set-up waits as long as the group's own timeout says."""
-    timeout_s = 3.0
-    with start_ranks(wrap_late, 3, timeout_s) as ranks:
-        for exit_ in ranks.wait(50, [0, 2]):
+    with start_ranks(wrap_late, 3) as ranks:
+        for exit_ in ranks.wait(HANG_S, [0, 2]):
             facts(exit_, "wrapped")
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
-            assert "no answer within 3 s; rank 1 did not come" in found["message"], found
+            assert f"no answer within {TWICE_S:g} s; rank 1 did not come" in found["message"], found
 
 
 @on_ranks(2)
@@ -485,23 +494,23 @@ def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
 
 
 def wrap_beside_a_stopped_one() -> None:
-    """The victim is stopped as soon as it is here; the group's timeout is shorter than that takes."""
-    rank = default_group_from_env(timeout_s=5)
+    """The victim is stopped as soon as it is here."""
+    rank = default_group_from_env(timeout_s=SHORT_S)
     if rank == VICTIM:
         rendezvous._Attempt._follow = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-    began_s = time.monotonic()
     try:
         commlib.wrap(seeded(Mlp), timeout=1)
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         raise
 
 
 def test_a_rank_that_is_stopped_during_wrap_is_late_and_not_dead() -> None:
-    check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words="rank 1 did not come within 5 s")
+    words = f"rank 1 did not come within {SHORT_S:g} s"
+    check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words=words)
 
 
-@on_ranks(3, timeout=60)
+@on_ranks(3)
 def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
     """Rank 1 misses one, rank 2 two; then all make several communicators, in the whole group and in a part of it."""
     rank = dist.get_rank()
@@ -509,7 +518,7 @@ def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
     for absent in ({1, 2}, {2}):
         if rank not in absent:
             with pytest.raises(PeerTimeout) as caught:
-                connect(0.5)
+                connect(0.5 if rank == 0 and len(absent) == 2 else TWICE_S)
             assert caught.value.ranks == absent, caught.value
             assert f"failed: {'rank 2' if len(absent) == 1 else 'ranks [1, 2]'} did not come" in str(caught.value)
         dist.barrier()
@@ -579,25 +588,25 @@ def test_lifelines_cost_one_connection_a_peer_and_end_with_the_transport() -> No
     transport.complete(comm.all_reduce(torch.ones(3)), "a collective")
     dist.barrier()
     transport.close()
-    assert set(threading.enumerate()) <= before
+    assert eventually(lambda: set(threading.enumerate()) <= before), threading.enumerate()
     assert all(each.fileno() == -1 for each in lines._sockets.values())
 
 
 @on_ranks(2)
 def test_a_store_that_does_not_answer_is_told_and_where() -> None:
     """Nothing ends a call of the store, so a thread of its own makes it."""
-    over = threading.Event()
+    over, returned = threading.Event(), threading.Event()
 
     def hanging(*_: object) -> None:
-        over.wait(30)
+        over.wait(LIMIT_S)
+        returned.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "Meeting", hanging)
         patch.setattr(rendezvous, "GRACE_S", 0.2)
-        began = time.monotonic()
         with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
             connect(0.3)
-        assert time.monotonic() - began < 5
+        assert not returned.is_set(), "the call was waited for"
     over.set()
     dist.barrier()
-    commlib.unwrap(commlib.wrap(seeded(Mlp), timeout=20))
+    commlib.unwrap(commlib.wrap(seeded(Mlp)))

@@ -226,7 +226,7 @@ def test_d_psgd_on_every_topology(topology: str) -> None:
     check(algorithm, matrix_mix(algorithm.topology))
 
 
-@on_ranks(slow=(8,), timeout=55)
+@on_ranks(slow=(8,))
 def test_eight_ranks() -> None:
     check(Decentralized("one_peer_exponential"), matrix_mix(Decentralized("one_peer_exponential").topology))
     check(Decentralized(PATH, overlap=False), matrix_mix(PATH), overlap=False)

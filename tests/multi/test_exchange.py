@@ -23,13 +23,15 @@ from commlib.transport import torch_dist
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
-from tests.multi.fault_scripts import TIMEOUT_S, VICTIM, report, train_weights_into_trap
+from tests.multi.fault_scripts import HANG_S, LONG_S, VICTIM, report, train_weights_into_trap
+from tests.multi.notices import await_told, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
+from tests.waiting import eventually
 
 
 @contextmanager
-def connected(timeout_s: float = 20.0) -> Iterator[tuple[TorchTransport, Communicator]]:
+def connected(timeout_s: float = LONG_S) -> Iterator[tuple[TorchTransport, Communicator]]:
     transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=timeout_s))
     try:
         yield transport, Communicator(transport.rank, transport.world_size)
@@ -121,7 +123,7 @@ def test_callbacks_come_after_the_data() -> None:
         value = torch.zeros(1 << 18)
         work = transport.issue(comm.exchange([(1 - comm.rank, torch.ones(1 << 18))], [(1 - comm.rank, value)]))
         work.add_done_callback(done.set)
-        assert done.wait(10)
+        assert done.wait(60)
         assert value.sum() == 1 << 18
         late = threading.Event()
         work.add_done_callback(late.set)
@@ -155,20 +157,22 @@ def test_all_to_alls_large_and_small_and_exchanges_under_way_together() -> None:
 
 @on_ranks(3)
 def test_an_abort_ends_an_all_to_all_that_a_rank_does_not_join() -> None:
-    """Rank 0 aborts long before rank 1 leaves, which ends it for rank 2, that waits for rank 1 first."""
+    """Rank 0 aborts; this ends it also for rank 2, which waits for rank 1 first, while rank 1 neither joins nor leaves.
+
+    The timeout ends nothing: it is longer than rank 1 stays.
+    """
     with connected() as (transport, comm):
-        began = time.monotonic()
-        values = torch.zeros(3 << 18)
-        work = None if comm.rank == 1 else transport.issue(comm.all_to_all(torch.zeros(3 << 18), values))
+        if comm.rank == 1:
+            await_told("ended", [0, 2])
+            return
+        work = transport.issue(comm.all_to_all(torch.zeros(3 << 18), torch.zeros(3 << 18)))
+        tell("issued")
         if comm.rank == 0:
-            time.sleep(0.5)
+            await_told("issued", [2])
             transport.abort()
-        if work is None:
-            time.sleep(4)
-        else:
-            with pytest.raises(RuntimeError):
-                work.wait()
-            assert time.monotonic() - began < (3 if comm.rank == 0 else 8)
+        with pytest.raises(RuntimeError):
+            work.wait()
+        tell("ended")
 
 
 def test_ranks_outside_of_the_group_and_the_own_one_are_refused() -> None:
@@ -180,25 +184,24 @@ def test_ranks_outside_of_the_group_and_the_own_one_are_refused() -> None:
 
 @on_ranks(2)
 def test_the_waiter_ends_with_the_transport() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with connected() as (transport, comm):
         transport.issue(comm.exchange([(1 - comm.rank, torch.ones(1))], [(1 - comm.rank, torch.ones(1))])).wait()
         assert "commlib-exchange" in [thread.name for thread in threading.enumerate()]
-    assert threading.active_count() == before
+    assert eventually(lambda: set(threading.enumerate()) <= before), threading.enumerate()
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=60)
 def test_an_abort_ends_a_receive_here_and_at_the_peer_at_once() -> None:
-    """Nobody ever sends; rank 0 aborts after half a second, long before the timeout of 20 s."""
+    """Nobody ever sends; rank 0 aborts. The timeout is longer than the test may take."""
     with connected() as (transport, comm):
         work = transport.issue(comm.exchange([], [(1 - comm.rank, torch.zeros(4))]))
-        began = time.monotonic()
+        tell("issued")
         if comm.rank == 0:
-            time.sleep(0.5)
+            await_told("issued", [1])
             transport.abort()
         with pytest.raises(RuntimeError):
             work.wait()
-        assert time.monotonic() - began < 5
         assert isinstance(transport.diagnose(RuntimeError("closed"), "the exchange"), TransportError)
 
 
@@ -287,11 +290,10 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
     whom = rf"rank {VICTIM} (was killed|did not come|ended)"
     others = [rank for rank in range(4) if rank != VICTIM]
     with start_ranks(train_weights_into_trap, 4, kind, algorithm) as ranks:
-        for exit_ in ranks.wait(50, others):
+        for exit_ in ranks.wait(HANG_S, others):
             found = reports(exit_, "error")
             assert found, f"rank {exit_.rank} raised no error of ours:\n{exit_.output}"
             assert found[0]["kind"] in kinds, found[0]
-            assert found[0]["waited_s"] < (TIMEOUT_S if kind in ("stop", "stall") else 0) + 5.0, found[0]
             for word in ("exchange", "bucket", r"layers\.", whom):
                 assert re.search(word, found[0]["message"]), f"{word!r} is not in the message: {found[0]['message']}"
             assert found[0]["ranks"] == [VICTIM]
@@ -300,17 +302,17 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
 
 def end_with_an_exchange_under_way(way: str, verb: str) -> None:
     """Rank 1 never sends what rank 0 waits for; rank 0 ends its script meanwhile, in one of several ways."""
-    rank = default_group_from_env(timeout_s=60)
-    transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=20))
+    rank = default_group_from_env(timeout_s=LONG_S)
+    transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=LONG_S))
     comm = Communicator(rank, 2)
     transport.issue(comm.exchange([(1 - rank, torch.ones(4))], [(1 - rank, torch.ones(4))])).wait()
     if rank == 0 and verb == "exchange":
         transport.issue(comm.exchange([], [(1, torch.zeros(4))]))
     elif rank == 0:
         transport.issue(comm.all_to_all(torch.zeros(1 << 18), torch.zeros(1 << 18)))
-    else:
-        time.sleep(0.5)  # until rank 0 has asked
-    report(event="ending")
+    tell("asked")
+    if rank == 1:
+        await_told("asked", [0])
     if way == "close":
         transport.close()
         report(event="closed", threads=[thread.name for thread in threading.enumerate()])
@@ -321,11 +323,10 @@ def end_with_an_exchange_under_way(way: str, verb: str) -> None:
 @pytest.mark.parametrize("verb", ["exchange", "all_to_all"])
 @pytest.mark.parametrize("way", ["just-end", "close", "exception"])
 def test_a_process_ends_at_once_with_an_exchange_under_way(way: str, verb: str) -> None:
+    """One that waited for the timeout would hang for this test."""
     with start_ranks(end_with_an_exchange_under_way, 2, way, verb) as ranks:
-        began = time.monotonic()
-        for exit_ in ranks.wait(40):
+        for exit_ in ranks.wait(HANG_S):
             assert exit_.returncode == (1 if way == "exception" else 0), exit_.output
             assert "terminate called" not in exit_.output
             for facts in reports(exit_, "closed"):
                 assert "commlib-exchange" not in facts["threads"]
-        assert time.monotonic() - began < 18, "it waited for the timeout"

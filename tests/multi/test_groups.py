@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.multi.common import (
@@ -71,7 +72,7 @@ def test_a_subgroup_of_some_ranks() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_group_without_this_rank_is_an_error() -> None:
     import commlib.errors
 
@@ -85,7 +86,7 @@ def test_a_group_without_this_rank_is_an_error() -> None:
     dist.barrier()
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_a_group_that_is_no_group_is_an_error() -> None:
     import commlib.errors
 
@@ -106,7 +107,7 @@ def test_a_device_mesh_of_one_dimension() -> None:
     check_group(mesh, mesh.get_group())
 
 
-@on_ranks(4, timeout=60)
+@on_ranks(4)
 def test_a_device_mesh_of_two_dimensions_is_an_error() -> None:
     import commlib.errors
 
@@ -144,14 +145,15 @@ def test_one_rank_alone() -> None:
     commlib.unwrap(model)
 
 
-@on_ranks(2, timeout=30)
+@on_ranks(2)
 def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
     """A rank that waited in vain for its peer has one more attempt behind it; over a new group both start afresh."""
     import commlib.errors
 
     path = [tempfile.mkdtemp()]
     dist.broadcast_object_list(path)
-    rank, hasty = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=1))
+    rank, hasty = dist.get_rank(), dist.new_group()
+    c10d._set_pg_timeout(timedelta(seconds=1), hasty)  # how long a set-up waits
     if rank == 0:
         with pytest.raises(commlib.errors.PeerTimeout, match="rank 1 did not come within 1 s"):
             wrap(Mlp(), process_group=hasty)

@@ -96,7 +96,7 @@ def test_state_dict_is_that_of_the_bare_model() -> None:
     assert_replicas_identical(model, buffers=False)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_load_state_dict_with_assign_is_refused_at_the_next_forward() -> None:
     """`assign=True` replaces the parameters; training on with the old ones would be silent and wrong."""
     import commlib.errors
@@ -322,7 +322,7 @@ def test_unwrap_keeps_the_users_hooks() -> None:
     assert calls == [1]
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_unwrapping_a_bare_model_is_an_error() -> None:
     import commlib.errors
 

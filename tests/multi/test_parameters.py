@@ -119,7 +119,7 @@ def test_non_contiguous_parameters(kind: str) -> None:
     assert model.weight.shape == (4, 3)
 
 
-@on_ranks(2, timeout=60)
+@on_ranks(2)
 def test_strides_that_differ_between_ranks_are_an_error_on_all() -> None:
     import commlib.errors
 

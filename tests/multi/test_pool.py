@@ -8,11 +8,16 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.multi import pool
 from tests.multi.pool import NUM_RANKS, POOL, RankError, RankHang, on_ranks, run_ranks, spawn_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 
@@ -33,8 +38,10 @@ def fail_and_leave_waiting() -> None:
     dist.barrier()
 
 
-def sleep_on(rank: int) -> None:
+def sleep_on(rank: int, path: str) -> None:
+    """Sleep on one rank, which makes a file first."""
     if dist.get_rank() == rank:
+        Path(path).touch()
         time.sleep(60)
 
 
@@ -84,13 +91,24 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
 
 def test_ranks_left_waiting_fail_with_the_first() -> None:
     with pytest.raises(RankError, match="seventeen"):
-        run_ranks(fail_and_leave_waiting, 2, timeout=5)
+        run_ranks(fail_and_leave_waiting, 2)
 
 
-def test_a_hang_names_ranks_and_stacks_and_the_pool_recovers() -> None:
+def test_a_hang_names_ranks_and_stacks_and_the_pool_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up once rank 1 sleeps."""
+    asleep = tmp_path / "asleep"
+
+    def wait_for_sleep(connections: Sequence[Connection], timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        while not (ready := wait(connections, 0.05)) and not asleep.exists() and time.monotonic() < deadline:
+            pass
+        return ready
+
+    monkeypatch.setattr(pool, "wait", wait_for_sleep)
     before = POOL.pids()
     with pytest.raises(RankHang, match=r"rank 1 hung in sleep_on(.|\n)*in sleep_on"):
-        run_ranks(sleep_on, 2, 1, timeout=5)
+        run_ranks(sleep_on, 2, 1, str(asleep))
+    monkeypatch.undo()
     assert not set(before) & set(POOL.pids())
     assert len(run_ranks(rank_and_sum, 2, 0)) == 2
 
@@ -118,4 +136,4 @@ def test_spawned_ranks_take_signals() -> None:
     with start_ranks(wait_for_signal, 1) as ranks:
         ranks.wait_for(0, "ready")
         ranks.signal(0, signal.SIGTERM)
-        assert ranks.wait(5)[0].returncode == -signal.SIGTERM
+        assert ranks.wait(60)[0].returncode == -signal.SIGTERM

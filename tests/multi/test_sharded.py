@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ from commlib.errors import CommlibError, ConfigError
 from commlib.replica import replica_of
 from tests.contract.subjects import Subject
 from tests.multi.common import raises_on_every_rank, seeded
-from tests.multi.fault_scripts import report_error
+from tests.multi.fault_scripts import LONG_S, report_error
+from tests.multi.notices import await_told, tell
 from tests.multi.pool import on_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_blame import check, die
@@ -91,7 +91,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(model: Any, mesh: DeviceMesh, algorithm: Any, optimizer: Any, **options: Any) -> Any:
-    options = {"bucket_cap_mb": 0.001, "timeout": 40, **options}
+    options = {"bucket_cap_mb": 0.001, **options}
     return commlib.wrap(model, algorithm, optimizer=optimizer, process_group=mesh["replicate"], **options)
 
 
@@ -314,9 +314,7 @@ def test_algorithms_on_weights_are_those_of_whole_models() -> None:
         if rank < 2:
             whole = seeded(Net).double()
             its = adam(whole)
-            commlib.wrap(
-                whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001, timeout=40
-            )
+            commlib.wrap(whole, on_weights(name), optimizer=its, process_group=groups[0], bucket_cap_mb=0.001)
             for step in range(9):
                 its.zero_grad()
                 (sum(loss(whole, step, place) for place in (2 * rank, 2 * rank + 1)) / 2).backward()
@@ -460,7 +458,7 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
     crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
     model = fsdp(seeded(lambda: Net(32)), mesh)
     with raises_on_every_rank(ConfigError, "'first.weight'", "(0,) of (32, 8)", "(1,) of (32, 8)"):
-        commlib.wrap(model, process_group=crossed[0 if dist.get_rank() in (0, 3) else 1], timeout=40)
+        commlib.wrap(model, process_group=crossed[0 if dist.get_rank() in (0, 3) else 1])
     with raises_on_every_rank(ConfigError, "'first.weight'", "'auto'", "Name one algorithm"):
         wrapped(model, mesh, "auto", momentum(model))
     blocks = seeded(Net)
@@ -549,7 +547,7 @@ def test_partial_sums_of_gradients_are_summed_before_an_algorithm_sees_them() ->
     runs += [(seeded(Layers).double(), group, dist.get_rank())] if dist.get_rank() < 2 else []
     for model, process_group, own in runs:
         optimizer = optimizer_for("onebit_adam", model)
-        commlib.wrap(model, algorithm, optimizer=optimizer, process_group=process_group, timeout=40)
+        commlib.wrap(model, algorithm, optimizer=optimizer, process_group=process_group)
         for step in range(6):
             optimizer.zero_grad()
             loss_of_layers(model, step, own).backward()
@@ -689,7 +687,7 @@ def test_buckets_leave_while_backward_runs() -> None:
     left: list[bool] = []
 
     def wait(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        output.register_hook(lambda grad: left.append(Flagged.begun.wait(20)))
+        output.register_hook(lambda grad: left.append(Flagged.begun.wait(60)))
 
     pair.model.first.register_forward_hook(wait)
     assert pair.step(1) < 1e-5
@@ -712,27 +710,26 @@ def test_unwrap_leaves_a_sharded_model() -> None:
 
 def train_islands_until_killed() -> None:
     """Rank 1 is killed between two rounds; the other island trains on to the next one."""
-    rank = default_group_from_env(timeout_s=60)
+    rank = default_group_from_env(timeout_s=LONG_S)
     mesh = mesh_of(2, 2)
     model = fsdp(seeded(Net), mesh)
     optimizer = momentum(model)
-    wrapped(model, mesh, commlib.algorithms.LocalSGD(period=4), optimizer)
+    wrapped(model, mesh, commlib.algorithms.LocalSGD(period=4), optimizer, timeout=LONG_S)
     for step in range(50):
-        if rank == 1 and step == 5:
-            dist.barrier(mesh["shard"].get_group())
-            die()
-        if rank == 0 and step == 5:
-            dist.barrier(mesh["shard"].get_group())
-        began_s = time.monotonic()
+        if step == 5 and rank < 2:
+            tell("trained")
+            await_told("trained", [1 - rank])
+            die() if rank == 1 else await_told("failed", [3])
         try:
             train(model, optimizer, range(step, step + 1))
         except CommlibError as error:
-            report_error(error, began_s)
+            report_error(error)
+            tell("failed")
             raise
 
 
 def test_a_rank_that_is_killed_in_another_island_is_named() -> None:
-    check(train_islands_until_killed, 4, speakers=(3,), within_s=10)
+    check(train_islands_until_killed, 4, speakers=(3,))
 
 
 @on_ranks(4)

@@ -1,4 +1,8 @@
-"""However a training script ends, it ends: at once, with the right exit code, no thread left and nothing on stderr."""
+"""However a training script ends, it ends: at once, with the right exit code, no thread left and nothing on stderr.
+
+A shutdown that waits for one of the scripts' timeouts is a hang for these tests, as those are far longer; one that
+waits for its own warns on stderr.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,8 @@ from typing import Any
 import pytest
 
 from tests.multi import fault_scripts
+from tests.multi.fault_scripts import HANG_S
 from tests.multi.pool import RankExit, spawn_ranks, start_ranks
-
-# From the last step to the end of the process, far more than it takes, as the machine may be busy. A shutdown that
-# waits for one of the scripts' timeouts (30 s and more) is beyond it; one that waits for its own warns on stderr.
-PROMPT_S = 20.0
 
 QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap", "destroy-use", "forward-pending", "accumulated"]
 
@@ -23,11 +24,6 @@ QUIET = ["just-end", "destroy", "unwrap-destroy", "destroy-unwrap", "destroy-use
 def report(rank: RankExit, event: str) -> dict[str, Any]:
     (line,) = [line for line in rank.output.splitlines() if f'"event": "{event}"' in line]
     return json.loads(line.partition("REPORT ")[2])
-
-
-def assert_prompt(rank: RankExit) -> None:
-    took_s = rank.ended_s - report(rank, "ending")["at_s"]
-    assert took_s < PROMPT_S, f"rank {rank.rank} took {took_s:.1f} s to end:\n{rank.output}"
 
 
 @pytest.mark.parametrize(
@@ -38,9 +34,8 @@ def assert_prompt(rank: RankExit) -> None:
     ],
 )
 def test_a_quiet_end(script: Callable[[str], None], way: str) -> None:
-    for exit_ in spawn_ranks(script, 2, way):
+    for exit_ in spawn_ranks(script, 2, way, timeout=HANG_S):
         assert exit_.returncode == 0, exit_.output
-        assert_prompt(exit_)
         lines = [line for line in exit_.output.splitlines() if not line.startswith("REPORT ")]
         assert lines == [], exit_.output
         if way in ("unwrap-destroy", "destroy-unwrap"):
@@ -50,16 +45,15 @@ def test_a_quiet_end(script: Callable[[str], None], way: str) -> None:
 
 @pytest.mark.parametrize("way", ["wrapped", "unwrapped"])
 def test_a_destroyed_group_leaves_no_threads(way: str) -> None:
-    for exit_ in spawn_ranks(fault_scripts.destroy_the_group, 2, way):
+    for exit_ in spawn_ranks(fault_scripts.destroy_the_group, 2, way, timeout=HANG_S):
         assert exit_.returncode == 0, exit_.output
         facts = report(exit_, "destroyed")
         assert (facts["trained"], facts["left"]) == (4, 2 if way == "wrapped" else 0), facts
 
 
 def test_what_needs_a_destroyed_group_says_so() -> None:
-    for exit_ in spawn_ranks(fault_scripts.ask_a_destroyed_group, 4):
+    for exit_ in spawn_ranks(fault_scripts.ask_a_destroyed_group, 4, timeout=HANG_S):
         assert exit_.returncode == 0, exit_.output
-        assert_prompt(exit_)
         join, nodes = report(exit_, "join"), report(exit_, "nodes")
         assert (join["kind"], nodes["kind"]) == ("ConfigError", "TransportError")
         for error in (join, nodes):
@@ -82,10 +76,9 @@ LOUD = {
 )
 def test_an_end_by_exception_or_exit(script: Callable[[str], None], way: str) -> None:
     code, words = LOUD[way]
-    for exit_ in spawn_ranks(script, 2, way):
+    for exit_ in spawn_ranks(script, 2, way, timeout=HANG_S):
         assert exit_.returncode == code, exit_.output
         assert words in exit_.output, exit_.output
-        assert_prompt(exit_)
         assert "Exception ignored" not in exit_.output, exit_.output
         assert exit_.output.count("Traceback") == (1 if words else 0), exit_.output
 
@@ -98,7 +91,7 @@ def test_a_keyboard_interrupt(ranks_hit: tuple[int, ...]) -> None:
             ranks.wait_for(rank, "training")
         for rank in ranks_hit:
             ranks.signal(rank, signal.SIGINT)
-        for exit_ in ranks.wait(25):
+        for exit_ in ranks.wait(HANG_S):
             assert exit_.returncode in (1, 130, -signal.SIGINT), exit_.output
             allowed = (
                 "KeyboardInterrupt" if exit_.rank in ranks_hit and len(ranks_hit) == 1 else "(KeyboardInterrupt|Peer)"

@@ -53,12 +53,12 @@ class Spy(Staging):
 
 
 @contextmanager
-def staged(timeout_s: float = 40.0) -> Iterator[tuple[TorchTransport, Communicator, Spy]]:
+def staged() -> Iterator[tuple[TorchTransport, Communicator, Spy]]:
     """A transport whose backend is given nothing but buffers."""
     Spy.made.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_dist, "_staging_of", Spy)
-        transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=timeout_s))
+        transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=60))
         (spy,) = Spy.made
         issue = transport._issue
 

@@ -74,7 +74,7 @@ def random_steps(steps: int, seed: int, **options: float) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@on_ranks(3, slow=(2, 4), timeout=50)
+@on_ranks(3, slow=(2, 4))
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": SMALL_BUCKET_MB}], ids=["planned", "small-buckets"])
 def test_a_hundred_random_steps(options: dict[str, float]) -> None:
     random_steps(100, seed=1, **options)
@@ -106,8 +106,7 @@ def train_in_turns(turns: int) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@on_ranks(4, timeout=60)
-@pytest.mark.timeout(90)
+@on_ranks(4)
 def test_every_kind_of_algorithm_in_turn() -> None:
     train_in_turns(2)
 

@@ -27,10 +27,6 @@ from tests.multi.common import (
 )
 from tests.multi.pool import on_ranks
 
-# A clear error "within seconds": far below the timeout of the group.
-IN_SECONDS = 60.0
-
-
 # --- Broadcast at wrap -----------------------------------------------------------------------------------------------
 
 
@@ -204,7 +200,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 }
 
 
-@on_ranks(3, slow=(2,), timeout=IN_SECONDS)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("kind", list(MISMATCHES))
 def test_a_model_that_differs_on_one_rank_is_an_error_on_all(kind: str) -> None:
     import commlib.errors
@@ -214,7 +210,7 @@ def test_a_model_that_differs_on_one_rank_is_an_error_on_all(kind: str) -> None:
         wrap(build(dist.get_rank()))
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_ranks_recover_from_a_refused_wrap() -> None:
     """After the error the same processes, over the same group, can wrap a proper model."""
     import commlib.errors
@@ -271,7 +267,7 @@ LOCAL_ERRORS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", list(LOCAL_ERRORS))
 def test_an_error_on_all_ranks_is_clear(kind: str) -> None:
     import commlib.errors
@@ -281,7 +277,7 @@ def test_an_error_on_all_ranks_is_clear(kind: str) -> None:
         fail()
 
 
-@on_ranks(3, slow=(2,), timeout=IN_SECONDS)
+@on_ranks(3, slow=(2,))
 @pytest.mark.parametrize("kind", list(LOCAL_ERRORS))
 def test_an_error_on_one_rank_is_an_error_on_all(kind: str) -> None:
     import commlib.errors
@@ -291,7 +287,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(kind: str) -> None:
         fail() if dist.get_rank() == 1 else wrap(Mlp())
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_wrapping_twice_on_one_rank_is_an_error_on_all() -> None:
     import commlib.errors
 
@@ -300,7 +296,7 @@ def test_wrapping_twice_on_one_rank_is_an_error_on_all() -> None:
         wrap(first if dist.get_rank() == 1 else second)
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_wrapping_twice_is_an_error() -> None:
     import commlib.errors
 
@@ -311,7 +307,7 @@ def test_wrapping_twice_is_an_error() -> None:
         wrap(nn.Sequential(model, nn.Linear(4, 4)))
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_options_that_differ_between_ranks_are_an_error_on_all() -> None:
     import commlib.errors
 
@@ -326,7 +322,7 @@ def test_options_that_differ_between_ranks_are_an_error_on_all() -> None:
 # --- The model changes after wrapping --------------------------------------------------------------------------------
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_a_parameter_added_after_wrapping_is_an_error_at_the_next_forward() -> None:
     import commlib.errors
 
@@ -337,7 +333,7 @@ def test_a_parameter_added_after_wrapping_is_an_error_at_the_next_forward() -> N
         mlp_loss(model, 0)
 
 
-@on_ranks(2, timeout=IN_SECONDS)
+@on_ranks(2)
 def test_a_parameter_replaced_after_wrapping_is_an_error_at_the_next_forward() -> None:
     import commlib.errors
 
