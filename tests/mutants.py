@@ -30,8 +30,8 @@ CONTRACTS = "tests/contract/test_algorithms.py"
 _NUM_PROCESSES = 2
 #: A guard against tests that hang beyond their own limits.
 _LIMIT_S = 1800
-#: What pytest returns where tests passed, and where some failed.
-_PASSED, _FAILED = 0, 1
+#: What pytest returns where tests passed; where some failed; and where several processes stopped at the first.
+_PASSED, _FAILED, _STOPPED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]
             path.write_text(faulty, encoding="utf-8")
         for arguments in ([CONTRACTS, "-k", mutant.contracts], list(mutant.tests)):
             code, output = _pytest(arguments, tree)
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            if code == _FAILED and failed:
+            failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+            if code in (_FAILED, _STOPPED) and failed:
                 return "caught", f"\n   by {failed[1]}"
             if code != _PASSED:
                 return "error", f"\n   pytest {' '.join(arguments)} ended with {code}:\n{output[-2000:]}"
