@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,8 @@ def main() -> int:
     outside = [number for number in numbers if not 1 <= number <= len(known)]
     if outside:
         parser.error(f"--only: expected 1 to {len(known)}, got {outside[0]}")
+    for ending in (signal.SIGINT, signal.SIGTERM):  # also in the background, where the first is ignored
+        signal.signal(ending, lambda *_: sys.exit("ended; what was under way is cleared away"))
     outcomes = []
     with _working_tree() as tree:
         for number in numbers:
