@@ -316,12 +316,16 @@ def test_strangers_that_say_nothing_or_little_hold_up_nobody(monkeypatch: pytest
     token, opened, over = b"t" * 16, [], threading.Event()
 
     def drip() -> None:
-        while not over.wait(0.05):
+        for _ in range(connections._HELLO.size - 2):
             for connection in opened[::2]:
                 connection.send(b"C")
+            if over.wait(0.05):
+                return
 
     with socket.create_server(("127.0.0.1", 0), backlog=200) as listener:
         opened += [socket.create_connection(listener.getsockname()) for _ in range(100)]
+        for connection in opened[::2]:
+            connection.send(b"C")
         for rank in (1, 2):
             opened.append(socket.create_connection(listener.getsockname()))
             opened[-1].sendall(connections._HELLO.pack(connections._MAGIC, token, rank))
