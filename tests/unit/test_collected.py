@@ -14,7 +14,7 @@ import pytest
 
 from commlib.transport.collected import Finalizer
 from tests.structure import PACKAGE, sources
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually
 
 
 class Owner:
@@ -46,7 +46,7 @@ def test_an_ending_may_take_a_lock_that_was_held_where_its_owner_went() -> None:
     with lock:
         del owner  # where the collector would have come, too
         assert not ended.is_set()
-    assert ended.wait(10)
+    assert ended.wait(LIMIT_S)
 
 
 def test_an_ending_may_join_the_thread_on_which_its_owner_went() -> None:
@@ -58,13 +58,13 @@ def test_an_ending_may_join_the_thread_on_which_its_owner_went() -> None:
     thread = threading.Thread(target=run)
 
     def end() -> None:
-        thread.join(10)
+        thread.join(LIMIT_S)
         if not thread.is_alive():
             ended.set()
 
     owners = [Owner(end)]
     thread.start()
-    assert ended.wait(10)
+    assert ended.wait(LIMIT_S)
 
 
 def test_an_ending_is_done_once_by_whom_it_was_left_to() -> None:
@@ -82,7 +82,7 @@ def test_an_ending_that_fails_is_said_and_costs_no_other(caplog: pytest.LogCaptu
     first, second = Owner(lambda: 1 // 0), Owner(ended.set)
     del first
     del second
-    assert ended.wait(10)
+    assert ended.wait(LIMIT_S)
     assert "did not end well" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
@@ -107,7 +107,7 @@ def test_a_forked_child_has_a_thread_of_its_own_and_leaves_its_parents_things() 
         del owner
         own = Owner(ended.set)
         del own
-        os._exit(0 if ended.wait(10) and not calls else 1)
+        os._exit(0 if ended.wait(LIMIT_S) and not calls else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert calls == []
     del owner
