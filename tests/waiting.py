@@ -72,7 +72,7 @@ class Clock:
 
 
 class Alarm(Clock):
-    """A clock that stands still until something has happened, and then has passed every limit.
+    """A clock that stands still until something has happened; then every limit has passed, and it goes on by sleeps.
 
     Args:
         has_happened: Whether it has.
@@ -81,8 +81,14 @@ class Alarm(Clock):
     def __init__(self, has_happened: Callable[[], bool]) -> None:
         super().__init__(real_sleep_s=0.01)
         self._has_happened = has_happened
+        self._is_over = False
 
     def monotonic(self) -> float:
-        if self._has_happened():
-            self.now_s = 1000.0 + ENDLESS_S
+        if not self._is_over and self._has_happened():
+            self._is_over = True
+            self.now_s += ENDLESS_S
         return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.now_s += seconds if self._is_over else 0.0
