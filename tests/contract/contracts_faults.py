@@ -17,7 +17,8 @@ import torch
 import commlib
 from commlib.engine.planning import plan as plans
 from commlib.engine.rounds.drivers import _shared
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
+from commlib.transport import closing
 from commlib.transport.base import Communication
 from tests.contract.contracts_state import saved_of
 from tests.contract.probes import (
@@ -209,10 +210,18 @@ def _assert_gone(left: list[weakref.ref[Any]]) -> None:
 
 
 def contract_an_end_starts_no_thread(subject: Subject) -> None:
-    """A model can be unwrapped where no thread can be started: at the interpreter's exit, since Python 3.12."""
-    training = subject.start().steps(subject.channel.warmup_steps + subject.period + 1)
+    """However a model ends, that needs no new thread: none can be started at the interpreter's exit (Python 3.12)."""
+    num_steps = subject.channel.warmup_steps + subject.period + 1
+    training, failed = subject.start().steps(num_steps), subject.start().steps(num_steps)
+    lead_back(subject.start().steps(num_steps).model)
+    dropped = subject.forget_last()
+    gathered(None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", _no_thread)
+        drop(dropped)
+        closing.drain()
+        failed.engine.line.abandon(CommlibError("an error of the user's, says the test"))
+        commlib.unwrap(failed.model)
         commlib.unwrap(training.model)
     assert torch.isfinite(training.flat()).all()
 
