@@ -128,7 +128,7 @@ def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]
             path.write_text(faulty, encoding="utf-8")
         for arguments in ([CONTRACTS, "-k", mutant.contracts], list(mutant.tests)):
             code, output = _pytest(arguments, tree)
-            failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+            failed = re.search(r"^FAILED (.+?)(?: - .*)?$", output, re.MULTILINE)
             if code in (_FAILED, _STOPPED) and failed:
                 return "caught", f"\n   by {failed[1]}"
             if code != _PASSED:

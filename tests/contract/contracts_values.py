@@ -38,8 +38,8 @@ _COUNTS, _ROUNDED_UP = 0.3, 1.25
 _OUTER = 8.0
 #: So small that the first weights are far larger than all steps together.
 _LR = 1e-3
-#: The part of the loss, and a guard against a hang.
-_LOSS, _LIMIT_S = 0.5, 60.0
+#: What of the loss may be left; the part of a way that what comes late may add or take; and a guard against a hang.
+_LOSS, _LATE, _LIMIT_S = 0.5, 0.4, 60.0
 
 
 def _concerning(concerned: Callable[[Subject], bool]) -> Callable[[Contract], Contract]:
@@ -267,7 +267,7 @@ def contract_learns_from_all(subject: Subject) -> None:
     """With what is exchanged at any time, every rank comes to what is best for all ranks' data, step by step.
 
     The loss of a rank is half the squared distance of its own elements to a target, and the learning rate near to where
-    SGD on all of it would swing over the target. Elements that only one rank has never do, whatever comes late.
+    SGD on all of it would swing over the target. Elements that only one rank has do not, but for what comes late.
     """
     feeding, start = Feeding(subject, lr=0.9 / dist.get_world_size()), joined(build(Fed).parameters())
     way = data(0, 0, feeding.numel).double()
@@ -275,7 +275,7 @@ def contract_learns_from_all(subject: Subject) -> None:
     while True:
         gone = feeding.training.flat() - start
         parts = feeding.parts(gone, way)
-        assert -1e-4 <= min(parts[:-1]) <= max(parts[:-1]) <= 1 + 1e-4, f"{parts} of the way to the target"
+        assert -_LATE <= min(parts[:-1]) <= max(parts[:-1]) <= 1 + _LATE, f"{parts} of the way to the target"
         loss = float((way - gone).square().sum() / way.square().sum())
         if _everywhere(loss <= _LOSS and min(parts) >= _COUNTS):
             return

@@ -38,8 +38,8 @@ CLASSES: dict[type[Algorithm], str] = {
 }
 
 
-def _changed(runner: Runner, attachment: Attachment, change: Callable[[int, Tensor], Tensor]) -> Runner:
-    """Let a runner see steps of which `change` has made others, given the parameter's place and its step."""
+def _changed(runner: Runner, attachment: Attachment, change: Callable[[Tensor], Tensor]) -> Runner:
+    """Let a runner see steps of which `change` has made others."""
     parameters = [parameter for _, parameter in attachment.parameters]
     inner_before, inner_after, before = runner.before_step, runner.after_step, list[Tensor]()
 
@@ -48,8 +48,8 @@ def _changed(runner: Runner, attachment: Attachment, change: Callable[[int, Tens
         inner_before()
 
     def after_step() -> None:
-        for place, (parameter, old) in enumerate(zip(parameters, before, strict=True)):
-            parameter.data.copy_(old + change(place, parameter.data - old))
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.data.copy_(old + change(parameter.data - old))
         inner_after()
 
     runner.before_step, runner.after_step = before_step, after_step  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ class RankZero(Algorithm):
         yield from super().communicate(bucket, comm)
 
     def attach(self, attachment: Attachment) -> Runner:
-        return _changed(super().attach(attachment), attachment, lambda _, step: step * (attachment.comm.rank == 0))
+        return _changed(super().attach(attachment), attachment, lambda step: step * (attachment.comm.rank == 0))
 
 
 class Negated(Algorithm):
@@ -75,7 +75,7 @@ class Negated(Algorithm):
         bucket.flat.neg_()
 
     def attach(self, attachment: Attachment) -> Runner:
-        return _changed(super().attach(attachment), attachment, lambda _, step: -step)
+        return _changed(super().attach(attachment), attachment, lambda step: -step)
 
 
 class Tenfold(Algorithm):
@@ -86,7 +86,7 @@ class Tenfold(Algorithm):
         bucket.flat.mul_(10)
 
     def attach(self, attachment: Attachment) -> Runner:
-        return _changed(super().attach(attachment), attachment, lambda _, step: 10 * step)
+        return _changed(super().attach(attachment), attachment, lambda step: 10 * step)
 
 
 class Hasty(Algorithm):
@@ -94,16 +94,10 @@ class Hasty(Algorithm):
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield from super().communicate(bucket, comm)
-        bucket.flat.copy_(self._with_momentum(bucket.index, bucket.flat))
-
-    def _with_momentum(self, place: int, value: Tensor) -> Tensor:
         velocities: dict[tuple[int, int], Tensor] = self.__dict__.setdefault("velocities", {})
-        key = place, value.numel()  # another plan has other buckets
-        velocities[key] = value + 0.9 * velocities.get(key, torch.zeros_like(value))
-        return velocities[key]
-
-    def attach(self, attachment: Attachment) -> Runner:
-        return _changed(super().attach(attachment), attachment, self._with_momentum)
+        key = bucket.index, bucket.flat.numel()  # another plan has other buckets
+        velocities[key] = bucket.flat + 0.9 * velocities.get(key, torch.zeros_like(bucket.flat))
+        bucket.flat.copy_(velocities[key])
 
 
 class HidesItsMomentum(DGC):
@@ -121,7 +115,7 @@ class AccumulatesItsMomentum(HidesItsMomentum):
     channel = Gradients()
 
 
-#: By name, the contract that catches it. An outer momentum is DiLoCo's own, and one more is DGC's no more than another.
+#: By name, the contract that catches it. DGC and DiLoCo have a momentum as it is; what runs by itself leaves no means.
 CAUGHT_BY: dict[str, str] = {
     "HidesItsMomentum": "steady_gradients",
     "AccumulatesItsMomentum": "nothing_is_lost",
@@ -129,7 +123,7 @@ CAUGHT_BY: dict[str, str] = {
         kind.__name__ + right.__name__: contract
         for right, contract in CLASSES.items()
         for kind in (RankZero, Negated, Tenfold, Hasty)
-        if not (kind is Hasty and right in (DGC, DiLoCo))
+        if not (kind is Hasty and right in (DGC, DiLoCo, PassiveGossip))
     },
 }
 _KINDS = {kind.__name__: kind for kind in (RankZero, Negated, Tenfold, Hasty)}

@@ -144,8 +144,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qsgd of 2 bits": (lambda: QSGD(2), {"codec": "int2", "seed": 0}),
     "ef_quantized": (lambda: EFQuantized(compress=EVERYTHING), {"codec": "int4", "feedback": True}),
     "ef_quantized, averaged": (
-        lambda: EFQuantized(compress=EVERYTHING, averaging=0.5),
-        {"codec": "int4", "feedback": True, "averaging": 0.5},
+        lambda: EFQuantized(compress=EVERYTHING, averaging=0.75),
+        {"codec": "int4", "feedback": True, "averaging": 0.75},
     ),
     "signsgd": (lambda: SignSGD(compress=EVERYTHING), {"codec": "onebit", "feedback": True}),
     "1 bit with feedback": (
