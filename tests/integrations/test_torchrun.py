@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from commlib.integrations import torchrun
 from tests.contract.subjects import Subject
 from tests.multi.pool import RankExit, RankProcesses
 from tests.multi.test_examples import EXAMPLES, LAUNCH_S, REPOSITORY, as_a_script
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -128,10 +128,7 @@ def test_torchrun_starts_the_example_again(fail: str, tmp_path: pathlib.Path) ->
     assert len(re.findall(r"goes on after step 4", printed)) == 2, printed
     processes = [int(found) for found in re.findall(r"\(process (\d+)\)", printed)]
     assert len(set(processes)) == 4
-    deadline = time.monotonic() + 10
-    while any(map(is_there, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_there, processes))
+    assert eventually(lambda: not any(map(is_there, processes)))
     launched(*options, str(tmp_path / "whole"))
     assert_same_checkpoint(tmp_path / "broken", tmp_path / "whole")
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 
 from tests.gpu import check, compile_kernels, machine, results, several_ranks
 from tests.gpu.parts import Command, Part, parts
+from tests.waiting import Alarm, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,29 +90,29 @@ def test_what_fails_is_in_the_exit_status_and_named(tmp_path: Path) -> None:
     assert "No such file" in (one.out / "train.log").read_text()
 
 
-def test_a_part_ends_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
-    one, begin = new_check(tmp_path), time.monotonic()
-    child = tmp_path / "child"
+def test_a_part_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, child, beside = new_check(tmp_path), tmp_path / "child", tmp_path / "beside"
     code = (
-        f"{ADDS}; import subprocess, sys, time\n"
-        f"made = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(child)!r}, 'w').write(str(made.pid)); time.sleep(60)"
+        f"{ADDS}; import pathlib, subprocess, sys, time\n"
+        f"made = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
+        f"beside = pathlib.Path({str(beside)!r})\n"
+        f"while not (beside.exists() and beside.read_text()): time.sleep(0.01)\n"
+        f"open({str(child)!r}, 'w').write(str(made.pid)); time.sleep(3600)"
     )
-    one.run_part(
-        Part("bits", 5.0, 2, [python(code), python("print('beside')", name="beside"), python(ADDS, 1, "later")])
-    )
-    assert time.monotonic() - begin < 30
+    says = f"import os; print('beside', flush=True); open({str(beside)!r}, 'w').write(str(os.getpid()))"
+
+    def is_late() -> bool:
+        return child.exists() and bool(child.read_text()) and not _runs(int(beside.read_text()))
+
+    monkeypatch.setattr(check, "time", Alarm(is_late))
+    one.run_part(Part("bits", 5.0, 2, [python(code), python(says, name="beside"), python(ADDS, 1, "later")]))
     assert one.status == 2
     failed = {row["name"]: row["text"] for row in results.read(one.out / "results.jsonl") if row["outcome"] == "failed"}
     assert failed["it"] == "ended at the limit"
     assert "beside" not in failed
     assert "beside" in (one.out / "bits.log").read_text()
-    if child.exists():  # a machine under load may not have come as far
-        pid = int(child.read_text())
-        deadline = time.monotonic() + 10
-        while _runs(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _runs(pid), "a process of the part runs on"
+    pid = int(child.read_text())
+    assert eventually(lambda: not _runs(pid)), "a process of the part runs on"
 
 
 def _runs(pid: int) -> bool:

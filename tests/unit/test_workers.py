@@ -15,6 +15,7 @@ from commlib.network import presets
 from commlib.simulation import compare
 from commlib.simulation.workers import on_all_cores
 from tests.unit.test_compare import NETWORK, OPTIONS, SMALL
+from tests.waiting import LIMIT_S, eventually
 
 MANY = 100
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -70,18 +71,18 @@ def test_nothing_is_left_when_the_command_is_ended(way, after_s):
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        _until(lambda: len(_in_session(process.pid)) >= 3)  # itself and its workers
+        assert eventually(lambda: len(_in_session(process.pid)) >= 3)  # itself and its workers
         time.sleep(after_s)
         if way is signal.SIGINT:
             os.killpg(process.pid, way)  # as a terminal does
         else:
             process.send_signal(way)
         try:
-            output, _ = process.communicate(timeout=20)
+            output, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # or leaving the block would wait for its end
             raise
-    _until(lambda: not _in_session(process.pid))
+    assert eventually(lambda: not _in_session(process.pid))
     assert process.returncode == (130 if way is signal.SIGINT else -signal.SIGKILL)
     # A process that starts while its parent is killed finds no task to read, which Python says before any code of ours.
     unread = output.count("reduction.pickle.load(from_parent)") if way is signal.SIGKILL else 0
@@ -115,10 +116,3 @@ def _in_session(session: int) -> list[str]:
         if int(own) == session and state not in "ZX":
             found.append(entry.parent.name)
     return found
-
-
-def _until(is_so, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
