@@ -56,20 +56,31 @@ class Meeting:
         rank: This rank within the group.
         global_ranks: The group's ranks in the default group, for errors.
         timeout_s: How long to wait for the others, all in all.
+        given_up: Set where nobody waits for the meeting any more, which then ends.
 
     Raises:
         PeerTimeout: Ranks did not come.
+        PeerFailure: A rank died meanwhile.
         TransportError: The store does not answer.
     """
 
-    def __init__(self, store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout_s: float,
+        given_up: threading.Event | None = None,
+    ) -> None:
         self.rank, self.world_size, self.global_ranks = rank, len(global_ranks), global_ranks
         self.timeout_s = timeout_s
+        self._given_up = given_up or threading.Event()
         self._deadline = time.monotonic() + timeout_s
         self._look_s = time.monotonic() + MOMENT_S
         self._turns = itertools.count()
         self._marks = _Marks(dist.PrefixStore("commlib/meeting", store), rank, self.world_size)
-        self.presence = Presence(secrets.token_hex(8), local_address(store), self.world_size + 16)
+        self._address = local_address(store)
+        self.presence = Presence(secrets.token_hex(8), self._address, self.world_size + 16)
         try:
             with self._asking():
                 attempt = _Attempt(self._marks, self)
@@ -97,7 +108,7 @@ class Meeting:
 
     def local_address(self) -> str:
         """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
-        return local_address(self.store)
+        return self._address
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's plain `value`, in rank order. Blocks."""
@@ -125,7 +136,8 @@ class Meeting:
             if time.monotonic() > self._look_s:
                 look()
                 self._look_s = time.monotonic() + LOOK_S
-            time.sleep(pause_s)
+            if self._given_up.wait(pause_s):
+                raise TransportError(f"{name_of(self.rank, self.global_ranks)}: the set-up was given up here")
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         return True
 
@@ -207,6 +219,8 @@ class _Marks:
     def read(self) -> dict[int, tuple[str, Mark]]:
         """Return the marks that are there, each with "+" or with when its rank took it back."""
         there = [peer for peer in self._watched if self.store.check([f"here/{peer}"])]
+        if not there:
+            return {}
         words = [data.decode().partition(" ") for data in read(self.store, [f"here/{peer}" for peer in there])]
         marks = [Mark.parse(rest) for _, _, rest in words]
         return {peer: (sign, mark) for peer, (sign, _, _), mark in zip(there, words, marks, strict=True) if mark}
@@ -332,12 +346,12 @@ def meet(
         TransportError: The ranks cannot be connected.
     """
     deadline = time.monotonic() + timeout_s + GRACE_S
-    thread = 0
+    thread, given_up = 0, threading.Event()
 
     def connect() -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
         nonlocal thread
         thread = threading.get_ident()
-        with contextlib.closing(Meeting(store, rank, global_ranks, timeout_s)) as meeting:
+        with contextlib.closing(Meeting(store, rank, global_ranks, timeout_s, given_up)) as meeting:
             made, accepted = connect_all(meeting, last_word)
             return meeting.name, meeting.own_store(), made, accepted
 
@@ -349,7 +363,10 @@ def meet(
                 f"may be waiting in it. Cause: no end of {place_of(thread)}"
             )
 
-    return attend(connect, check)
+    try:
+        return attend(connect, check)
+    finally:
+        given_up.set()  # also where Ctrl-C ends the wait: who has gone does not keep its place
 
 
 def all_said(

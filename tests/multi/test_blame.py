@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.errors import CommlibError, ConfigError, PeerTimeout, TransportError
-from commlib.transport import connections, point_to_point, rendezvous, torch_dist
+from commlib.transport import connections, rendezvous, torch_dist
 from commlib.transport.base import Communicator, Request
 from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -382,6 +382,31 @@ def test_the_rank_that_invites_is_killed_during_wrap(moment: str) -> None:
     check(wrap_and_die, 3, moment, 0, accused=(0,))
 
 
+def host_the_store_and_die() -> None:
+    """The rank that invites hosts the store, too, as under `torch.multiprocessing`, and is killed while all wait."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), world_size, False)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        shared.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
+    limit = timedelta(seconds=LONG_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    if rank == 0:
+        here = [f"here/{each}" for each in range(world_size)]
+        rendezvous._Attempt._lead = lambda attempt: die() if attempt._store.check(here) else False
+    try:
+        commlib.wrap(seeded(Mlp), timeout=LONG_S)
+    except CommlibError as error:
+        report_error(error)
+        raise
+
+
+def test_the_rank_that_hosts_the_store_is_killed_during_wrap() -> None:
+    check(host_the_store_and_die, 3, accused=(0,), words="commlib.wrap failed: the store is gone")
+
+
 def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
     """The late one is told as well, though all others have gone by then."""
     check(wrap_and_die, 4, "here", VICTIM, (3,))
@@ -395,16 +420,14 @@ def test_a_rank_that_is_killed_before_any_other_comes() -> None:
 TWICE_S = 6.0
 
 
-def wrap_late(exchanged: bool) -> None:
+def wrap_late() -> None:
     """The victim comes to `wrap` later than the timeout, and not to the second collective."""
     rank = default_group_from_env(timeout_s=LONG_S)
     tell("here")
     if rank == VICTIM:
         await_told("here", others())
         time.sleep(TWICE_S + 1)
-    if exchanged:
-        point_to_point._LEAST_CHUNK = 1
-    model = commlib.wrap(seeded(Mlp), "bytegrad" if exchanged else "allreduce", timeout=TWICE_S)
+    model = commlib.wrap(seeded(Mlp), timeout=TWICE_S)
     mlp_loss(model, 0).backward()
     report(event="wrapped")
     if rank == VICTIM:
@@ -417,15 +440,27 @@ def wrap_late(exchanged: bool) -> None:
         raise
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
-def test_the_timeout_holds_once_all_ranks_have_come(exchanged: bool) -> None:
+def test_the_timeout_holds_once_all_ranks_have_come() -> None:
     """Set-up waits as long as the group's own timeout says."""
-    with start_ranks(wrap_late, 3, exchanged) as ranks:
+    with start_ranks(wrap_late, 3) as ranks:
         for exit_ in ranks.wait(HANG_S, [0, 2]):
             facts(exit_, "wrapped")
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
             assert f"no answer within {TWICE_S:g} s; rank 1 did not come" in found["message"], found
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("verb", ["all_reduce", "all_to_all", "small all_to_all", "exchange"])
+def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
+    """None has that of the set-up, with which the backend was made: far longer than ranks may take here."""
+    limits = timedelta(seconds=1), timedelta(hours=1)
+    transport = TorchTransport(resolve_group(None), torch.device("cpu"), *limits)
+    if transport.rank == 0:
+        with pytest.raises(PeerTimeout, match="no answer within 1 s; rank 1 did not come"):
+            transport.complete(requests(verb, Communicator(0, 2)), "a collective")
+    dist.barrier()
+    transport.close()
 
 
 def wrap_beside_a_stopped_one() -> None:

@@ -14,9 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport import rendezvous
 from commlib.transport.base import EndedError
 from commlib.transport.plain import encode
 from commlib.transport.rendezvous import Meeting, all_said
+from tests.waiting import eventually
 
 LIMIT_S = 10.0
 
@@ -216,6 +218,28 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
     thread.join(2 * LIMIT_S)
     assert isinstance(failed[0], TransportError)
     assert "store does not answer" in str(failed[0])
+
+
+def test_a_set_up_that_nobody_waits_for_does_not_keep_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends the wait, not the thread that waits in the store's calls."""
+    store = dist.HashStore()
+
+    def run(make: Callable[[], Any]) -> None:
+        with pytest.raises(TransportError, match="given up here"):
+            make()
+        ended.set()
+
+    def interrupted(make: Callable[[], Any], _: object) -> None:
+        threading.Thread(target=run, args=(make,)).start()
+        assert eventually(lambda: store.check(["commlib/meeting/here/0"]))
+        raise KeyboardInterrupt
+
+    ended = threading.Event()
+    monkeypatch.setattr(rendezvous, "attend", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous.meet(store, 0, range(2), 60.0, b"")
+    assert ended.wait(LIMIT_S)
+    assert store.get("commlib/meeting/here/0").startswith(b"-")
 
 
 @pytest.mark.parametrize("gives_up", [False, True])

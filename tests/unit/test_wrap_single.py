@@ -6,10 +6,12 @@ import copy
 import gc
 import inspect
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from commlib import verify
 from commlib.errors import ConfigError, TransportError
 from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
+from commlib.transport.groups import as_timedelta
 from commlib.transport.simulated import SimulatedTransport
 
 
@@ -428,3 +431,25 @@ def test_an_algorithm_with_momentum_refuses_an_optimizer_with_it(name: str) -> N
     with pytest.raises(ConfigError, match="momentum"):
         commlib.wrap(model, name, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     commlib.wrap(model, name, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def group_whose_backend_has(**fields: Any) -> Any:
+    return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(**fields))
+
+
+@pytest.mark.parametrize(("timeout", "longest"), [(None, 60), (5, 60), (timedelta(seconds=90), 90)])
+def test_set_up_waits_as_long_as_the_group_or_longer(timeout: Any, longest: int) -> None:
+    group = group_whose_backend_has(options=SimpleNamespace(_timeout=timedelta(seconds=60)))
+    setup: Any = SimpleNamespace(device=torch.device("cpu"))
+    expected = timedelta(seconds=60) if timeout is None else as_timedelta(timeout, group, setup.device)
+    module = sys.modules["commlib.wrap"]
+    assert module._timeouts(timeout, group, setup) == (expected, timedelta(seconds=longest), None)
+    duration, waits, error = module._timeouts(-1, group, setup)
+    assert duration == waits == timedelta(seconds=60)
+    assert isinstance(error, ConfigError)
+
+
+@pytest.mark.parametrize("fields", [{}, {"options": SimpleNamespace()}, {"options": None}], ids=str)
+def test_a_backend_that_does_not_say_its_timeout_has_torchs_default(fields: dict[str, Any]) -> None:
+    found = as_timedelta(None, group_whose_backend_has(**fields), torch.device("cpu"))
+    assert found == dist.default_pg_timeout
