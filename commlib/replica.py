@@ -8,6 +8,7 @@ wrapped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,13 +20,15 @@ from torch._C import _distributed_autograd, _functorch  # pyright: ignore[report
 from torch.fx import _symbolic_trace
 from torch.nn.parallel import DistributedDataParallel
 
-from commlib import verify
+from commlib import locks, verify
 from commlib.engine import state as checkpoints
 from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of, reshard
+from commlib.transport.closing import Finalizer
+from commlib.weak import WeakMembers
 
 if TYPE_CHECKING:
     from commlib.tuner import Tuner
@@ -225,7 +228,6 @@ class Copy:
     """What belongs to a copy of a wrapped model until its first forward with gradients; see [Note: copies].
 
     Attributes:
-        bare: The copy as an object of the user's class.
         again: Wraps it.
         require_sync: Whether the first backwards are synchronised.
     """
@@ -233,10 +235,14 @@ class Copy:
     def __init__(self, model: nn.Module, again: Again) -> None:
         self.model: Callable[[], Any] = weakref.ref(model)
         self.original_class = model.__class__
-        self.bare = bare_of(model, model.__class__)
         self.again = again
         self.require_sync = True
         self.is_running = False
+
+    @property
+    def bare(self) -> nn.Module:
+        """The copy as an object of the user's class: made for each use, as it would keep the parameters of the copy."""
+        return bare_of(self.model(), self.original_class)
 
     def begin_forward(self) -> Replica | None:
         """Before a forward: where it may train beside other ranks, wrap it first."""
@@ -276,14 +282,16 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self._replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
+        self._replicas: WeakMembers[Replica] = WeakMembers(locks.lock("replicas", is_of_process=True))
 
     def put(self, model: nn.Module, wrapped: Wrapped) -> None:
         """Note what belongs to a model."""
-        cls = weakref.ref(type(model))
-        type.__setattr__(type(model), _ENTRY, (weakref.ref(model, lambda _: _forget(cls())), wrapped))
+        cls, watch = type(model), None
         if isinstance(wrapped, Replica):
             self._replicas.add(wrapped)
+            end, what = functools.partial(_forget_class_of, weakref.ref(cls)), f"what belongs to a {cls.__name__}"
+            watch = Finalizer(model, end, what, is_ended_at_exit=False)
+        type.__setattr__(cls, _ENTRY, (weakref.ref(model), wrapped, watch))
 
     def get(self, model: Any) -> Wrapped | None:
         """Return what belongs to this very object; None for its bare one, too."""
@@ -300,13 +308,22 @@ class Registry:
 
     def replicas(self) -> Iterator[Replica]:
         """Yield what belongs to each wrapped model."""
-        yield from list(self._replicas)
+        yield from self._replicas.alive()
 
 
-def _forget(cls: type | None) -> None:
+def _forget(cls: type) -> None:
     """Let go of what belongs to the model of this class, now and not when the class is collected."""
-    if cls is not None and _ENTRY in vars(cls):
+    entry = vars(cls).get(_ENTRY)
+    if entry is not None:
         type.__delattr__(cls, _ENTRY)
+        if (watch := entry[2]) is not None:
+            watch.detach()
+
+
+def _forget_class_of(reference: Callable[[], type | None]) -> None:
+    """Let go of what belongs to a model that was dropped."""
+    if (cls := reference()) is not None:
+        _forget(cls)
 
 
 registry = Registry()

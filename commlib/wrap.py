@@ -29,6 +29,7 @@ from commlib.errors import ConfigError, LossWarning
 from commlib.parallel import NAMES, M, WrappedModel, as_made_by_the_user, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
 from commlib.sharding.local import reshard
+from commlib.transport import closing
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 
@@ -90,6 +91,7 @@ def wrap(
         PeerFailure: A rank died meanwhile.
         TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
+    closing.drain()  # what was dropped is gone before connections are made anew
     group = resolve_group(process_group)
     ranks = torch.distributed.get_process_group_ranks(group)
     setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks)
@@ -176,6 +178,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         wrapped.drain()
         wrapped.engine.close()
     restore_class(inside_compiled(model))
+    closing.drain()
     return model
 
 

@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,8 @@ CONTRACTS = "tests/contract/test_algorithms.py"
 _NUM_PROCESSES = 2
 #: A guard against tests that hang beyond their own limits.
 _LIMIT_S = 1800
-#: What pytest returns where tests passed, and where some failed.
-_PASSED, _FAILED = 0, 1
+#: What pytest returns where tests passed; where some failed; and where several processes stopped at the first.
+_PASSED, _FAILED, _STOPPED = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def main() -> int:
     outside = [number for number in numbers if not 1 <= number <= len(known)]
     if outside:
         parser.error(f"--only: expected 1 to {len(known)}, got {outside[0]}")
+    for ending in (signal.SIGINT, signal.SIGTERM):  # also in the background, where the first is ignored
+        signal.signal(ending, lambda *_: sys.exit("ended; what was under way is cleared away"))
     outcomes = []
     with _working_tree() as tree:
         for number in numbers:
@@ -125,8 +128,8 @@ def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]
             path.write_text(faulty, encoding="utf-8")
         for arguments in ([CONTRACTS, "-k", mutant.contracts], list(mutant.tests)):
             code, output = _pytest(arguments, tree)
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            if code == _FAILED and failed:
+            failed = re.search(r"^FAILED (\S+)", output, re.MULTILINE)
+            if code in (_FAILED, _STOPPED) and failed:
                 return "caught", f"\n   by {failed[1]}"
             if code != _PASSED:
                 return "error", f"\n   pytest {' '.join(arguments)} ended with {code}:\n{output[-2000:]}"

@@ -14,18 +14,20 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
 # What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
-_PIECES = {"errors", "sharding", "kernels", "codecs", "transport", "primitives"}
+_PIECES = {"locks", "weak", "errors", "sharding", "kernels", "codecs", "transport", "primitives"}
 _TRAINING = {*_PIECES, "algorithms", "engine"}
 BELOW = {
     "errors": set(),
+    "locks": set(),
+    "weak": set(),
     "version": set(),
     "_native": set(),
     "sharding": {"errors"},
     "optim": {"errors"},
     "network": {"errors"},
-    "kernels": {"errors", "_native"},
-    "codecs": {"errors", "kernels"},
-    "transport": {"errors", "kernels"},
+    "kernels": {"locks", "errors", "_native"},
+    "codecs": {"locks", "errors", "kernels"},
+    "transport": {"locks", "weak", "errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
     "algorithms": {*_PIECES, "optim"},
     "engine": {*_PIECES, "algorithms"},
@@ -34,7 +36,7 @@ BELOW = {
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
-    "integrations": {"errors", "algorithms", "engine", "transport", "wrap"},
+    "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "reports", "emulation"},
     "cli": {
         "errors",
@@ -163,6 +165,19 @@ def _attributes(methods: Iterable[ast.FunctionDef]) -> set[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     }
+
+
+def names_of_locks(package: Path = PACKAGE) -> list[str]:
+    """The names of all locks that the package makes, once for each place where one is made."""
+    found = []
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _MAKE_LOCKS:
+                found.append(ast.literal_eval(node.args[0]))
+    return found
+
+
+_MAKE_LOCKS = ("locks.lock", "locks.rlock", "locks.condition")
 
 
 def loaded_by_import(root: Path = PACKAGE.parent) -> list[str]:

@@ -1,11 +1,18 @@
-"""Waiting in tests for what other threads and processes do."""
+"""Waiting in tests for what other threads and processes do, and clocks that go as a test says."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-LIMIT_S = 10.0
+T = TypeVar("T")
+
+#: How long a test waits for what must come, in seconds. A guard against hangs: no load of the machine comes near it.
+LIMIT_S = 60.0
+#: A limit that no test lives to see: whoever waits for it hangs.
+ENDLESS_S = 3600.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -16,3 +23,72 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def in_time(call: Callable[[], T]) -> T:
+    """Return what a call that must not wait returns, or raise what it raises; fail if it takes longer than `LIMIT_S`.
+
+    It runs in a thread of its own. What it must not wait for has a limit of `ENDLESS_S`, or is held up by the test.
+    """
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(call())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="in-time", daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive(), f"it still waits after {LIMIT_S:g} s"
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+class Clock:
+    """Takes the place of the module `time` in a module under test: it goes on when the test says so, or with a sleep.
+
+    Args:
+        real_sleep_s: How long a sleep really lasts, for modules whose threads poll; the clock then stands still in it.
+    """
+
+    def __init__(self, real_sleep_s: float | None = None) -> None:
+        self.now_s = 1000.0
+        self._real_sleep_s = real_sleep_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        if self._real_sleep_s is None:
+            self.now_s += seconds
+        else:
+            time.sleep(self._real_sleep_s)
+
+
+class Alarm(Clock):
+    """A clock that stands still until something has happened; then every limit has passed, and it goes on by sleeps.
+
+    Args:
+        has_happened: Whether it has.
+    """
+
+    def __init__(self, has_happened: Callable[[], bool]) -> None:
+        super().__init__(real_sleep_s=0.01)
+        self._has_happened = has_happened
+        self._is_over = False
+
+    def monotonic(self) -> float:
+        if not self._is_over and self._has_happened():
+            self._is_over = True
+            self.now_s += ENDLESS_S
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        self.now_s += seconds if self._is_over else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
@@ -11,6 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from typing_extensions import override
 
+from commlib import locks
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
 from commlib.algorithms.families.shard_client import (
@@ -195,7 +195,7 @@ class _Worker(Runner):
             if codec is not None and parameter.dtype not in _CODED:
                 known = ", ".join(str(each) for each in _CODED)
                 raise ConfigError(f"async_sgd with a codec takes parameters of {known}; {name!r} is {parameter.dtype}")
-        self._lock = threading.Lock()
+        self._lock = locks.lock("async_sgd")
         rank, world_size = attachment.comm.rank, attachment.comm.world_size
         of_ranks = shards([parameter.numel() for parameter in self._parameters], world_size)
         make = GradientShard if self._pushes_gradients else UpdateShard

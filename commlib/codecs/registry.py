@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from commlib import locks
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import BF16, FP16, Fp8E4M3, Fp8E5M2, MxFp4, MxFp8, OneBit
 from commlib.codecs.in_torch import TorchBlockCodec
@@ -64,7 +64,7 @@ by_name: Registry[str] = Registry("name")
 
 _packages: dict[Kind, str] = dict.fromkeys(_OWN, "commlib")
 _failures: dict[str, str] = {}
-_lock = threading.RLock()
+_lock = locks.rlock("codecs", is_of_process=True)
 _is_loaded = False
 
 

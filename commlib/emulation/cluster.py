@@ -47,6 +47,8 @@ _UNSHAPED_RATE = 1e10
 _RTT_TOLERANCE, _RTT_TOLERANCE_S = 0.05, 2e-4
 _FINE_US, _MAX_LATENESS_US = 25.0, 250.0
 _RTT_ROUNDS, _MIN_RTT_ROUNDS, _RTT_S = 200, 15, 0.5
+#: How often a round trip is measured that is not the one asked for: a busy machine makes it longer, for a while.
+_RTT_PROBES = 4
 
 _cluster_ids = itertools.count()
 
@@ -102,7 +104,7 @@ class EmulatedCluster:
         try:
             self._reaper = netns.start_reaper([*self._hosts, self._hub])
             self._build()
-            self._own_rtt_s = self._measure_rtt(_RTT_ROUNDS)
+            self._own_rtt_s = min(self._measure_rtt(_RTT_ROUNDS) for _ in range(_RTT_PROBES))
             if self._latency_us:
                 self._forwarder = Forwarder(self._hub, self._hosts, self._latency_us)
             self.calibrate()
@@ -175,8 +177,11 @@ class EmulatedCluster:
         return all(_is_within(rate, asked) for rate, asked in self._measured_links())
 
     def _has_latency(self) -> bool:
+        return not self._latency_us or self._is_asked_rtt(self._latency_s)
+
+    def _is_asked_rtt(self, rtt_s: float) -> bool:
         tolerance_s = max(_RTT_TOLERANCE * self._asked_rtt_s, _RTT_TOLERANCE_S)
-        return not self._latency_us or abs(self._latency_s - self._asked_rtt_s) <= tolerance_s
+        return abs(rtt_s - self._asked_rtt_s) <= tolerance_s
 
     @property
     def _asked_rtt_s(self) -> float:
@@ -211,14 +216,23 @@ class EmulatedCluster:
 
         How late they are depends on how busy the machine is: more than `_MAX_LATENESS_US` are not corrected.
         """
-        rounds = max(_MIN_RTT_ROUNDS, min(_RTT_ROUNDS, int(_RTT_S / self._asked_rtt_s)))
         for last in (False, False, True):
-            self._latency_s = self._measure_rtt(rounds)
+            self._latency_s = self._measure_asked_rtt()
             off_us = (self._latency_s - self._asked_rtt_s) * 1e6 / 2
             if not self._latency_us or last or abs(off_us) < _FINE_US:
                 break
             self._lateness_us = min(_MAX_LATENESS_US, max(-_MAX_LATENESS_US, self._lateness_us + off_us))
             self.set_latency(self._latency_us)
+
+    def _measure_asked_rtt(self) -> float:
+        """Return the least of some round trips: other work on the machine only adds to them. The first fit is taken."""
+        rounds = max(_MIN_RTT_ROUNDS, min(_RTT_ROUNDS, int(_RTT_S / self._asked_rtt_s)))
+        least_s = math.inf
+        for _ in range(_RTT_PROBES if self._latency_us else 1):
+            least_s = min(least_s, self._measure_rtt(rounds))
+            if self._is_asked_rtt(least_s):
+                break
+        return least_s
 
     def _measure_rtt(self, rounds: int) -> float:
         first, second = self._hosts[:2]

@@ -21,7 +21,7 @@ from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
 from commlib.engine.rounds.schedule import Progress
 from commlib.transport.base import Communicator, Transport
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 
 _log = logging.getLogger("commlib")
 
@@ -59,7 +59,7 @@ class Engine:
         self.has_loaded = False
         self._settings = Settings(cap_bytes, optimizer, scaler)
         driver, self._release = acquire(self.device)
-        self._finalizer = Finalizer(self, self._release)
+        self._finalizer = Finalizer(self, self._release, f"the driver of a model on {self.device}")
         self.line = Line(transport, driver)
         self.gradients = GradientChannel(self.line, self.device, self._settings)
         self.channels: list[OpenChannel] = [self.gradients]
@@ -180,7 +180,8 @@ class Engine:
         """Take what is in the background, if that waits for nobody."""
         self.settle_weights()
         for channel in self.channels:
-            channel.drain()
+            with channel.line.wholly():
+                channel.drain()
 
     @in_plain_mode
     def synchronize(self) -> None:
@@ -188,7 +189,8 @@ class Engine:
         self.settle_weights()
         self._other_steps.expect_change()
         for channel in self.channels:
-            channel.synchronize()
+            with channel.line.wholly():
+                channel.synchronize()
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:

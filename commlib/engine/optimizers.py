@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from commlib import locks
 from commlib.errors import ConfigError
+from commlib.weak import WeakMembers
 
 #: How many of a model's parameters are looked at to see whether weights have changed.
 _NUM_WATCHED = 8
@@ -151,6 +153,7 @@ class Steps:
 
     Attributes:
         in_step: Whether one of the optimizers is within its `step`, which may call the model again.
+        scaler: The user's GradScaler, if its steps are watched.
     """
 
     def __init__(
@@ -171,9 +174,9 @@ class Steps:
                 each.register_step_pre_hook(functools.partial(_before, own)),
                 each.register_step_post_hook(functools.partial(_after, own, idx)),
             ]
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        if self._scaler is not None:
-            _watch(self._scaler, self)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        if self.scaler is not None:
+            _watch(self.scaler, self)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.in_step = True
@@ -201,9 +204,9 @@ class Steps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._scaler is not None:
-            _unwatch(self._scaler, self)
-            self._scaler = None
+        if self.scaler is not None:
+            _unwatch(self.scaler, self)
+            self.scaler = None
 
 
 @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
@@ -219,19 +222,23 @@ def _after(steps: Callable[[], Steps | None], idx: int, *_: Any) -> None:
 
 
 #: Whom the scalers whose `step` is watched tell of steps that they leave out; several models may share a scaler.
-_watchers: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Steps]] = weakref.WeakKeyDictionary()
+_watchers: WeakMembers[Steps] = WeakMembers(locks.lock("optimizers", is_of_process=True))
 
 
 def _watch(scaler: Any, steps: Steps) -> None:
-    if not _watchers.setdefault(scaler, weakref.WeakSet()):
-        scaler.step = functools.partial(_step, weakref.ref(scaler))
-    _watchers[scaler].add(steps)
+    _watchers.add(steps)
+    scaler.step = functools.partial(_step, weakref.ref(scaler))
 
 
 def _unwatch(scaler: Any, steps: Steps) -> None:
-    _watchers[scaler].discard(steps)
-    if not _watchers[scaler]:
+    _watchers.discard(steps)
+    if not _told_by(scaler):
         vars(scaler).pop("step", None)
+
+
+def _told_by(scaler: Any) -> list[Steps]:
+    """Return who is told of the steps that a scaler leaves out."""
+    return [steps for steps in _watchers.alive() if steps.scaler is scaler]
 
 
 def _step(reference: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +250,6 @@ def _step(reference: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: An
         result = type(scaler).step(scaler, optimizer, *args, **kwargs)
     finally:
         hook.remove()
-    for steps in [] if made else list(_watchers[scaler]):
+    for steps in [] if made else _told_by(scaler):
         steps.skipped(plain)
     return result

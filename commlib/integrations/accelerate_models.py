@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from accelerate.utils import extract_model_from_parallel, is_compiled_module
 from torch import nn
 
-from commlib import checkpoint, verify
+from commlib import checkpoint, locks, verify
 from commlib.algorithms import Algorithm
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, find
+from commlib.weak import WeakTable
 from commlib.wrap import unwrap, wrap
 
 _log = logging.getLogger("commlib")
@@ -45,8 +45,8 @@ class Models:
         self.goes_on = False
         self._options = options
         self._expected: Optimizers = ()
-        self._wrapped: weakref.WeakKeyDictionary[nn.Module, Optimizers] = weakref.WeakKeyDictionary()
-        self._waiting: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()  # their guards
+        self._wrapped: WeakTable[nn.Module, Optimizers] = WeakTable(locks.lock("accelerate.wrapped"))
+        self._waiting: WeakTable[nn.Module, Any] = WeakTable(locks.lock("accelerate.waiting"))  # their guards
 
     @contextlib.contextmanager
     def expecting(self, objects: Iterable[Any]) -> Iterator[None]:
@@ -137,7 +137,7 @@ class Models:
             unwrap(model)
         self._stop_waiting(model)
         wrap(model, self.algorithm, optimizer=own or None, scaler=scaler, **self._options)
-        self._wrapped[model] = own
+        self._wrapped.put(model, own)
         return True
 
     def optimizer_came(self, prepared: Sequence[Any], scaler: Any) -> None:
@@ -153,10 +153,10 @@ class Models:
 
     def _wait(self, model: nn.Module) -> None:
         if model not in self._waiting:
-            self._waiting[model] = model.register_forward_pre_hook(self._refuse)
+            self._waiting.put(model, model.register_forward_pre_hook(self._refuse))
 
     def _stop_waiting(self, model: nn.Module) -> None:
-        guard = self._waiting.pop(model, None)
+        guard = self._waiting.pop(model)
         if guard is not None:
             guard.remove()
 

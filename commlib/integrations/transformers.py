@@ -11,7 +11,6 @@ and a release that has lost one is refused when a trainer is made.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 
-from commlib import algorithms, checkpoint
+from commlib import algorithms, checkpoint, locks
 from commlib.algorithms.base import Algorithm
 from commlib.checkpoint import read_rank_file
 from commlib.errors import ConfigError
@@ -29,6 +28,7 @@ from commlib.integrations.accelerate import use
 from commlib.integrations.agreement import alike
 from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
+from commlib.weak import WeakMembers
 from commlib.wrap import stats, synchronize, unwrap
 
 warn_if_untested("transformers")
@@ -88,7 +88,7 @@ class _Replicas(transformers.TrainerCallback):
 
 
 #: The models that a trainer has wrapped.
-_trained: weakref.WeakSet[Any] = weakref.WeakSet()
+_trained: WeakMembers[Any] = WeakMembers(locks.lock("transformers", is_of_process=True))
 
 
 class TrainerMixin(_Base):

@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 
+from commlib import locks
 from commlib.errors import CodecError
 from commlib.kernels.cuda_args import THREADS, Kernel
 
@@ -33,7 +34,7 @@ _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _log = logging.getLogger(__name__)
 _threads = threading.local()
-_compiling = threading.Lock()
+_compiling = locks.lock("kernels.cuda", is_of_process=True)
 
 
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:

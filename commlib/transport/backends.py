@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed.nn.functional  # noqa: F401 (see [Note: exit])
 from torch.distributed import distributed_c10d as c10d
 
+from commlib import locks
 from commlib.transport.base import AllToAll, EndedError, Exchange, Request
 from commlib.transport.lifelines import Lifelines, Peer, Word
 from commlib.transport.point_to_point import GlooExchanges, close_connections, is_better_exchanged
@@ -54,7 +55,7 @@ class TorchWork:
         self._work = work
         self._connection = connection
         self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._lock = locks.lock("work")
         self._began_s = time.monotonic()
         connection.pending[id(self)] = self
 

@@ -12,12 +12,13 @@ import selectors
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from commlib import locks
 from commlib.errors import TransportError
 from commlib.transport.addresses import address_towards
+from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
 
@@ -35,7 +36,7 @@ _MOST_UNKNOWN = 256
 #: What has to be there before a thread is woken. The kernel's buffer grows to twice as much.
 _WAKE_BYTES = 1 << 20
 
-_made: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_made: WeakMembers[socket.socket] = WeakMembers(locks.lock("connections", is_of_process=True))
 
 
 class Introduction(Protocol):
@@ -124,13 +125,14 @@ def connect_all(
 
 def close_in_children(*connections: socket.socket) -> None:
     """Have forked children close their copies of these sockets, which would keep them open when this process ends."""
-    _made.update(connections)
+    _made.add(*connections)
 
 
 def _close_in_child() -> None:
     """Close a forked child's copies: with them open, the parent's end would not be seen by its peers."""
-    for connection in list(_made):
+    for connection in _made.alive():
         connection.close()
+    _made.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+
+from commlib import locks
+from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
 
@@ -149,8 +152,8 @@ class Lifelines:
         self.has_news = False  # whether any peer has said anything: false all the time in most runs
         self._sockets = dict(sockets)
         self._react = react
-        self._news = threading.Condition()
-        self._speaking = threading.Lock()
+        self._news = locks.condition("lifelines.news")
+        self._speaking = locks.lock("lifelines.speaking")
         self._is_closed = False
         self._bell, self._ringer = socket.socketpair()
         for each in (*self._sockets.values(), self._bell, self._ringer):
@@ -275,11 +278,12 @@ class Lifelines:
         return bool(heard)
 
 
-_all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
+_all: WeakMembers[Lifelines] = WeakMembers(locks.lock("lifelines", is_of_process=True))
+os.register_at_fork(after_in_child=_all.clear)  # a child speaks for itself alone
 
 
 def blame_elsewhere(told: Lifelines | None = None) -> None:
     """Tell the peers of every communicator but one that a peer ended another one: this process may end as well."""
-    for lifelines in list(_all):
+    for lifelines in _all.alive():
         if lifelines is not told:
             lifelines.say(Word.ELSEWHERE)

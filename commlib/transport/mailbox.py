@@ -37,9 +37,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
+from commlib import locks
 from commlib.errors import PeerFailure, TransportError
 from commlib.transport.base import Transport
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 from commlib.transport.connections import connect_all, fill
 from commlib.transport.lifelines import TOGETHER_S
 from commlib.transport.rendezvous import name_of
@@ -107,7 +108,8 @@ class Mailbox:
         self.rank = transport.rank
         self._transport = transport
         self._state = _State(transport.rank, transport.world_size, answer, max_request)
-        self._finalizer = Finalizer(self, functools.partial(_close, self._state, None))
+        end = functools.partial(_close, self._state, None)
+        self._finalizer = Finalizer(self, end, f"the mailbox of rank {transport.rank}")
         try:
             _connect(self._state, transport)
         except BaseException:
@@ -207,7 +209,7 @@ class _State:
         self.is_closing = False
         self.error: BaseException | None = None
         self.bytes_sent = 0.0
-        self._counting = threading.Lock()
+        self._counting = locks.lock("mailbox.counting")
 
     def send(self, connection: socket.socket, message: Message) -> None:
         """Send a message, whose payload counts first: whoever has received it finds it counted."""
@@ -230,7 +232,7 @@ class _Line:
         self.peer = peer
         self.connection = connection
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.sending = threading.Lock()
+        self.sending = locks.lock("mailbox.sending")
         self.thread = _thread(f"commlib-ask-{peer}", self._run, state)
 
     def _run(self, state: _State) -> None:

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from commlib import locks
 from commlib.transport.backends import Connection, TorchWork
 from commlib.transport.base import AllToAll, Exchange
 from commlib.transport.lifelines import Peer
@@ -190,8 +191,8 @@ class NcclConnection(Connection):
         self.wake: Callable[[], None] = lambda: None
         self._witness: Any = None
         self._ended_s = 0.0  # when the end of the last one that has ended was seen
-        self._looking = threading.Lock()  # one at a time looks
-        self._keeping = threading.Lock()  # for a moment only
+        self._looking = locks.lock("nccl.looking")  # one at a time looks
+        self._keeping = locks.lock("nccl.keeping")  # for a moment only
         self._ending = Ending()
 
     def follow(self, work: NcclWork, witness: Any) -> None:
@@ -305,7 +306,7 @@ class Ending:
 
     def __init__(self) -> None:
         self.what = ""
-        self._choosing = threading.Lock()
+        self._choosing = locks.lock("nccl.choosing")
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="commlib-nccl-end", daemon=True)
         self._thread.start()
@@ -334,7 +335,7 @@ class Launches:
     """One order of kernels per device, over all communicators of this process; see [Note: launch order]."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.lock("nccl.launches", is_of_process=True)
         self._last: dict[torch.device, NcclWork] = {}
 
     def issue(self, connection: NcclConnection, act: Callable[[], NcclWork], in_order: bool) -> NcclWork:

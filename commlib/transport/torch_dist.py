@@ -35,7 +35,7 @@ from commlib.transport.base import (
     Work,
     is_own,
 )
-from commlib.transport.collected import Finalizer
+from commlib.transport.closing import Finalizer
 from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
@@ -95,7 +95,7 @@ class TorchTransport(Transport):
         self.bytes_sent = 0.0
         self._device = device
         self._connections = Connections()
-        self._finalizer = Finalizer(self, self._connections.end)
+        self._finalizer = Finalizer(self, self._connections.end, f"the communicator of {self._name}")
         self._parent = weakref.ref(group)
         self._timeout = timeout
         self._unseen: Exception | None = None  # what the watch has met

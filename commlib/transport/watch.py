@@ -29,6 +29,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from commlib import locks
 from commlib.transport.backends import Connections
 from commlib.transport.base import EndedError
 from commlib.transport.nccl import NcclConnection, NcclWork
@@ -57,7 +58,7 @@ class Watch:
         self._followed: list[NcclConnection] = []
         self._is_closed = self._is_idle = False
         self._settled = threading.Event()
-        self._news = threading.Condition()
+        self._news = locks.condition("watch.news")
         self._thread = threading.Thread(target=self._run, name="commlib-watch", daemon=True)
         self._thread.start()
 

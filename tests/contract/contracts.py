@@ -11,6 +11,7 @@ import datetime
 import inspect
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,23 +53,27 @@ def hold(algorithm: str, *names: str) -> None:
     """
     for name in names:
         subject = Subject(algorithm)
-        error = _outcome(subject, name)
+        group = dist.new_group(timeout=datetime.timedelta(seconds=_PATIENCE_S))
+        error = _outcome(subject, name, group)
+        if error is not None:  # whoever waits for this rank in the contract learns that it is gone
+            dist.destroy_process_group(group)
         words = None if error is None else f"{type(error).__name__}: {error}"
         try:  # so that no rank goes on, or leaves its peers, alone
             everyone = gathered(words)
         except RuntimeError as gone:
             lost = f"{algorithm} breaks the contract {name!r}: a rank is gone ({gone}); here: {words}"
             raise AssertionError(lost) from (error or gone)
+        if error is None:  # not before: a peer may still be connecting to it
+            dist.destroy_process_group(group)
         subject.release()
         if any(each is not None for each in everyone):
             where = [rank for rank, each in enumerate(everyone) if each is not None]
             raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error
 
 
-def _outcome(subject: Subject, name: str) -> Exception | None:
+def _outcome(subject: Subject, name: str, group: Any) -> Exception | None:
     """Return what a contract raised, or None where it is kept."""
     limit = subject.limits.get(name)
-    group = dist.new_group(timeout=datetime.timedelta(seconds=_PATIENCE_S))
     set_group(group)
     try:
         CONTRACTS[name](subject)
@@ -76,5 +81,4 @@ def _outcome(subject: Subject, name: str) -> Exception | None:
         return None if limit is not None and isinstance(error, ConfigError) else error
     finally:
         set_group(None)
-        dist.destroy_process_group(group)
     return None if limit is None else AssertionError(f"no ConfigError, though the algorithm declares: {limit}")

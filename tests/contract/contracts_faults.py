@@ -21,11 +21,13 @@ from commlib.errors import ConfigError
 from commlib.transport.base import Communication
 from tests.contract.contracts_state import saved_of
 from tests.contract.probes import (
-    Collecting,
+    Locks,
     counted,
+    drop,
     failing_allocation,
     failing_collective,
     is_victim,
+    lead_back,
     transports,
     words_of,
 )
@@ -103,23 +105,40 @@ def contract_leaving_after_the_last_step(subject: Subject) -> None:
 
 def contract_collected_within_a_lock(subject: Subject) -> None:
     """A model that is dropped without `unwrap` ends wherever the collector comes upon it, also within a lock."""
-    training = subject.start().steps(2)
-    driver, places = training.engine.line.driver, []
-    users = _shared._drivers[training.engine.device][1]
-    num_before = len(users)
-    for owner, name in ((_shared, "_lock"), (driver, "_at_work"), (driver, "_lanes_lock")):
-        subject.start().steps(1)
-        places.append((owner, name, subject.forget_last()))
-    models = [weakref.ref(dropped[0].model) for _, _, dropped in places]
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, dropped in places:
-            patch.setattr(owner, name, Collecting(getattr(owner, name), dropped))
-        places.clear()
+    collect_within_each_lock(subject)
+
+
+def collect_within_each_lock(subject: Subject, **options: Any) -> set[str]:
+    """Have a dropped model collected while each lock is held that training takes; return the names of these locks."""
+    with Locks().probed() as locks:
+        training = subject.start(**options).steps(2)
+        users = _shared._drivers[training.engine.device][1]
+        num_before = len(users)
+        _take_locks(subject, training, **options)
+        names, models = sorted(set().union(*gathered(locks.held))), list[weakref.ref[Any]]()
+        for name in names:
+            lead_back(subject.start().steps(1).model)
+            dropped = subject.forget_last()
+            models.append(weakref.ref(dropped[0].model))
+            locks.armed[name] = functools.partial(drop, dropped)
         del dropped
-        subject.start().steps(3)
-        training.assert_trains_on(4)
-    assert [model() for model in models] == [None, None, None], "the collector did not run in each of the locks"
-    assert eventually(lambda: len(users) <= num_before + 1), "the driver was not given up"
+        gathered(None)
+        _take_locks(subject, training, **options)
+        assert eventually(lambda: not locks.armed), f"the collector did not run in {set(locks.armed)}"
+        assert [model() for model in models] == [None] * len(models)
+        assert eventually(lambda: len(users) <= num_before), "the driver was not given up"
+        training.assert_trains_on()
+    return set(names)
+
+
+def _take_locks(subject: Subject, training: Training, **options: Any) -> None:
+    """Do what takes the locks of a training: steps, and another model that is wrapped and unwrapped."""
+    training.steps(subject.period + 1)
+    other = subject.start(**options).steps(subject.channel.warmup_steps + subject.period + 1)
+    commlib.synchronize(other.model)
+    commlib.unwrap(other.model)
+    gathered(None)
+    subject.forget_last()
     training.assert_trains_on()
 
 

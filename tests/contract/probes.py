@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from commlib import locks
+from commlib.weak import WeakMembers
 from tests.contract.subjects import Training, gathered
+from tests.waiting import eventually
 
 
 def is_victim() -> bool:
@@ -40,24 +47,88 @@ def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
     assert all(word in str(caught) for word in words), f"expected {words} in the message: {caught}"
 
 
-class Collecting:
-    """A lock in whose place it is; when it is first held, what `dropped` alone holds is dropped and collected."""
+class Probed:
+    """A lock in whose place it is; says when it is held."""
 
-    def __init__(self, lock: Any, dropped: list[Training]) -> None:
-        self._lock, self._dropped = lock, dropped
+    def __init__(self, lock: Any, held: Callable[[], None]) -> None:
+        self._lock, self._held = lock, held
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._dropped:
-            self._dropped.clear()
-            gc.collect()
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        got = self._lock.acquire(*args, **kwargs)
+        if got:
+            self._held()
+        return got
+
+    def __enter__(self) -> bool:
+        return self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def locked(self) -> bool:
-        """Return whether it is held."""
-        return self._lock.locked()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)  # `release`, and what a condition asks of its lock
+
+
+class Locks:
+    """The locks of commlib: which are held, and what is done while one is held for the first time.
+
+    Attributes:
+        held: The names of those that were held.
+        armed: What is still to be done within a lock, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self.armed: dict[str, Callable[[], None]] = {}
+
+    def _is_held(self, name: str) -> None:
+        self.held.add(name)
+        act = self.armed.pop(name, None)
+        if act is not None:
+            act()
+
+    def _probe(self, name: str, lock: Any) -> Probed:
+        return Probed(lock, functools.partial(self._is_held, name))
+
+    @contextlib.contextmanager
+    def probed(self) -> Iterator[Locks]:
+        """Follow the locks of the process, and all that are made in the block."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks, "probe", self._probe)
+            for name, lock in locks.of_process.items():
+                for holder, attribute in _places_of(lock):
+                    patch.setattr(holder, attribute, self._probe(name, lock))
+            yield self
+
+
+def _places_of(lock: Any) -> Iterator[tuple[Any, str]]:
+    """Yield what has a lock of the process, a module or an object in one, and the name of its attribute."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "commlib":
+            continue
+        objects = [each for each in vars(module).values() if type(each).__module__.startswith("commlib.")]
+        inner = [part for each in objects for part in getattr(each, "__dict__", {}).values()]
+        for holder in (module, *objects, *(part for part in inner if isinstance(part, WeakMembers))):
+            for attribute, value in list(getattr(holder, "__dict__", {}).items()):
+                if value is lock:
+                    yield holder, attribute
+
+
+def lead_back(model: Any) -> None:
+    """Let a model's attributes lead back to it, so that it goes when the collector comes and not before."""
+    model.__dict__["owners"] = [model]
+
+
+def drop(dropped: list[Any]) -> None:
+    """Let go of a model, or a training, that a list alone holds, and have it collected here and now."""
+    gone = weakref.ref(getattr(dropped[0], "model", dropped[0]))
+    dropped.clear()
+
+    def is_gone() -> bool:
+        gc.collect()  # does nothing while another thread collects
+        return gone() is None
+
+    assert eventually(is_gone), "something keeps a model that was dropped"
 
 
 @contextlib.contextmanager

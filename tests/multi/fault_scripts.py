@@ -64,6 +64,15 @@ def report_error(error: Exception) -> None:
     report(event="error", kind=type(error).__name__, message=str(error), ranks=ranks, at_s=time.monotonic())
 
 
+def report_later(act: Callable[[], object]) -> None:
+    """Report what a further use of the model says, once the communication has ended."""
+    try:
+        act()
+    except RuntimeError as later:
+        ranks = sorted(getattr(later, "ranks", ()))
+        report(event="later", message=str(later), kind=type(later).__name__, ranks=ranks)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -118,6 +127,7 @@ def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
             model(data(step, 4, 32)).sum().backward()
     except commlib.errors.CommlibError as error:
         report_error(error)
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 
@@ -146,6 +156,7 @@ def train_weights_into_trap(kind: str, algorithm: str) -> None:
             step(number)
     except commlib.errors.CommlibError as error:
         report_error(error)
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 
@@ -177,10 +188,7 @@ def train_into_trap_at_a_round(kind: str, algorithm: str) -> None:
         train_steps(5, 9)
     except commlib.errors.CommlibError as error:
         report_error(error)
-        try:
-            model(data(0, 4, 32))
-        except commlib.errors.CommlibError as later:
-            report(event="later", message=str(later), kind=type(later).__name__, ranks=sorted(later.ranks))
+        report_later(lambda: model(data(0, 4, 32)))
         raise
 
 

@@ -28,7 +28,7 @@ from commlib.transport.groups import resolve_group
 from commlib.transport.torch_dist import TorchTransport
 from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
-from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_error
+from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_error, report_later
 from tests.multi.notices import LIMIT_S, await_told, others, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
@@ -62,8 +62,8 @@ def check(
     accused: tuple[int, ...] = (VICTIM,),
     words: str = "",
     speakers: tuple[int, ...] | None = None,
-) -> None:
-    """Run a script; check that all other ranks name the accused, and end."""
+) -> list[RankExit]:
+    """Run a script; check that all other ranks name the accused, and end; return how these ended."""
     speakers = tuple(rank for rank in range(world_size) if rank not in accused) if speakers is None else speakers
     with start_ranks(script, world_size, *args) as ranks:
         exits = ranks.wait(HANG_S, speakers)
@@ -75,6 +75,7 @@ def check(
         said = found["message"].partition(": ")[2].partition(". Cause:")[0]  # without the speaker's own name
         assert list(map(int, re.findall(r"\brank (\d+)", said))) == list(accused), found
         assert exit_.returncode == 1, exit_.output
+    return exits
 
 
 # --- every algorithm -------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
         commlib.synchronize(model)
     except CommlibError as error:
         report_error(error)
+        report_later(lambda: mlp_loss(model, 0))
         raise
 
 
@@ -113,7 +115,34 @@ def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> 
     chance = random.Random(algorithm)
     world_size = chance.choice([4, 5])
     victim = chance.randrange(world_size)
-    check(train_until_killed, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
+    script = train_until_killed
+    exits = check(script, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
+    for exit_ in exits:  # also what comes later says so
+        later = facts(exit_, "later")
+        assert (later["kind"], later["ranks"]) == ("PeerFailure", [victim]), later
+
+
+def die_before_synchronize(algorithm: str) -> None:
+    rank = default_group_from_env(timeout_s=60)
+    model = seeded(Mlp)
+    commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=LONG_S)
+    tell("wrapped")
+    if rank == VICTIM:
+        await_told("wrapped", others())
+        die()
+    try:
+        commlib.synchronize(model)
+    except CommlibError as error:
+        report_error(error)
+        report_later(lambda: mlp_loss(model, 0))
+        raise
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "hogwild", "async_sgd", "async_averaging"])
+def test_what_synchronize_has_met_is_said_again_by_the_next_step(algorithm: str) -> None:
+    for exit_ in check(die_before_synchronize, 3, algorithm):
+        later = facts(exit_, "later")
+        assert (later["kind"], later["ranks"]) == ("PeerFailure", [VICTIM]), later
 
 
 # --- every verb ------------------------------------------------------------------------------------------------------

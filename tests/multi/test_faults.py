@@ -35,6 +35,13 @@ def assert_told(rank: RankExit, *, kind: str, words: tuple[str, ...]) -> None:
     assert rank.returncode == 1, f"exit code {rank.returncode}:\n{rank.output}"
 
 
+def assert_told_again(rank: RankExit) -> None:
+    """Check that a further step raised an error of the kind and ranks of the first."""
+    (later,), (error,) = reports(rank, "later"), reports(rank, "error")
+    assert "earlier error" in later["message"]
+    assert (later["kind"], later["ranks"]) == (error["kind"], error["ranks"])
+
+
 FAULTS = {
     "die": ("PeerFailure", -signal.SIGKILL),
     "fail": ("PeerFailure", 1),
@@ -69,6 +76,7 @@ def test_a_fault_in_the_middle_of_backward(kind: str, world_size: int, algorithm
             words = ("reduce|all_to_all|all_gather", "bucket", r"layers\.", NAMES_VICTIM)
             assert_told(exit_, kind=error, words=words)
             assert reports(exit_, "trained")[0]["buckets"] > 1
+            assert_told_again(exit_)
         if victim_code is not None:
             (victim,) = ranks.wait(HANG_S, [VICTIM])
             assert victim.returncode == victim_code, victim.output
@@ -85,9 +93,7 @@ def test_a_fault_at_a_round_over_weights(kind: str, algorithm: str) -> None:
             words = ("reduce", "bucket", r"layers\.", NAMES_VICTIM)
             assert_told(exit_, kind=error_kind, words=words)
             assert reports(exit_, "trained")[0]["rounds"] == 2
-            (later,), (error,) = reports(exit_, "later"), reports(exit_, "error")
-            assert "earlier error" in later["message"]
-            assert (later["kind"], later["ranks"]) == (error["kind"], error["ranks"])
+            assert_told_again(exit_)
         if victim_code is not None:
             (victim,) = ranks.wait(HANG_S, [VICTIM])
             assert victim.returncode == victim_code, victim.output

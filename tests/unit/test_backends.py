@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from commlib.transport import backends
+from commlib.transport import backends, lifelines
 from commlib.transport.backends import Connection, Connections, TorchWork
 from commlib.transport.base import EndedError, Exchange
 from commlib.transport.lifelines import KILLED, Peer, Word
 from commlib.transport.point_to_point import GlooExchanges
+from tests.waiting import LIMIT_S, Clock
 
 
 class Backend:
@@ -103,6 +103,15 @@ def test_an_abandoned_work_ends_its_wait_and_calls_back_once(connections: Connec
     assert not made.is_stuck()
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the connections and of what is known of peers."""
+    made = Clock()
+    monkeypatch.setattr(backends, "time", made)
+    monkeypatch.setattr(lifelines, "time", made)
+    return made
+
+
 def known(*words: Word, killed_before_s: float | None = None) -> Peer:
     peer = Peer()
     for word in words:
@@ -113,6 +122,7 @@ def known(*words: Word, killed_before_s: float | None = None) -> Peer:
     return peer
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("peer", "partners", "is_ended"),
     [
@@ -128,20 +138,23 @@ def test_works_are_ended_when_they_are_in_vain(
     connections: Connections, peer: Callable[[], Peer], partners: tuple[int, ...], is_ended: bool
 ) -> None:
     begin(connections, *partners)
-    lifelines: Any = Peers(r1=peer(), r2=known())
-    again_s = connections.react(lifelines)
+    peers: Any = Peers(r1=peer(), r2=known())
+    again_s = connections.react(peers)
     assert (connections.aborted_s is not None) == is_ended
-    is_due_later = is_ended or (lifelines.peers[1].ending == KILLED and 1 in partners)
+    is_due_later = is_ended or (peers.peers[1].ending == KILLED and 1 in partners)
     assert (again_s is not None) == is_due_later
 
 
-def test_works_that_do_not_end_with_their_connections_are_abandoned(connections: Connections) -> None:
+def test_works_that_do_not_end_with_their_connections_are_abandoned(connections: Connections, clock: Clock) -> None:
     _, stuck = begin(connections, 1)
-    lifelines: Any = Peers(r1=known(Word.LOST))
-    again_s = connections.react(lifelines)
+    peers: Any = Peers(r1=known(Word.LOST))
+    again_s = connections.react(peers)
     assert again_s is not None
-    time.sleep(again_s + 0.01)
-    assert connections.react(lifelines) is None
+    clock.sleep(again_s - 0.01)
+    assert connections.react(peers) == pytest.approx(0.01)
+    assert not stuck.is_abandoned
+    clock.sleep(0.02)
+    assert connections.react(peers) is None
     assert stuck.is_abandoned
     with pytest.raises(EndedError):
         stuck.wait()
@@ -172,5 +185,5 @@ def test_receives_that_were_posted_before_a_send_raised_are_waited_for() -> None
     exchanges = GlooExchanges(backend)
     with pytest.raises(RuntimeError, match="closed"):
         exchanges.issue(Exchange([(1, torch.ones(1))], [(1, torch.ones(1))], size=2))
-    assert backend.posted.was_waited_for.wait(5)
+    assert backend.posted.was_waited_for.wait(LIMIT_S)
     exchanges.end(5.0)

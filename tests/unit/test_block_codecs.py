@@ -17,6 +17,7 @@ from commlib.kernels import native, native_codecs, reference_ops
 from commlib.kernels.codec_table import BLOCK_ROWS
 from commlib.kernels.native_codecs import Feedback, Random
 from commlib.kernels.reference import BLOCK_CODECS, F32, Floats, Stream
+from tests.waiting import LIMIT_S
 
 IDS = {row.name: row.id for row in BLOCK_ROWS}
 STOCHASTIC = tuple(row.name for row in BLOCK_ROWS if row.rounds_stochastically)
@@ -366,7 +367,7 @@ def test_a_fork_while_another_thread_encodes_leaves_the_child_able_to() -> None:
         for _ in range(8):
             child = multiprocessing.get_context("fork").Process(target=_encode_in_child, args=(x, payload, own))
             child.start()
-            child.join(20)
+            child.join(LIMIT_S)
             if child.is_alive():
                 child.kill()
             assert child.exitcode == 0

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ from commlib.emulation import (
     EmulatedCluster,
     InterfaceCounters,
     check_requirements,
+    hostrun,
     linkprobe,
     netns,
     parse_rate,
 )
 from commlib.emulation.cluster import Link
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
+from tests.waiting import LIMIT_S, Alarm, eventually
 
 _MISSING = check_requirements()
 needs_hosts = pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
@@ -41,11 +44,33 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+def _rate_from(cluster: EmulatedCluster, sources: list[int], target: int, num_bytes: int) -> float:
+    """Return the bit/s of so many bytes from each source at once, until the last has come.
+
+    A machine under load makes it smaller than the links are; nothing makes it larger.
+    """
+
+    def receive(peer: socket.socket) -> None:
+        left, buffer = num_bytes, bytearray(1 << 16)
+        while left:
+            left -= peer.recv_into(buffer)
+
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(2 * len(sources)) as pool:
+        where = cluster._hosts[target], cluster.address(target)
+        pairs = [opened.enter_context(linkprobe.connected_pair(cluster._hosts[each], *where)) for each in sources]
+        begin_s = time.monotonic()
+        jobs = [pool.submit(client.sendall, bytes(num_bytes)) for client, _ in pairs]
+        jobs += [pool.submit(receive, peer) for _, peer in pairs]
+        for each in jobs:
+            each.result(LIMIT_S)
+        seconds = time.monotonic() - begin_s
+    return 8 * num_bytes * len(sources) / seconds
+
+
+def _states(host: netns.Namespace) -> set[str]:
+    """The states of a host's processes, as letters: "T" is a frozen one."""
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in host.pids()]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------
@@ -166,27 +191,24 @@ class TestCluster:
     def test_links_are_calibrated(self, cluster: EmulatedCluster) -> None:
         assert len(cluster.rates) == 3
         assert all(abs(rate / 100e6 - 1) <= 0.02 for rate in cluster.rates) == cluster.is_calibrated
-        # A token bucket is an upper bound, whatever else the machine does; only a starved receiver can read more.
-        assert all(50e6 < rate < 105e6 for rate in cluster.rates)
-        assert 0 < cluster.latency_s < 0.1
+        assert all(rate > 0 for rate in cluster.rates)
+        assert cluster.latency_s > 0
         assert "3 emulated hosts" in str(cluster)
         assert "no latency is added" in str(cluster)
 
+    @pytest.mark.timing
+    def test_links_have_about_the_rate_that_was_asked_for(self, cluster: EmulatedCluster) -> None:
+        assert all(20e6 < rate < 105e6 for rate in cluster.rates)
+
     def test_both_directions_are_shaped(self, cluster: EmulatedCluster) -> None:
         """Two senders to one host share its link: only the receiving side's shaper can hold them to that."""
-        target, source = cluster._hosts[0], cluster._hosts[1]
-        with linkprobe.connected_pair(cluster._hosts[2], target, cluster.address(0)) as (client, peer):
-            noise = linkprobe.ThreadPoolExecutor(max_workers=2)
-            jobs = [noise.submit(linkprobe._send_for, client, 0.8), noise.submit(linkprobe._receive, peer, 0.2)]
-            goodput = linkprobe.measure_goodput(source, target, cluster.address(0), 0.8, 1 << 18)
-            assert goodput + jobs[1].result() < 120e6
-            noise.shutdown()
+        assert _rate_from(cluster, [1], 0, 2_000_000) < 120e6
+        assert _rate_from(cluster, [1, 2], 0, 2_000_000) < 120e6
 
     def test_set_rate_takes_effect(self, cluster: EmulatedCluster) -> None:
         cluster.set_rate(1, "20mbit")
         try:
-            pair = cluster._hosts[0], cluster._hosts[1], cluster.address(1)
-            assert linkprobe.measure_goodput(*pair, 0.5, 1 << 17) < 24e6
+            assert _rate_from(cluster, [0], 1, 500_000) < 24e6
         finally:
             cluster.set_rate(1, "100mbit")
 
@@ -242,43 +264,50 @@ class TestCluster:
         assert sent.tx_dropped == got.rx_dropped == 0
 
     def test_a_failing_host_ends_the_others(self, cluster: EmulatedCluster) -> None:
-        code = "import os, time; print('step 3', flush=True); os.environ['RANK'] == '1' and exit(5); time.sleep(60)"
-        begin = time.monotonic()
+        code = "import os, time; print('step 3', flush=True); os.environ['RANK'] == '1' and exit(5); time.sleep(3600)"
         with pytest.raises(PeerFailure, match=r"(?s)host 1 failed with exit code 5.*last lines of host 1:\n    step 3"):
-            cluster.run(_python(code), timeout=50)
-        assert time.monotonic() - begin < 15
+            cluster.run(_python(code), timeout=LIMIT_S)
         assert all(host.pids() == [] for host in cluster._hosts)
 
-    def test_a_timeout_names_who_still_ran(self, cluster: EmulatedCluster) -> None:
-        code = "import os, time; print('waiting', flush=True); time.sleep(60 * (os.environ['RANK'] == '2'))"
+    def test_a_timeout_names_who_still_ran(self, cluster: EmulatedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[int] = []
+
+        def is_late() -> bool:
+            return len(said) == 3 and not (cluster._hosts[0].pids() or cluster._hosts[1].pids())
+
+        monkeypatch.setattr(hostrun, "time", Alarm(is_late))
+        code = "import os, time; print('waiting', flush=True); time.sleep(3600 * (os.environ['RANK'] == '2'))"
         with pytest.raises(
             PeerTimeout, match=r"(?s)1 of 3 hosts \(rank 2\) still ran after 1.5 s.*host 2:\n    waiting"
         ):
-            cluster.run(_python(code), timeout=1.5)
+            cluster.run(_python(code), timeout=1.5, on_line=lambda rank, line: said.append(rank))
         assert all(host.pids() == [] for host in cluster._hosts)
 
-    def test_processes_that_ignore_sigterm_and_leave_the_session_are_ended(self, cluster: EmulatedCluster) -> None:
-        code = "trap '' TERM; setsid sleep 60 & sleep 60"
+    def test_processes_that_ignore_sigterm_and_leave_the_session_are_ended(
+        self, cluster: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        code, said = "trap '' TERM; setsid sleep 3600 & echo up; sleep 3600", []
+        monkeypatch.setattr(hostrun, "time", Alarm(lambda: len(said) == 3))
         with pytest.raises(PeerTimeout):
-            cluster.run(["/bin/sh", "-c", code], timeout=0.3)
+            cluster.run(["/bin/sh", "-c", code], timeout=0.3, on_line=lambda rank, line: said.append(rank))
         assert all(host.pids() == [] for host in cluster._hosts)
 
     def test_stop_cont_and_kill(self, cluster: EmulatedCluster) -> None:
         code = "import time\nfor count in range(10000): print(count, flush=True); time.sleep(0.01)"
         process = cluster.popen(1, _python(code))
-        assert _eventually(lambda: len(process.output) > 10)
+        assert eventually(lambda: len(process.output) > 10)
         assert cluster.stop(1) == 1
-        time.sleep(0.2)
-        frozen = process.output
-        time.sleep(0.3)
-        assert process.output == frozen
+        assert eventually(lambda: _states(cluster._hosts[1]) == {"T"})
+        assert _states(cluster._hosts[0]) == set()
         assert process.poll() is None
+        before = process.output
         cluster.cont(1)
-        assert _eventually(lambda: len(process.output) > len(frozen))
+        assert eventually(lambda: _states(cluster._hosts[1]) <= set("RSD"))
+        assert eventually(lambda: len(process.output) > len(before) + 100)  # more than was on its way
         with pytest.raises(PeerTimeout, match="host 1 still runs"):
             process.wait(0.05)
         cluster.kill(1)
-        assert process.wait(10).returncode == -signal.SIGKILL
+        assert process.wait(LIMIT_S).returncode == -signal.SIGKILL
 
     def test_rank_out_of_range(self, cluster: EmulatedCluster) -> None:
         with pytest.raises(ConfigError, match="hosts 0 to 2, got rank 3"):
@@ -323,7 +352,7 @@ class _Holder:
         owned = netns.owned_namespaces()
         self.namespaces = [namespace for owner, namespace in owned if owner.pid == self.process.pid]
         host = next(namespace for namespace in self.namespaces if namespace.name.endswith("host0"))
-        assert _eventually(lambda: len(host.pids()) == 1)
+        assert eventually(lambda: len(host.pids()) == 1)
         self.pid_on_host = host.pids()[0]
 
     def close(self) -> None:
@@ -343,16 +372,16 @@ def test_nothing_is_left_after_a_signal(number: int) -> None:
     with contextlib.closing(_Holder()) as holder:
         assert len(holder.namespaces) == 3
         holder.process.send_signal(number)
-        holder.process.wait(20)
-        assert _eventually(holder.has_left_nothing)
+        holder.process.wait(LIMIT_S)
+        assert eventually(holder.has_left_nothing)
 
 
 @needs_hosts
 @pytest.mark.parametrize("then", ["raise ValueError('x')", "os._exit(1)", "pass"])
 def test_nothing_is_left_after_an_exit(then: str) -> None:
     with contextlib.closing(_Holder(then)) as holder:
-        holder.process.communicate(b"go on\n", timeout=20)
-        assert _eventually(holder.has_left_nothing)
+        holder.process.communicate(b"go on\n", timeout=LIMIT_S)
+        assert eventually(holder.has_left_nothing)
 
 
 @needs_hosts
@@ -366,12 +395,12 @@ def test_leftovers_of_a_dead_run_are_swept_and_a_live_run_is_spared() -> None:
     stray = subprocess.Popen(left.wrap(["sleep", "300"]))
     try:
         assert left.name not in netns.sweep_stale()  # its owner lives
-        assert _eventually(lambda: left.pids() == [stray.pid])
+        assert eventually(lambda: left.pids() == [stray.pid])
         dead.kill()
         dead.wait()
         with contextlib.closing(_Holder()) as holder:  # a new run removes it, and another run does not harm that one
             assert not os.path.exists(left.path)
-            assert stray.wait(10) == -signal.SIGKILL
+            assert stray.wait(LIMIT_S) == -signal.SIGKILL
             with EmulatedCluster(hosts=2, rate="1gbit"):
                 pass
             assert all(os.path.exists(namespace.path) for namespace in holder.namespaces)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -21,6 +23,7 @@ import pytest
 from commlib.emulation import EmulatedCluster, check_requirements, forwarder, latency, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess
 from commlib.errors import ConfigError, TransportError
+from tests.waiting import ENDLESS_S, LIMIT_S, eventually
 
 _MISSING = check_requirements() or latency.check_latency()
 needs_latency = pytest.mark.skipif(bool(_MISSING), reason="emulated latency needs " + "; ".join(_MISSING))
@@ -33,13 +36,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
-
-
-def _eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +57,39 @@ class TestLatency:
     """What a running cluster does; one is shared by all."""
 
     @pytest.mark.parametrize("latency_us", [1000.0, 5000.0, 20_000.0])
-    def test_a_round_trip_takes_twice_the_latency_more(self, cluster: EmulatedCluster, latency_us: float) -> None:
+    def test_a_round_trip_takes_at_least_twice_the_latency(self, cluster: EmulatedCluster, latency_us: float) -> None:
         cluster.set_latency(latency_us)
         cluster.calibrate()
-        asked_s = 2e-6 * latency_us
         # A packet is never early by more than what calibration takes off; a busy machine may make it late.
-        assert asked_s * 0.95 - 2e-4 < cluster.latency_s < asked_s * 1.05 + 5e-4
-        assert cluster._has_latency() == (
-            abs(cluster.latency_s - cluster._own_rtt_s - asked_s) <= max(2e-4, 0.05 * (asked_s + cluster._own_rtt_s))
-        )
+        assert cluster.latency_s >= 2e-6 * (latency_us - cluster._lateness_us)
         assert f"{2 * latency_us:.0f} us added" in str(cluster)
         assert cluster.latency_us == latency_us
-        # The rate is what it was: the measurement makes room for what is under way.
-        assert all(150e6 < rate < 210e6 for rate in cluster.rates)
+
+    @pytest.mark.timing
+    def test_a_round_trip_takes_little_more_than_twice_the_latency(self, cluster: EmulatedCluster) -> None:
+        cluster.set_latency(20_000)
+        cluster.calibrate()
+        assert cluster.latency_s < 0.04 * 1.2
+
+    def test_a_measurement_of_the_rate_makes_room_for_what_is_under_way(
+        self, cluster: EmulatedCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        send, receive, room = linkprobe._send_for, linkprobe._receive, []
+
+        def sends(client: socket.socket, duration_s: float) -> None:
+            room.append(client.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+            send(client, duration_s)
+
+        def receives(peer: socket.socket, warmup_s: float) -> float:
+            room.append(peer.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
+            return receive(peer, warmup_s)
+
+        monkeypatch.setattr(linkprobe, "_send_for", sends)
+        monkeypatch.setattr(linkprobe, "_receive", receives)
+        cluster.set_latency(20_000)
+        cluster._measure_link(0)
+        under_way = int(0.04 * 200e6 / 8)
+        assert min(room) >= 2 * under_way  # the kernel keeps half of it for itself
 
     def test_nothing_is_lost_or_sent_again(self, cluster: EmulatedCluster) -> None:
         cluster.set_latency(2000)
@@ -81,7 +97,7 @@ class TestLatency:
         of_tcp = [tcp_counters(host) for host in cluster._hosts]
         linkprobe.measure_goodput(cluster._hosts[0], cluster._hosts[1], cluster.address(1), 1.0, 1 << 20)
         counted = [cluster.counters(rank) - before[rank] for rank in range(2)]
-        assert counted[1].rx_bytes > 10e6
+        assert counted[1].rx_bytes > 1e6
         assert all(each.tx_dropped == each.rx_dropped == 0 for each in counted)
         for host, earlier in zip(cluster._hosts, of_tcp, strict=True):
             fields = host_queue(host)
@@ -95,17 +111,17 @@ class TestLatency:
         receiver = linkprobe.in_namespace(cluster._hosts[1], _datagrams)
         sender = linkprobe.in_namespace(cluster._hosts[0], _datagrams)
         with receiver, sender:
-            receiver.settimeout(10)
+            receiver.settimeout(LIMIT_S)
             receiver.bind((cluster.address(1), 0))
             sender.connect(receiver.getsockname())
             cluster.set_latency(300_000)
-            begin_s = time.monotonic()
+            begin_s, before = time.monotonic(), host_queue(cluster._hosts[1])["last"]
             sender.send(b"a")
-            time.sleep(0.1)  # it is in the queue then
+            assert eventually(lambda: host_queue(cluster._hosts[1])["last"] > before), "it is not in the queue"
             cluster.set_latency(0)
             sender.send(b"b")
             assert [receiver.recv(4), receiver.recv(4)] == [b"a", b"b"]
-            assert 0.25 < time.monotonic() - begin_s < 1.0
+            assert time.monotonic() - begin_s > 0.25
             assert _in_order((sender, receiver), 200)
 
     def test_gloo_runs(self, cluster: EmulatedCluster) -> None:
@@ -173,26 +189,72 @@ def host_queue(host: netns.Namespace) -> dict[str, int]:
     return dict(zip(names, map(int, text.split()), strict=True))
 
 
+# -- what calibration makes of measurements ---------------------------------------------------------------------------
+
+
+class _Delays(list[float]):
+    """Stands in for the forwarder; notes the delays that are asked for, in microseconds."""
+
+    set = list.append
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("measured_us", "found_us", "delays_us"),
+    [
+        ([8060], 8060, []),
+        ([8400], 8400, [3830, 3750]),
+        ([8260, 8070], 8070, [3900]),  # 100 us late, each way
+        ([9215, 8100], 8100, []),  # other work on the machine, for a while
+        ([9215, 9400, 11_000, 8100], 8100, []),
+        ([8500, 9215, 9215, 9215], 8500, [3780, 3750]),
+        ([9215], 9215, [3750, 3750]),  # all the time: not all of it is corrected
+        ([7000], 7000, [4250, 4250]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, list) else str(value),
+)
+def test_what_was_measured_is_corrected_or_warned_of(
+    monkeypatch: pytest.MonkeyPatch, measured_us: list[int], found_us: int, delays_us: list[int]
+) -> None:
+    """4 ms are asked for each way, and a round trip of this machine's own takes 60 us: 8,060 us, give or take 5 %."""
+    monkeypatch.setattr("commlib.emulation.cluster.check_requirements", list)
+    monkeypatch.setattr("commlib.emulation.cluster.check_latency", list)
+    cluster, delays = EmulatedCluster(hosts=2, latency_us=4000), _Delays()
+    numbers = itertools.cycle(measured_us)
+    monkeypatch.setattr(cluster, "_own_rtt_s", 60e-6)
+    monkeypatch.setattr(cluster, "_forwarder", delays)
+    monkeypatch.setattr(cluster, "_measure_rtt", lambda rounds: 1e-6 * next(numbers))
+    monkeypatch.setattr(cluster, "_measure_rates", lambda: None)
+    is_asked = abs(found_us - 8060) <= 403
+    with contextlib.nullcontext() if is_asked else pytest.warns(UserWarning, match="round trip is not what the asked"):
+        cluster.calibrate()
+    assert cluster.latency_s == pytest.approx(1e-6 * found_us)
+    assert cluster.is_calibrated == is_asked
+    assert delays == pytest.approx(delays_us)
+
+
 # -- a dead forwarder -------------------------------------------------------------------------------------------------
 
 
 @needs_latency
 @pytest.mark.parametrize("wait", ["run", "popen"])
-def test_a_killed_forwarder_is_named_at_once(wait: str) -> None:
+def test_a_killed_forwarder_is_named_while_the_hosts_still_run(wait: str) -> None:
     with EmulatedCluster(hosts=2, latency_us=500) as cluster:
         assert cluster._forwarder is not None
         pid = cluster._forwarder.pid
         started = threading_start(cluster, wait)
-        begin_s = time.monotonic()
         with pytest.raises(TransportError, match=rf"forwarder .*\(process {pid}\) was ended by signal 9"):
             started()
-        assert time.monotonic() - begin_s < 5
         with pytest.raises(TransportError, match=rf"process {pid}"):
             cluster.set_latency(100)
 
 
 def threading_start(cluster: EmulatedCluster, wait: str) -> Callable[[], object]:
-    """Return what starts a command that would last a minute, kills the forwarder meanwhile, and waits."""
+    """Return what starts a command that would last for an hour, kills the forwarder meanwhile, and waits."""
     assert cluster._forwarder is not None
     pid, lines = cluster._forwarder.pid, []
 
@@ -201,21 +263,21 @@ def threading_start(cluster: EmulatedCluster, wait: str) -> Callable[[], object]
         if len(lines) == 2 or wait == "popen":
             os.kill(pid, signal.SIGKILL)
 
-    code = _python("import time; print('up', flush=True); time.sleep(60)")
+    code = _python(f"import time; print('up', flush=True); time.sleep({ENDLESS_S})")
     if wait == "run":
-        return lambda: cluster.run(code, timeout=50, on_line=on_line)
+        return lambda: cluster.run(code, timeout=LIMIT_S, on_line=on_line)
 
     def one() -> object:
         process: HostProcess = cluster.popen(0, code, on_line=on_line)
-        return process.wait(50)
+        return process.wait(LIMIT_S)
 
     return one
 
 
 @needs_latency
 def test_a_dead_forwarder_fails_the_calibration_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linkprobe, "_TIMEOUT_S", 1.0)
     with EmulatedCluster(hosts=2, latency_us=500) as cluster:
+        monkeypatch.setattr(linkprobe, "_TIMEOUT_S", 1.0)
         assert cluster._forwarder is not None
         os.kill(cluster._forwarder.pid, signal.SIGKILL)
         with pytest.raises(TransportError, match="the forwarder that delays the packets"):
@@ -316,8 +378,8 @@ def test_a_killed_owner_leaves_no_forwarder_and_its_folder_goes_with_the_next_cl
     try:
         assert held.folder.is_dir()
         held.process.kill()
-        held.process.wait(20)
-        assert _eventually(lambda: not _names_of(held.process.pid) and netns._start_time(held.forwarder) is None)
+        held.process.wait(LIMIT_S)
+        assert eventually(lambda: not _names_of(held.process.pid) and netns._start_time(held.forwarder) is None)
         with EmulatedCluster(hosts=2):
             assert not held.folder.exists()
     finally:
@@ -332,12 +394,12 @@ def test_what_an_owner_leaves_that_was_killed_with_its_reaper_goes_with_the_next
         os.kill(held.reaper, signal.SIGKILL)
         os.kill(held.forwarder, signal.SIGSTOP)  # it cannot see that its owner is gone
         held.process.kill()
-        held.process.wait(20)
+        held.process.wait(LIMIT_S)
         assert _names_of(held.process.pid)
         assert netns._start_time(held.forwarder) is not None
         with EmulatedCluster(hosts=2, latency_us=200):
             assert not _names_of(held.process.pid)
-            assert _eventually(lambda: netns._start_time(held.forwarder) is None)
+            assert eventually(lambda: netns._start_time(held.forwarder) is None)
             assert not held.folder.exists()
     finally:
         held.process.kill()

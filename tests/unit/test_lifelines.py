@@ -13,7 +13,7 @@ import pytest
 
 from commlib.transport import lifelines as module
 from commlib.transport.lifelines import KILLED, TOGETHER_S, Lifelines, Peer, Word, judge
-from tests.waiting import LIMIT_S, eventually
+from tests.waiting import ENDLESS_S, LIMIT_S, eventually, in_time
 
 
 class Ranks:
@@ -27,7 +27,7 @@ class Ranks:
         self.sockets = ends
         self.news = [0] * world_size
         self.lines = [Lifelines(ends[rank], self._react(rank)) for rank in range(world_size)]
-        module._all.difference_update(self.lines)  # they stand for processes, each with communicators of its own
+        module._all.discard(*self.lines)  # they stand for processes, each with communicators of its own
 
     def _react(self, rank: int) -> Callable[[Lifelines], float | None]:
         def react(_: Lifelines) -> None:
@@ -52,13 +52,11 @@ def ranks() -> Iterator[Ranks]:
 
 
 def test_a_killed_rank_is_named_by_all_while_nobody_else_says_anything(ranks: Ranks) -> None:
-    began_s = time.monotonic()
     ranks.kill(1)
     for rank in (0, 2, 3):
-        verdict = ranks.lines[rank].verdict(LIMIT_S)
+        verdict = in_time(lambda rank=rank: ranks.lines[rank].verdict(ENDLESS_S))
         assert (verdict.timed_out, verdict.ranks) == (False, [1])
         assert "was killed" in verdict.why
-    assert time.monotonic() - began_s < LIMIT_S / 2
 
 
 def test_a_verdict_waits_for_the_word_that_comes_later(ranks: Ranks) -> None:
@@ -97,6 +95,7 @@ def test_silence_accuses_nobody_of_having_died(ranks: Ranks) -> None:
 def test_after_the_timeout_those_who_have_said_nothing_did_not_come(ranks: Ranks) -> None:
     ranks.lines[0].report(True)
     ranks.lines[2].report(False)
+    assert eventually(lambda: ranks.lines[0].peers[2].has_reported and ranks.lines[2].peers[0].has_reported)
     for rank in (0, 2):
         verdict = ranks.lines[rank].verdict(0.2)
         assert (verdict.timed_out, verdict.ranks) == (True, [1, 3])
@@ -112,7 +111,7 @@ def test_giving_up_is_only_said_where_nothing_was_said_before(ranks: Ranks) -> N
 
 def test_a_peer_that_failed_on_another_communicator_is_excused_on_all() -> None:
     first, second = Ranks(2), Ranks(2)
-    module._all.update([first.lines[0], second.lines[0]])  # both of one process
+    module._all.add(first.lines[0], second.lines[0])  # both of one process
     first.lines[0].report(False)
     assert eventually(lambda: second.lines[1].bystanders() == {0})
     second.kill(0)
@@ -130,22 +129,22 @@ def test_what_is_no_word_ends_the_lifeline_with_a_log_line(ranks: Ranks, caplog:
 
 
 def test_an_idle_communicator_costs_nothing(ranks: Ranks) -> None:
-    time.sleep(0.3)
+    time.sleep(0.3)  # in which there could be news
     assert ranks.news == [0] * 4
 
 
 def test_the_thread_looks_again_when_it_is_asked_to() -> None:
-    looks: list[float] = []
+    looks: list[int] = []
     left, right = socket.socketpair()
 
     def react(_: Lifelines) -> float | None:
-        looks.append(time.monotonic())
+        looks.append(1)
         return 0.05 if len(looks) < 3 else None
 
     lines = Lifelines({1: left}, react)
     lines.ring()
     assert eventually(lambda: len(looks) == 3)
-    time.sleep(0.2)
+    time.sleep(0.2)  # in which it could look once more
     assert len(looks) == 3
     lines.close(Word.LEFT)
     right.close()
@@ -157,7 +156,7 @@ def test_nothing_is_left_by_close() -> None:
     assert len(set(threading.enumerate()) - before) == 3
     ranks.close()
     ranks.close()
-    assert set(threading.enumerate()) == before
+    assert eventually(lambda: set(threading.enumerate()) <= before)
     assert all(each.fileno() == -1 for ends in ranks.sockets for each in ends.values())
     del ranks
     gc.collect()

@@ -18,9 +18,7 @@ from commlib.transport import rendezvous
 from commlib.transport.base import EndedError
 from commlib.transport.plain import encode
 from commlib.transport.rendezvous import Meeting, all_said
-from tests.waiting import eventually
-
-LIMIT_S = 10.0
+from tests.waiting import ENDLESS_S, LIMIT_S, Clock, eventually, in_time
 
 
 @pytest.fixture(params=["tcp", "file", "hash"])
@@ -65,6 +63,34 @@ def meet(
         return list(pool.map(attend_late, ranks))
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which the ranks wait."""
+    made = Clock(real_sleep_s=0.001)
+    monkeypatch.setattr(rendezvous, "time", made)
+    return made
+
+
+def meet_in_vain(store: Any, present: Sequence[int], world_size: int, clock: Clock) -> list[Any]:
+    """Let some ranks come, and the time be over once all of them are there; returns the error of each."""
+    where = dist.PrefixStore("commlib/meeting", store)
+
+    def mark(rank: int) -> bytes:
+        return where.get(f"here/{rank}") if where.check([f"here/{rank}"]) else b"-"
+
+    before = {rank: mark(rank) for rank in present}
+
+    def is_here(rank: int) -> bool:
+        return mark(rank).startswith(b"+") and mark(rank) != before[rank]
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(meet, store, present, world_size)
+        have_come = eventually(lambda: all(map(is_here, present)))
+        clock.now_s += ENDLESS_S
+        assert have_come
+        return found.result(LIMIT_S)
+
+
 def names(meetings: Sequence[Any]) -> set[str]:
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
     return {meeting.name for meeting in meetings}
@@ -93,10 +119,10 @@ def test_several_meetings_in_a_row_whoever_is_faster(store: Any) -> None:
 
 
 @pytest.mark.parametrize("absent", [[0], [1], [2], [0, 2], [1, 2]], ids=str)
-def test_who_misses_it_is_named_by_all_and_the_next_one_works(store: Any, absent: list[int]) -> None:
+def test_who_misses_it_is_named_by_all_and_the_next_one_works(store: Any, absent: list[int], clock: Clock) -> None:
     present = [rank for rank in range(3) if rank not in absent]
     for _ in range(2):
-        for error in meet(store, present, 3, timeout_s=0.3):
+        for error in meet_in_vain(store, present, 3, clock):
             assert isinstance(error, PeerTimeout)
             assert error.ranks == {10 * rank for rank in absent}
     assert len(names(meet(store, range(3), 3))) == 1
@@ -110,14 +136,14 @@ def test_who_was_there_alone_before_is_missing_all_the_same(store: Any) -> None:
     assert error.ranks == {0}
 
 
-def test_what_a_killed_rank_left_is_not_taken_for_it(store: Any) -> None:
+def test_what_a_killed_rank_left_is_not_taken_for_it(store: Any, clock: Clock) -> None:
     """Another life of the job on the same store: the old one ended in the middle of a meeting."""
     old = dist.PrefixStore("commlib/meeting", store)
     for rank in range(3):
         old.set(f"here/{rank}", f"+ old{rank} 1.00 - - 0")
     old.set("invitation", encode(["oldname", "old0", "old1", "old2"]).decode())
     old.set("ack/oldname/1", "1")
-    errors = meet(store, [0, 1], 3, timeout_s=0.5)
+    errors = meet_in_vain(store, [0, 1], 3, clock)
     assert all(isinstance(error, PeerTimeout) and error.ranks == {20} for error in errors), errors
     found = names(meet(store, range(3), 3, wait_s=[0.0, 0.1, 0.2]))
     assert len(found) == 1
@@ -134,8 +160,9 @@ def test_what_ranks_say_reaches_all_in_rank_order(store: Any) -> None:
         assert said == [[(rank, turn, b"x") for rank in range(3)]] * 3
 
 
-def test_who_says_nothing_is_named(store: Any) -> None:
+def test_who_says_nothing_is_named(store: Any, clock: Clock) -> None:
     first, _ = meet(store, range(2), 2, timeout_s=1.0)
+    clock.now_s += 1.1
     with pytest.raises(PeerTimeout, match="rank 10 did not come within 1 s") as caught:
         first.gather_objects(1)
     assert caught.value.ranks == {10}
@@ -159,15 +186,13 @@ def test_what_is_no_plain_value_names_who_wrote_it(store: Any) -> None:
 
 
 def test_what_a_backend_waits_for_holds_up_nobody_else(store: Any) -> None:
-    store.set_timeout(timedelta(seconds=3))
+    store.set_timeout(timedelta(seconds=ENDLESS_S))
     (one,) = meet(store, [0], 1)
     backends_own = one.own_store()
     waiting = threading.Thread(target=backends_own.get, args=("a peer's address",), daemon=True)
     waiting.start()
-    time.sleep(0.2)
-    began_s = time.monotonic()
-    assert store.add("a key of the user's", 1) == 1
-    assert time.monotonic() - began_s < 1.0
+    time.sleep(0.2)  # so that it is asked before the others most of the time
+    assert in_time(lambda: store.add("a key of the user's", 1)) == 1
     one.store.set("a peer's address", "here")
     waiting.join(LIMIT_S)
     assert not waiting.is_alive()
@@ -201,8 +226,8 @@ def test_a_store_that_cannot_be_had_twice_is_taken_as_it_is() -> None:
 
 
 def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
-    host = dist.TCPStore("127.0.0.1", 0, 1, True)
-    client = dist.TCPStore("127.0.0.1", host.port, 1, False)
+    hosts = [dist.TCPStore("127.0.0.1", 0, 1, True)]
+    client = dist.TCPStore("127.0.0.1", hosts[0].port, 1, False)
     failed: list[Exception] = []
 
     def attend() -> None:
@@ -213,8 +238,8 @@ def test_a_store_that_is_gone_is_an_error_that_says_so() -> None:
 
     thread = threading.Thread(target=attend)
     thread.start()
-    time.sleep(0.2)
-    del host
+    assert eventually(lambda: hosts[0].check(["commlib/meeting/here/1"]))
+    hosts.clear()
     thread.join(2 * LIMIT_S)
     assert isinstance(failed[0], TransportError)
     assert "store does not answer" in str(failed[0])
@@ -254,6 +279,6 @@ def test_who_said_nothing_in_the_store_is_named(store: Any, gives_up: bool) -> N
         EndedError if gives_up else TimeoutError,
         match=("a peer gave up; " if gives_up else "timed out: ") + "rank 7 wrote nothing",
     ):
-        all_said(store, 0, [4, 7], "here", 60.0 if gives_up else 0.1, check)
+        all_said(store, 0, [4, 7], "here", ENDLESS_S if gives_up else 0.1, check)
     store.set("1", "here too")
-    assert all_said(store, 0, [4, 7], "here", 5.0, lambda: None) == [b"here", b"here too"]
+    assert all_said(store, 0, [4, 7], "here", LIMIT_S, lambda: None) == [b"here", b"here too"]

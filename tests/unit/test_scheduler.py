@@ -15,6 +15,7 @@ from commlib.engine.rounds.task import Round, Task
 from commlib.engine.rounds.threads import ThreadDriver
 from commlib.errors import PeerTimeout, TransportError
 from commlib.transport.base import AllReduce, Communication, Request
+from tests.waiting import LIMIT_S
 
 
 class Done:
@@ -188,7 +189,7 @@ def test_single_collectives_are_finished_by_the_thread_that_waits() -> None:
 
     def complete() -> None:
         for _ in range(20):
-            assert transport.asked.acquire(timeout=10)
+            assert transport.asked.acquire(timeout=LIMIT_S)
         for callback in reversed(transport.callbacks):
             callback()
 
@@ -209,11 +210,11 @@ def test_a_round_of_single_and_other_tasks_ends_for_the_waiting_thread_whichever
         made.ready(round_, 0)
 
         def complete(transport: Later, other_last: bool) -> None:
-            assert transport.asked.acquire(timeout=10)
-            assert transport.asked.acquire(timeout=10)
+            assert transport.asked.acquire(timeout=LIMIT_S)
+            assert transport.asked.acquire(timeout=LIMIT_S)
             for callback in list(transport.callbacks)[:: 1 if other_last else -1]:
                 callback()
-            if transport.asked.acquire(timeout=10):
+            if transport.asked.acquire(timeout=LIMIT_S):  # the second collective of b
                 transport.callbacks[-1]()
 
         completing = threading.Thread(target=complete, args=(transport, other_last))

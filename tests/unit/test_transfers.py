@@ -30,6 +30,7 @@ from commlib.algorithms.families.shard_server import Rule, ShardServer, cut, sha
 from commlib.algorithms.passive_gossip import _Fetch
 from commlib.codecs import Int8
 from commlib.transport.mailbox import Message
+from tests.waiting import LIMIT_S, eventually
 
 
 class Device:
@@ -127,7 +128,7 @@ class Line:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self.thread.join(10)
+        self.thread.join(LIMIT_S)
 
 
 def train(kind: type[Shard], codec: Int8 | None, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -147,16 +148,16 @@ def train(kind: type[Shard], codec: Int8 | None, dtype: torch.dtype) -> list[tor
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.sub_(gradient, alpha=0.1)
         if step % 4 == 3 and shard.is_under_way:
-            assert shard.has_arrived.wait(10)
+            assert shard.has_arrived.wait(LIMIT_S)
             assert not line.errors, line.errors
             shard.take_over(weights)
         if step % 4 == 1 and not shard.is_under_way:
             shard.push(weights, line.ask)
     if shard.is_under_way:
-        assert shard.has_arrived.wait(10)
+        assert shard.has_arrived.wait(LIMIT_S)
         shard.take_over(weights)
     shard.pull(line.ask)
-    assert shard.has_arrived.wait(10)
+    assert shard.has_arrived.wait(LIMIT_S)
     assert not line.errors, line.errors
     shard.overwrite(weights)
     line.close()
@@ -221,12 +222,12 @@ def test_a_gossips_question_waits_for_the_copies_of_the_answer_before(device: De
         line = threading.Thread(target=lambda: asked.append(asked.pop()[1]()))  # makes the question
         into = asked[-1][3]
         line.start()
-        line.join(10)
+        line.join(LIMIT_S)
         assert asked.pop() == Message(1, number)
         into[:] = torch.full((4,), partners).numpy().tobytes()  # were it still read, `_ToDevice` would find out
         answering = threading.Thread(target=lambda: fetch._on_reply(Message(1, number)))  # noqa: B023 (joined)
         answering.start()
-        answering.join(10)
+        answering.join(LIMIT_S)
         fetch.take([parameter], 0.5)
         fetch.drop()
         own = 1.0  # what was published
@@ -238,4 +239,4 @@ def test_a_gossips_question_waits_for_the_copies_of_the_answer_before(device: De
 def no_threads_stay() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() <= before
+    assert eventually(lambda: threading.active_count() <= before)

@@ -29,6 +29,7 @@ from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.groups import as_timedelta
 from commlib.transport.simulated import SimulatedTransport
+from tests.waiting import eventually
 
 
 def net() -> nn.Sequential:
@@ -321,7 +322,7 @@ def test_dropping_the_model_frees_it_and_its_thread() -> None:
     gc.collect()
     assert watched() is None
     dist.destroy_process_group()
-    assert_soon(lambda: threading.active_count() <= before + 1)  # one idle thread per device may stay
+    assert eventually(lambda: threading.active_count() <= before + 1)  # one idle thread per device may stay
 
 
 @pytest.mark.usefixtures("group")
@@ -334,18 +335,8 @@ def test_unwrap_ends_the_thread_and_removes_every_trace() -> None:
     assert type(original) is nn.Sequential
     assert set(vars(original)) == attributes
     assert all(not p._post_accumulate_grad_hooks for p in original.parameters())
-    assert_soon(lambda: set(threading.enumerate()) <= threads)
+    assert eventually(lambda: set(threading.enumerate()) <= threads), threading.enumerate()
     step(original)
-
-
-def assert_soon(condition: Any, within_s: float = 2.0) -> None:
-    """Check that a condition comes true within a short time."""
-    event = threading.Event()
-    for _ in range(int(within_s / 0.02)):
-        if condition():
-            return
-        event.wait(0.02)
-    raise AssertionError(f"not so within {within_s} s; threads: {threading.enumerate()}")
 
 
 @pytest.mark.usefixtures("group")
@@ -401,7 +392,7 @@ def test_a_model_whose_attributes_lead_back_to_it_is_collected_with_its_threads(
     gc.collect()
     assert gone() is None
     assert engine() is None
-    assert_soon(lambda: threading.active_count() <= before)
+    assert eventually(lambda: threading.active_count() <= before), threading.enumerate()
 
 
 class Departing(SimulatedTransport):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from commlib import locks
 from commlib.algorithms.families import transfers
 
 _ALIGNMENT = 16
@@ -122,7 +122,7 @@ class Published:
     def __init__(self, tensors: Sequence[torch.Tensor], depth: int = 2) -> None:
         self.layout = Layout(tensors)
         self._depth = depth
-        self._lock = threading.Lock()
+        self._lock = locks.lock("published")
         self._kept: list[Snapshot] = []  # the latest comes last
         self._copies: list[Snapshot] = []  # all buffers
         self.publish(tensors, 0)

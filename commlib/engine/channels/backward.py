@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from commlib import locks
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import Segment, Slot
 from commlib.engine.channels.gradient_round import GradientRound
@@ -33,10 +35,12 @@ from commlib.engine.line import Line
 from commlib.engine.planning.readiness import Readiness
 from commlib.engine.rounds import marks
 from commlib.errors import CommlibError, ConfigError
+from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
 
-_under_way: weakref.WeakSet[Backward] = weakref.WeakSet()
+_under_way: WeakMembers[Backward] = WeakMembers(locks.lock("backwards", is_of_process=True))
+os.register_at_fork(after_in_child=_under_way.clear)  # none goes on in a child
 
 
 class Phase(Enum):
@@ -314,7 +318,7 @@ class Backward:
     def end(self, host: Host) -> None:
         """The callback at the end of backward."""
         try:
-            for each in [other for other in _under_way if other._graph_task == self._graph_task]:
+            for each in [other for other in _under_way.alive() if other._graph_task == self._graph_task]:
                 each._flush()
             if self.round is not None:
                 host.finish(self.round)

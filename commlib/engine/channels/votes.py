@@ -11,10 +11,10 @@ to it afterwards: its result would bring the old weights back. So each vote says
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
+from commlib import locks
 from commlib.transport.base import Transport
 from commlib.transport.mailbox import Mailbox, Message
 
@@ -38,7 +38,7 @@ class Votes:
 
     def __init__(self, transport: Transport) -> None:
         self._rank = transport.rank
-        self._lock = threading.Lock()
+        self._lock = locks.lock("votes")
         self._came_to = [0] * transport.world_size
         self._num_loads = [0] * transport.world_size  # before each rank's latest vote
         self.are_mixed = False

@@ -6,12 +6,12 @@ which is the program's order and so the same on all ranks. Every model has one, 
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 
+from commlib import locks
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.order import Do, Event
 from commlib.engine.rounds.task import Round, Task
@@ -24,7 +24,7 @@ class Driver(ABC):
 
     def __init__(self) -> None:
         self._lanes: dict[int, deque[Round]] = {}  # by communicator; there while it has rounds
-        self._lanes_lock = threading.Lock()  # for a moment only; never held while a round advances
+        self._lanes_lock = locks.lock("driver.lanes")  # for a moment only; never held while a round advances
 
     def run(self, transport: Transport, tasks: Sequence[Task], window: int = 1) -> None:
         """Make a round of tasks whose input is there, and wait for its end; it is cancelled if it fails.

@@ -7,11 +7,12 @@ one stream per bucket in flight, and the host never waits.
 from __future__ import annotations
 
 import itertools
-import threading
+import os
 from collections.abc import Callable
 
 import torch
 
+from commlib import locks
 from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.streams import StreamDriver
 from commlib.engine.rounds.threads import ThreadDriver
@@ -21,7 +22,7 @@ class _Shared:
     """The drivers of this process: one per device, there as long as an engine uses it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = locks.lock("drivers", is_of_process=True)
         self._drivers: dict[torch.device, tuple[Driver, set[int]]] = {}
         self._tokens = itertools.count()
 
@@ -47,6 +48,11 @@ class _Shared:
             del self._drivers[device]
         driver.close()
 
+    def forked(self) -> None:
+        """Begin with nothing in a forked child, where the drivers' threads are not."""
+        self._drivers = {}
+
 
 _shared = _Shared()
 acquire = _shared.acquire
+os.register_at_fork(after_in_child=_shared.forked)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from commlib import locks
 from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.order import Event
 from commlib.engine.rounds.task import Round, Task
@@ -30,7 +30,8 @@ class StreamDriver(Driver):
     def __init__(self, device: torch.device, num_streams: int = 4) -> None:
         super().__init__()
         self._streams = _Streams(device, num_streams)
-        self._at_work = threading.RLock()  # backward's thread, the user's and one that hears of peers make tasks ready
+        # Backward's thread, the user's and one that hears of peers make tasks ready.
+        self._at_work = locks.rlock("stream_driver.at_work")
 
     @override
     def note_inputs(self, round_: Round) -> None:

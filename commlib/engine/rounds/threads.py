@@ -17,6 +17,7 @@ from collections import deque
 
 from typing_extensions import override
 
+from commlib import locks
 from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.order import Event
 from commlib.engine.rounds.task import Round, Task
@@ -37,7 +38,7 @@ class ThreadDriver(Driver):
     def __init__(self) -> None:
         super().__init__()
         self._events: queue.SimpleQueue[tuple[weakref.ref[Round], Event, int] | None] = queue.SimpleQueue()
-        self._at_work = threading.Lock()  # held while a round advances
+        self._at_work = locks.lock("driver.at_work")  # held while a round advances
         self._thread = threading.Thread(target=self._run, name="commlib-comm", daemon=True)
         self._thread.start()
 
