@@ -36,6 +36,7 @@ from tests.multi.fault_scripts import (
     train_some,
 )
 from tests.multi.nccl_stand_in import Kernel, in_place_of_nccl
+from tests.multi.notices import await_told, others, tell
 from tests.multi.pool import on_ranks, run_ranks, spawn_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_faults import reports
@@ -128,9 +129,12 @@ def test_a_model_that_goes_while_another_takes_the_driver_holds_up_nobody() -> N
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train until all ranks have: one that leaves before is reported to those that train on."""
     for step in range(5):
         mlp_loss(model, step).backward()
         optimizer.step()
+    tell("trained")
+    await_told("trained", others())
 
 
 def destroy_and_drop(algorithm: str) -> None:
