@@ -126,8 +126,9 @@ def die_before_synchronize(algorithm: str) -> None:
     rank = default_group_from_env(timeout_s=60)
     model = seeded(Mlp)
     commlib.wrap(model, algorithm, optimizer=sgd(model), timeout=LONG_S)
-    dist.barrier()
+    tell("wrapped")
     if rank == VICTIM:
+        await_told("wrapped", others())
         die()
     try:
         commlib.synchronize(model)
@@ -410,9 +411,6 @@ def test_the_rank_that_invites_is_killed_during_wrap(moment: str) -> None:
     check(wrap_and_die, 3, moment, 0, accused=(0,))
 
 
-LEAD = (rendezvous._Attempt, "_lead")
-
-
 def host_the_store_and_die() -> None:
     """The rank that invites hosts the store, too, as under `torch.multiprocessing`, and is killed while all wait."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -422,10 +420,11 @@ def host_the_store_and_die() -> None:
         shared.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-    at_s = time.monotonic() + 2.0
+    limit = timedelta(seconds=LONG_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     if rank == 0:
-        setattr(*LEAD, lambda _: die() if time.monotonic() > at_s else False)
+        watchers = lambda attempt: len(attempt._meeting.presence._guests)  # noqa: E731
+        rendezvous._Attempt._lead = lambda attempt: die() if watchers(attempt) == world_size - 1 else False
     try:
         commlib.wrap(seeded(Mlp), timeout=LONG_S)
     except CommlibError as error:

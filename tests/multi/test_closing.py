@@ -23,8 +23,20 @@ from tests.contract.contracts_faults import collect_within_each_lock
 from tests.contract.probes import Locks, Probed, drop, lead_back
 from tests.contract.subjects import Subject
 from tests.multi.common import Mlp, data, mlp_loss, seeded, sgd
-from tests.multi.fault_scripts import TIMEOUT_S, VICTIM, Deep, die, num_gloo_threads, report, report_error, train_some
+from tests.multi.fault_scripts import (
+    HANG_S,
+    LONG_S,
+    VICTIM,
+    Deep,
+    come_together,
+    die,
+    num_gloo_threads,
+    report,
+    report_error,
+    train_some,
+)
 from tests.multi.nccl_stand_in import Kernel, in_place_of_nccl
+from tests.multi.notices import await_told, others, tell
 from tests.multi.pool import on_ranks, run_ranks, spawn_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_faults import reports
@@ -70,31 +82,30 @@ def test_a_dropped_model_is_collected_within_each_lock_there_is() -> None:
 
 def lose_a_peer_beside_a_dropped_model() -> None:
     """A rank that loses a peer tells those of every communicator, also that of a model that goes just then."""
-    rank = default_group_from_env(timeout_s=60)
-    model: Any = commlib.wrap(seeded(Deep), timeout=TIMEOUT_S, bucket_cap_mb=0.01)
-    dropped: list[Any] = [commlib.wrap(seeded(Mlp), timeout=TIMEOUT_S)]
+    rank = default_group_from_env(timeout_s=LONG_S)
+    model: Any = commlib.wrap(seeded(Deep), timeout=LONG_S, bucket_cap_mb=0.01)
+    dropped: list[Any] = [commlib.wrap(seeded(Mlp), timeout=LONG_S)]
     lead_back(dropped[0])
     for step in range(2):
         model(data(step, 4, 32)).sum().backward()
     lines = replica_of(dropped[0]).engine.transport._lifelines
     act = [functools.partial(drop, dropped)]
     lines._speaking = Probed(lines._speaking, lambda: [act.pop()() for _ in act[:1]])
-    dist.barrier()
+    come_together("trained")
     if rank == VICTIM:
         model.trap = die
-    began_s = time.monotonic()
     try:
         for step in range(3):
             model(data(step, 4, 32)).sum().backward()
     except CommlibError as error:
-        report_error(error, began_s)
+        report_error(error)
         report(event="collected", is_so=not dropped and not act)
         raise
 
 
 def test_a_model_that_goes_while_its_peers_are_told_of_a_failure_holds_up_nobody() -> None:
     with start_ranks(lose_a_peer_beside_a_dropped_model, 3) as ranks:
-        for exit_ in ranks.wait(60, [0, 2]):
+        for exit_ in ranks.wait(HANG_S, [0, 2]):
             (error,) = reports(exit_, "error")
             assert (error["kind"], error["ranks"]) == ("PeerFailure", [VICTIM])
             assert reports(exit_, "collected")[0]["is_so"]
@@ -118,17 +129,20 @@ def test_a_model_that_goes_while_another_takes_the_driver_holds_up_nobody() -> N
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train until all ranks have: one that leaves before is reported to those that train on."""
     for step in range(5):
         mlp_loss(model, step).backward()
         optimizer.step()
+    tell("trained")
+    await_told("trained", others())
 
 
 def destroy_and_drop(algorithm: str) -> None:
     """Train, end the default group, and then drop the model."""
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     model = seeded(Mlp)
     optimizer = sgd(model)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=30)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=LONG_S)
     train(model, optimizer)
     dist.destroy_process_group()
     del model, optimizer
@@ -149,12 +163,12 @@ def test_a_model_that_is_dropped_after_its_group_was_destroyed_ends(algorithm: s
 
 def exit_without_threads(algorithm: str) -> None:
     """Train and exit, where no thread can be started from the beginning of the exit (Python 3.12)."""
-    default_group_from_env(timeout_s=60)
+    default_group_from_env(timeout_s=LONG_S)
     model = seeded(Mlp)
     optimizer = sgd(model)
-    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=30)
+    commlib.wrap(model, algorithm, optimizer=optimizer, timeout=LONG_S)
     train(model, optimizer)
-    dropped = commlib.wrap(seeded(Mlp), timeout=30)
+    dropped = commlib.wrap(seeded(Mlp), timeout=LONG_S)
     lead_back(dropped)
     atexit.register(refuse_threads)
     report(event="ending")
