@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,8 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=TIMEOUT_S)  # that of the set-up, too
+    rank = default_group_from_env(timeout_s=60)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)  # that of the set-up, too
     if rank == VICTIM:
         time.sleep(2.5 * TIMEOUT_S)
         return

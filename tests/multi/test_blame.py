@@ -307,6 +307,19 @@ def test_ranks_are_those_of_the_default_group() -> None:
 # --- set-up ----------------------------------------------------------------------------------------------------------
 
 
+def await_all_groups() -> None:
+    """Return once all ranks have the default group: torch's own set-up breaks where a rank ends before.
+
+    A barrier would not do: a rank that is through it may end the barrier of the others.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ranks with a group", 1)
+    deadline = time.monotonic() + 60
+    while store.add("ranks with a group", 0) < dist.get_world_size():
+        assert time.monotonic() < deadline, "ranks have no group after 60 s"
+        time.sleep(0.01)
+
+
 def come_and_die(moment: str, victim: int) -> None:
     """Have the victim killed at a moment of the meeting of the ranks, seen from inside."""
     is_there = {
@@ -348,6 +361,7 @@ def wrap_and_die(
 ) -> None:
     """The victim is killed at some moment of `wrap`; ranks come to it late."""
     rank = default_group_from_env(timeout_s=60)
+    await_all_groups()
     if rank == victim and MOMENTS[moment] is None:
         come_and_die(moment, victim)
     elif rank == victim:
@@ -386,6 +400,7 @@ def host_the_store_and_die() -> None:
     else:
         store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    await_all_groups()
     at_s = time.monotonic() + 2.0
     if rank == 0:
         setattr(*LEAD, lambda _: die() if time.monotonic() > at_s else False)
@@ -413,6 +428,7 @@ def test_a_rank_that_is_killed_before_any_other_comes() -> None:
 def wrap_late(timeout_s: float) -> None:
     """The victim comes to `wrap` later than the timeout, and then to a collective."""
     rank = default_group_from_env(timeout_s=60)
+    await_all_groups()
     time.sleep(2 * timeout_s if rank == VICTIM else 0.0)
     model = commlib.wrap(seeded(Mlp), timeout=timeout_s)
     mlp_loss(model, 0).backward()
@@ -452,7 +468,7 @@ def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
 
 
 def wrap_beside_a_stopped_one() -> None:
-    """The victim is stopped as soon as it is here; the group's timeout is shorter than that takes."""
+    """The victim is stopped as soon as it is here, and the group's timeout is short from then on."""
     rank = default_group_from_env(timeout_s=5)
     if rank == VICTIM:
         rendezvous._Attempt._follow = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
