@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -246,7 +247,8 @@ def wrap_on_one_rank_only() -> None:
     import commlib
     import commlib.errors
 
-    rank = default_group_from_env(timeout_s=SHORT_S)  # that of the set-up, too
+    rank = default_group_from_env(timeout_s=LONG_S)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S), dist.group.WORLD)  # that of the set-up, too
     if rank == VICTIM:
         await_told("failed", others())
         return

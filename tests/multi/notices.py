@@ -31,6 +31,15 @@ def await_told(what: str, ranks: Iterable[int]) -> None:
         time.sleep(0.005)
 
 
+def meet() -> None:
+    """Return once all ranks have the default group, which torch cannot set up where a rank ends meanwhile.
+
+    A barrier would not do: a rank that is through it may end the barrier of the others.
+    """
+    tell("here")
+    await_told("here", others())
+
+
 def others() -> list[int]:
     """Return all ranks but this one."""
     return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]

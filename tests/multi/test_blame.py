@@ -29,7 +29,7 @@ from commlib.transport.torch_dist import TorchTransport
 from tests.contract.subjects import of_each_kind
 from tests.multi.common import Mlp, mlp_loss, seeded, sgd
 from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_error, report_later
-from tests.multi.notices import LIMIT_S, await_told, others, tell
+from tests.multi.notices import LIMIT_S, await_told, meet, others, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
 from tests.waiting import eventually
@@ -385,6 +385,7 @@ MOMENTS: dict[str, Any] = {
 def wrap_and_die(moment: str, victim: int = VICTIM, late: tuple[int, ...] = ()) -> None:
     """The victim is killed at some moment of `wrap`; the late ones come when the others know, or else when it dies."""
     rank = default_group_from_env(timeout_s=LONG_S)
+    meet()
     if rank == victim and MOMENTS[moment] is None:
         come_and_die(moment, victim)
     elif rank == victim:
@@ -422,6 +423,7 @@ def host_the_store_and_die() -> None:
         store = dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, False)
     limit = timedelta(seconds=LONG_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    meet()
     if rank == 0:
         watchers = lambda attempt: len(attempt._meeting.presence._guests)  # noqa: E731
         rendezvous._Attempt._lead = lambda attempt: die() if watchers(attempt) == world_size - 1 else False
