@@ -14,6 +14,7 @@ It reads one file at a time, and knows neither types nor the flow of control.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,8 +108,11 @@ class File:
     def _real_names(self, function: ast.FunctionDef) -> set[str]:
         """Return the names that a function gives to what it computes from a clock."""
         real: set[str] = set()
+        nodes = list(_own_nodes(function))
+        if not any(isinstance(node, ast.Call) and self._gives_time(node) for node in nodes):
+            return real
         for _ in range(3):  # names of what is computed from such names
-            for node in _own_nodes(function):
+            for node in nodes:
                 if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
                     for target, value in _assignments(node):
                         if self._is_time(value, real, by_name=False):
@@ -123,6 +127,9 @@ class File:
                     real.add(node.func.value.id)
         return real
 
+    def _gives_time(self, call: ast.Call) -> bool:
+        return _is_clock(call.func) or (isinstance(call.func, ast.Name) and call.func.id in self._returning)
+
     def _is_time(self, node: ast.AST, real: set[str], by_name: bool = True) -> bool:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
             return False
@@ -131,10 +138,8 @@ class File:
         name = _name_of(node)
         if isinstance(node, ast.Name) and name in real:
             return True
-        if isinstance(node, ast.Call):
-            called = _name_of(node.func)
-            if _is_clock(node.func) or (isinstance(node.func, ast.Name) and called in self._returning):
-                return True
+        if isinstance(node, ast.Call) and self._gives_time(node):
+            return True
         if by_name and self._names_count and not name.isupper() and _NAME.match(name) and not _NO_TIME.match(name):
             return True
         return any(self._is_time(child, real, by_name) for child in ast.iter_child_nodes(node))
@@ -207,11 +212,11 @@ class File:
         return value is not None and value < GUARD_S
 
 
-def files(folder: Path = TESTS) -> Iterator[tuple[str, File]]:
-    """Yield every file of tests under its name."""
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder).as_posix()
-        yield name, File(path.read_text(encoding="utf-8"), name not in COMPUTED)
+@functools.cache
+def files() -> list[tuple[str, File]]:
+    """Return every file of tests with its name."""
+    found = [(path.relative_to(TESTS).as_posix(), path) for path in sorted(TESTS.rglob("*.py"))]
+    return [(name, File(path.read_text(encoding="utf-8"), name not in COMPUTED)) for name, path in found]
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
