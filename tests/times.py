@@ -58,6 +58,7 @@ class File:
         self.tree = ast.parse(source)
         self._names_count = names_count
         self._functions = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)]
+        self._nodes = {each: list(_own_nodes(each)) for each in self._functions}
         self._constants = dict(_constants(self.tree))
         self._returning: set[str] = set()
         for _ in range(2):  # a function that calls another one
@@ -76,7 +77,7 @@ class File:
             if function in exempt:
                 continue
             real = self._real_names(function)
-            for node in _own_nodes(function):
+            for node in self._nodes[function]:
                 if isinstance(node, ast.Assert):
                     found |= {each.lineno for each in self._limits(node.test, function, real)}
                     found |= {each.lineno for each in self._short_waits(node.test)}
@@ -100,7 +101,7 @@ class File:
 
     def _returns_time(self, function: ast.FunctionDef) -> bool:
         real = self._real_names(function)
-        returned = [node.value for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value]
+        returned = [node.value for node in self._nodes[function] if isinstance(node, ast.Return) and node.value]
         return any(
             self._is_time(value, real, by_name=False) for value in returned if not isinstance(value, ast.Compare)
         )
@@ -108,7 +109,7 @@ class File:
     def _real_names(self, function: ast.FunctionDef) -> set[str]:
         """Return the names that a function gives to what it computes from a clock."""
         real: set[str] = set()
-        nodes = list(_own_nodes(function))
+        nodes = self._nodes[function]
         if not any(isinstance(node, ast.Call) and self._gives_time(node) for node in nodes):
             return real
         for _ in range(3):  # names of what is computed from such names
@@ -165,7 +166,7 @@ class File:
     def _is_guard(self, limit: ast.expr, function: ast.FunctionDef, real: set[str]) -> bool:
         """Return whether a limit, or what is added to a moment, is long enough. Two moments are compared for order."""
         if isinstance(limit, ast.Name):
-            for node in _own_nodes(function):
+            for node in self._nodes[function]:
                 if isinstance(node, ast.Assign) and any(_name_of(each) == limit.id for each in node.targets):
                     return self._is_guard(node.value, function, real)
         if isinstance(limit, ast.BinOp) and isinstance(limit.op, ast.Add):
