@@ -1,7 +1,8 @@
-"""Waiting in tests for what other threads and processes do, and clocks that go as a test says."""
+"""Waiting in tests for what other threads and processes do, clocks that go as a test says, and work that is counted."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,23 @@ def in_time(call: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     return made[0]
+
+
+def num_calls(act: Callable[[], object]) -> int:
+    """Return how many functions this thread calls in `act`: work that can be compared, however busy the machine is."""
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 class Clock:
