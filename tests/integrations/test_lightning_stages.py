@@ -254,6 +254,7 @@ def test_a_compiled_module_trains_as_under_ddp(backend):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(1)
 def test_unknown_algorithms_and_options_are_named():
     for name, options, words in (
         ("topkk", {}, "topkk"),
@@ -267,6 +268,7 @@ def test_unknown_algorithms_and_options_are_named():
         pl.Trainer(strategy="commlib_topkk", accelerator="cpu", devices=2, logger=False)
 
 
+@on_ranks(1)
 def test_every_algorithm_is_a_registered_strategy():
     from lightning.pytorch.strategies import StrategyRegistry
 
