@@ -30,7 +30,7 @@ def _superfluous(same: list[Any]) -> set[Any]:
     seen: set[tuple[str, int]] = set()
     for wants_all_new in (True, False):
         for item in same:
-            values = set(item.callspec.indices.items())
+            values = {(name, id(value)) for name, value in item.callspec.params.items()}
             new = values - seen
             if new == values or (new and not wants_all_new):
                 kept.add(item)

@@ -39,7 +39,8 @@ _OUTER = 8.0
 #: So small that the first weights are far larger than all steps together.
 _LR = 1e-3
 #: What of the loss may be left; the part of a way that what comes late may add or take; and a guard against a hang.
-_LOSS, _LATE, _LIMIT_S = 0.5, 0.4, 60.0
+_LOSS, _LATE = 0.5, 0.4
+_LIMIT_S = 60.0
 
 
 def _concerning(concerned: Callable[[Subject], bool]) -> Callable[[Contract], Contract]:

@@ -124,7 +124,7 @@ def pretended_ranks(delays: Sequence[int] = _DELAYS) -> Iterator[list[PretendedT
     """Let models that are wrapped in the block have pretended ranks; gives the transports that were made."""
     made: list[PretendedTransport] = []
 
-    def connect(group: Any, device: torch.device, timeout: timedelta) -> PretendedTransport:
+    def connect(group: Any, device: torch.device, *timeouts: timedelta) -> PretendedTransport:
         made.append(PretendedTransport(device, delays))
         return made[-1]
 

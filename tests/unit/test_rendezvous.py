@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commlib.errors import PeerFailure, PeerTimeout, TransportError
 from commlib.transport import rendezvous
 from commlib.transport.base import EndedError
-from commlib.transport.plain import encode
+from commlib.transport.plain import decode, encode
 from commlib.transport.rendezvous import Meeting, all_said
 from tests.waiting import ENDLESS_S, LIMIT_S, Clock, eventually, in_time
 
@@ -83,9 +83,17 @@ def meet_in_vain(store: Any, present: Sequence[int], world_size: int, clock: Clo
     def is_here(rank: int) -> bool:
         return mark(rank).startswith(b"+") and mark(rank) != before[rank]
 
+    def has_answered(rank: int) -> bool:
+        """Whether a rank has acknowledged, where rank 0 believes that all are here and invites."""
+        believes = 0 in present and all(mark(each).startswith(b"+") for each in range(world_size))
+        if not believes or rank == 0:
+            return True
+        invited = decode(where.get("invitation")) if where.check(["invitation"]) else [""]
+        return where.check([f"ack/{invited[0]}/{rank}"]) and mark(rank).split(b" ")[1].decode() in invited
+
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(meet, store, present, world_size)
-        have_come = eventually(lambda: all(map(is_here, present)))
+        have_come = eventually(lambda: all(map(is_here, present)) and all(map(has_answered, present)))
         clock.now_s += ENDLESS_S
         assert have_come
         return found.result(LIMIT_S)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.conftest import SHARD, SLOW_TESTS
 from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import REPRESENTATIVES, Subject, of_each_kind
 from tests.contract.test_algorithms import ALGORITHMS, CONTRACTS, FAST, pairs
@@ -57,7 +61,7 @@ class Combination:
 
     def __init__(self, *indices: int, thin: bool = True) -> None:
         self.nodeid = f"tests/a.py::test[{indices}]"
-        self.callspec = SimpleNamespace(indices={f"argument {place}": index for place, index in enumerate(indices)})
+        self.callspec = SimpleNamespace(params={f"argument {place}": index for place, index in enumerate(indices)})
         self.thin = thin
 
     def get_closest_marker(self, _: str) -> object | None:
@@ -69,8 +73,20 @@ def test_thin_tests_run_with_each_value(sizes: tuple[int, ...]) -> None:
     every = [Combination(*indices) for indices in itertools.product(*map(range, sizes))]
     kept = thinned(every)
     for place, size in enumerate(sizes):
-        assert {each.callspec.indices[f"argument {place}"] for each in kept} == set(range(size))
+        assert {each.callspec.params[f"argument {place}"] for each in kept} == set(range(size))
     assert max(sizes) <= len(kept) < max(sizes) + max(1, len(sizes) - 1)
+
+
+def test_thin_tests_of_this_suite_have_fewer_combinations() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "tests/multi/test_zero_one_adam.py"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in (SLOW_TESTS, SHARD)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.count("::test_weights_are_those_of_the_reference[") == 4, "of 2 times 4 combinations"
 
 
 def test_other_tests_run_with_all_combinations() -> None:
