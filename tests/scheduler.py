@@ -31,6 +31,7 @@ TOGETHER = {
         "lightning",  # which takes seconds to import, in each rank
     ),
     "tests/unit/test_gossip_learning.py": "gossip learning",
+    "tests/unit/test_times.py": "times",
 }
 
 

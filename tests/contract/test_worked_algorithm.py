@@ -8,7 +8,7 @@ import pytest
 
 from tests.contract import worked
 from tests.contract.contracts import CONTRACTS, hold
-from tests.contract.test_algorithms import QUICK
+from tests.contract.test_algorithms import OWN
 from tests.multi.pool import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write-an-algorithm.md"
@@ -19,8 +19,8 @@ def test_the_page_shows_the_file() -> None:
     assert f"```python\n{source}```" in PAGE.read_text(encoding="utf-8")
 
 
-def test_it_keeps_the_quick_contracts() -> None:
-    run_ranks(hold, 2, "tests.contract.worked:RoundedFeedback", *QUICK)
+def test_it_keeps_contracts_of_its_own_code() -> None:
+    run_ranks(hold, 2, "tests.contract.worked:RoundedFeedback", *OWN)
 
 
 @pytest.mark.slow

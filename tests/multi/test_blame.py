@@ -184,6 +184,7 @@ def repeat_until_killed(verb: str) -> None:
         raise
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("verb", "world_size"),
     [

@@ -148,6 +148,7 @@ def test_the_tutorials_script_resumes_to_the_same_loss(tmp_path):
     assert "0.34 MB sent per rank (compression x1.00)" in rest
 
 
+@pytest.mark.slow
 @needs_own_loopback
 def test_demo_compares_with_ddp_and_draws(tmp_path):
     """On a loopback of its own: it counts all bytes there, other tests' too."""

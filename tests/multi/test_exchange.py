@@ -271,6 +271,7 @@ def reports(rank: RankExit, event: str) -> list[dict[str, Any]]:
     return [facts for facts in map(json.loads, lines) if facts["event"] == event]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [

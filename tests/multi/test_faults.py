@@ -50,6 +50,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("kind", "world_size", "algorithm"),
     [

@@ -23,6 +23,7 @@ from commlib.replica import replica_of
 from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
 from tests.multi.test_relaxations import two_nodes
+from tests.thin import fast
 from tests.waiting import eventually
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "algorithms.md"
@@ -167,10 +168,11 @@ def check_rows(own: list[tuple[str, str]]) -> None:
 
 
 ROWS = rows()
+FLAT = [row for row in ROWS if not has_nodes(row)]
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("row", [row for row in ROWS if not has_nodes(row)], ids=lambda row: row[0])
+@pytest.mark.parametrize("row", fast(FLAT, *FLAT[::4]), ids=lambda row: row[0])
 def test_algorithms_keep_what_the_page_says(row: tuple[str, str], world_size: int) -> None:
     run_ranks(check_rows, world_size, [row])
 

@@ -532,8 +532,10 @@ def test_full_precision_is_summed_by_node_first(wire_dtype: str, bucket_cap_mb: 
     "name",
     [
         "topk",
-        "ok_topk",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("ef_quantized", "signsgd", "randomk", "dgc", "powersgd")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("ok_topk", "ef_quantized", "signsgd", "randomk", "dgc", "powersgd")
+        ),
     ],
 )
 def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:

@@ -106,6 +106,7 @@ def train_in_turns(turns: int) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_every_kind_of_algorithm_in_turn() -> None:
     train_in_turns(2)

@@ -63,6 +63,7 @@ def measured() -> dict[str, Any]:
     return json.loads(results[0].output.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -28,12 +28,17 @@ from commlib.kernels.checks import CPU, Feedback, Random
 from commlib.kernels.codec_table import BLOCK_BY_ID, TOP_K_BLOCK
 from commlib.kernels.reference import BLOCK_CODECS, F32
 from tests.cuda_emulation import cases, emulator, random_cases
+from tests.thin import fast
 from tests.unit.test_block_codecs import IDS, STOCHASTIC
 
 pytestmark = [
     pytest.mark.skipif(emulator.compiler() is None, reason="no g++ to compile the emulation with"),
     pytest.mark.timeout(180),  # the first test of a codec compiles its kernels
 ]
+
+
+#: One codec of each kind of packing, for the fast part; bytes and values are compared for all.
+CHOSEN = ("int8", "uint8_minmax", "onebit", "mxfp4")
 
 
 @pytest.fixture(params=["ascending", "descending"])
@@ -55,42 +60,42 @@ def test_bytes_and_values(name: str, threads: emulator.Launches) -> None:
     assert threads.calls
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_any_bytes_decode(name: str, emulated: emulator.Launches) -> None:
     cases.check_any_bytes(name, CPU)
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("name", fast(STOCHASTIC, *CHOSEN))
 def test_stochastic_rounding(name: str, threads: emulator.Launches) -> None:
     cases.check_stochastic(name, CPU)
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("name", fast(STOCHASTIC, *CHOSEN))
 def test_random_numbers_follow_the_segments(name: str, threads: emulator.Launches) -> None:
     cases.check_segments(name, CPU)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_error_feedback(name: str, threads: emulator.Launches) -> None:
     cases.check_feedback(name, CPU)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_sums(name: str, threads: emulator.Launches) -> None:
     cases.check_sums(name, CPU)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_types(name: str, emulated: emulator.Launches) -> None:
     cases.check_types(name, CPU)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_chunks(name: str, threads: emulator.Launches) -> None:
     cases.check_chunks(name, CPU)
 
 
-@pytest.mark.parametrize("name", BLOCK_CODECS)
+@pytest.mark.parametrize("name", fast(BLOCK_CODECS, *CHOSEN))
 def test_unaligned_tensors(name: str, emulated: emulator.Launches) -> None:
     cases.check_unaligned(name, CPU)
 

@@ -49,6 +49,7 @@ def test_systems_are_trained_and_simulated_at_a_rate_and_at_a_networks_scale() -
     assert rows["topk(ratio=0.02)"].algorithm == "topk"
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.timeout(300)
 def test_what_cannot_be_run_or_simulated_is_named_and_the_others_are_measured() -> None:
@@ -151,6 +152,7 @@ def test_the_command_adds_latency_at_a_rate_and_for_a_network(monkeypatch: pytes
     assert "2 emulated hosts; a message takes 5000 us one way, whatever 10gbps's latency" in shown
 
 
+@pytest.mark.slow
 @needs_hosts
 @pytest.mark.skipif(bool(check_latency()), reason="; ".join(check_latency()))
 def test_hosts_have_the_latency_that_was_asked_for() -> None:

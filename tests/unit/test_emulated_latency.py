@@ -138,6 +138,7 @@ class TestLatency:
             assert elapsed_s > 0.035
 
 
+@pytest.mark.slow
 @needs_latency
 def test_the_benchmark_times_collectives_with_latency(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

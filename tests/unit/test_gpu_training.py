@@ -67,6 +67,7 @@ def test_file_names():
     assert gpu_trace.file_name("commlib:diloco(period=4)@25") == "commlib-diloco-period-4-25"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_a_short_run_notes_every_system(tmp_path):
     systems = "ddp(gradient_as_bucket_view=True)@25,commlib:allreduce@25,commlib:bytegrad@25"

@@ -134,6 +134,7 @@ def test_a_compiler_that_does_not_work_is_named_with_its_message(source_tree):
     assert "no standard library here" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_extension_builds_without_a_warning_at_a_path_with_a_space(source_tree):
     done = run_setup(source_tree, "-q", "build_ext", "--inplace")

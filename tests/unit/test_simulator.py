@@ -401,6 +401,7 @@ def test_4096_ranks_are_no_more_work_than_few(algorithm):
     assert num_calls(lambda: simulated(512)) < 1.5 * num_calls(lambda: simulated(4))
 
 
+@pytest.mark.slow
 def test_all_algorithms_take_seconds_on_128_ranks():
     """Five million calls take about five; the costliest algorithms make one million."""
     layers = tuple(

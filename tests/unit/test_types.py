@@ -54,6 +54,7 @@ def lines_with_errors_by_pyright(folder: Path) -> list[int]:
     return sorted({each["range"]["start"]["line"] + 1 for each in found if each["severity"] == "error"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines_with_errors", [lines_with_errors_by_mypy, lines_with_errors_by_pyright])
 def test_a_checker_finds_what_is_wrong_and_nothing_else(
     lines_with_errors: Callable[[Path], list[int]], tmp_path: Path
@@ -77,6 +78,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "env" / "bin"
 
 
+@pytest.mark.slow
 def test_the_types_of_all_public_functions_are_complete(installed: Path, tmp_path: Path) -> None:
     """A part that is not known is an error; that a `WrappedModel` derives from `Any` is meant."""
     env = {**os.environ, "PATH": f"{installed}{os.pathsep}{os.environ['PATH']}"}

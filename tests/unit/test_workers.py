@@ -62,6 +62,7 @@ def test_an_interrupt_waits_until_all_processes_have_been_started():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "after_s", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 3.0]
 )  # while processes start, and when they simulate
