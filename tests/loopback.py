@@ -6,8 +6,9 @@ import pytest
 
 from commlib.emulation.netns import check_requirements
 
-_MISSING = check_requirements()
+#: What emulated hosts lack here; asked once, as that makes a namespace.
+MISSING = check_requirements()
 
 #: Put before a command.
 OWN_LOOPBACK = ("unshare", "--net", "/bin/sh", "-c", 'ip link set lo up && exec "$@"', "sh")
-needs_own_loopback = pytest.mark.skipif(bool(_MISSING), reason="a loopback of its own needs " + "; ".join(_MISSING))
+needs_own_loopback = pytest.mark.skipif(bool(MISSING), reason="a loopback of its own needs " + "; ".join(MISSING))

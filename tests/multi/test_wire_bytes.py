@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from commlib.emulation import EmulatedCluster, check_requirements
+from commlib.emulation import EmulatedCluster
+from tests.loopback import MISSING
 from tests.multi.wire_bytes_script import ALGORITHMS, LAYERS, WIDTH
 
-_MISSING = check_requirements()
 _ROOT = Path(__file__).parents[2]
 N = 4
 MATRICES, VECTORS = LAYERS * WIDTH**2, LAYERS * WIDTH
@@ -64,7 +64,7 @@ def measured() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
+@pytest.mark.skipif(bool(MISSING), reason="emulated hosts need " + "; ".join(MISSING))
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_bytes_on_the_wire_are_those_of_the_formula(measured: dict[str, Any], name: str) -> None:

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from commlib.cli import app
-from commlib.emulation import check_latency, check_requirements, silence, synthetic
+from commlib.emulation import check_latency, silence, synthetic
 from commlib.emulation import experiment as emulation
 from commlib.errors import ConfigError, PeerFailure
 from commlib.network import presets, workloads
+from tests.loopback import MISSING
 from tests.waiting import Clock
 
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 
-needs_hosts = pytest.mark.skipif(bool(check_requirements()), reason="; ".join(check_requirements()))
+needs_hosts = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
 # What a busy machine warns of is not what these tests are about.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:emulated links are further than 2 %:UserWarning", "ignore:the emulated round trip is not:UserWarning"

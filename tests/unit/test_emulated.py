@@ -28,8 +28,7 @@ from commlib.emulation.cluster import Link
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
 from tests.waiting import LIMIT_S, Alarm, eventually
 
-_MISSING = check_requirements()
-needs_hosts = pytest.mark.skipif(bool(_MISSING), reason="emulated hosts need " + "; ".join(_MISSING))
+needs_hosts = pytest.mark.skipif(bool(MISSING), reason="emulated hosts need " + "; ".join(MISSING))
 _ROOT = Path(__file__).parents[2]
 _MISS = "ignore:emulated links are further than 2 %:UserWarning"
 
@@ -331,6 +330,7 @@ package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
 from commlib.emulation import EmulatedCluster
+from tests.loopback import MISSING
 with EmulatedCluster(hosts=2, rate="1gbit") as cluster:
     cluster.popen(0, ["sleep", "300"])
     print("ready", flush=True)

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from commlib.emulation import EmulatedCluster, check_requirements, forwarder, latency, linkprobe, netns
+from commlib.emulation import EmulatedCluster, forwarder, latency, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess
 from commlib.errors import ConfigError, TransportError
 from tests.waiting import ENDLESS_S, LIMIT_S, eventually
 
-_MISSING = check_requirements() or latency.check_latency()
+_MISSING = MISSING or latency.check_latency()
 needs_latency = pytest.mark.skipif(bool(_MISSING), reason="emulated latency needs " + "; ".join(_MISSING))
 _ROOT = Path(__file__).parents[2]
 # This machine may be busy with other tests; what is asserted here is asserted by its own limits.
@@ -354,6 +354,7 @@ package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
 from commlib.emulation import EmulatedCluster, netns
+from tests.loopback import MISSING
 with EmulatedCluster(hosts=2, latency_us=1000) as cluster, netns.temporary_folder() as folder:
     print(cluster._forwarder.pid, cluster._reaper.pid, folder, flush=True)
     time.sleep(300)
