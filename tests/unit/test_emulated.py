@@ -26,6 +26,7 @@ from commlib.emulation import (
 )
 from commlib.emulation.cluster import Link
 from commlib.errors import ConfigError, PeerFailure, PeerTimeout
+from tests.loopback import MISSING
 from tests.waiting import LIMIT_S, Alarm, eventually
 
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason="emulated hosts need " + "; ".join(MISSING))
@@ -330,7 +331,6 @@ package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
 from commlib.emulation import EmulatedCluster
-from tests.loopback import MISSING
 with EmulatedCluster(hosts=2, rate="1gbit") as cluster:
     cluster.popen(0, ["sleep", "300"])
     print("ready", flush=True)

@@ -23,6 +23,7 @@ import pytest
 from commlib.emulation import EmulatedCluster, forwarder, latency, linkprobe, netns
 from commlib.emulation.hostrun import HostProcess
 from commlib.errors import ConfigError, TransportError
+from tests.loopback import MISSING
 from tests.waiting import ENDLESS_S, LIMIT_S, eventually
 
 _MISSING = MISSING or latency.check_latency()
@@ -354,7 +355,6 @@ package = sys.modules["commlib"] = types.ModuleType("commlib")
 package.__path__ = [{path!r}]
 warnings.simplefilter("ignore")
 from commlib.emulation import EmulatedCluster, netns
-from tests.loopback import MISSING
 with EmulatedCluster(hosts=2, latency_us=1000) as cluster, netns.temporary_folder() as folder:
     print(cluster._forwarder.pid, cluster._reaper.pid, folder, flush=True)
     time.sleep(300)
