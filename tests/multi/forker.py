@@ -104,7 +104,8 @@ class Forker:
     def fork(self, job: ForkJob, given: socket.socket | None = None) -> ForkedRank:
         """Start a process that runs `job`; it is given the socket, if there is one, which is closed here."""
         connection = self._started()
-        COSTS.add(PROCESSES)
+        if given is None:  # those of the pool have one, and are few
+            COSTS.add(PROCESSES)
         connection.send_bytes(pickle.dumps((tuple(job), given is not None)))
         if given is not None:
             with given:

@@ -28,6 +28,8 @@ from tests.multi.forker import FORKER, ForkedRank, RankError, RankHang, rank_env
 from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
 NUM_RANKS = 4
+#: With more event loops of Gloo than this, which wake up a hundred times a second, a process is replaced.
+_MOST_LOOPS = 6
 #: How long hung ranks may take to write their stacks, on a machine that is busy with other tests.
 _STACKS_S = 30.0
 #: What the stack of a rank's main thread, which is written last, ends with: where a process begins, or where it is cut.
@@ -162,6 +164,8 @@ class RankPool:
             self.kill()
         if words:
             raise (RankHang if hung and not failed else RankError)("\n".join(["", *words]))
+        if any(outcome.num_loops > _MOST_LOOPS for outcome in outcomes.values()):
+            self.kill()
         skipped = [outcome.value for outcome in outcomes.values() if outcome.kind == "skip"]
         if skipped:
             pytest.skip(skipped[0])

@@ -60,10 +60,17 @@ class ForkJob(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a job ended on one rank: `kind` is "ok", "error" or "skip"; `value` is the result or the words."""
+    """How a job ended on one rank.
+
+    Attributes:
+        kind: "ok", "error" or "skip".
+        value: The result, or the words.
+        num_loops: Threads of Gloo that are still there: one for each group that something keeps.
+    """
 
     kind: str
     value: Any
+    num_loops: int = 0
 
 
 def resolve(module: str, qualname: str) -> Callable[..., Any]:
@@ -232,6 +239,15 @@ def encode(outcome: Outcome) -> bytes:
         return pickle.dumps(("error", f"the result of the job cannot be pickled: {error!r}"))
 
 
+def num_loops() -> int:
+    """Return how many of Gloo's event loops run in this process."""
+    found = 0
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as name:  # it may end meanwhile
+            found += name.read().startswith("gloo_tcp_loop")
+    return found
+
+
 def serve(fd: int, stack_path: str) -> None:
     """Serve jobs from the socket `fd` until it closes; SIGUSR1 lets this process write its stacks to a file."""
     connection = Connection(fd)
@@ -244,7 +260,8 @@ def serve(fd: int, stack_path: str) -> None:
             job = Job(*pickle.loads(connection.recv_bytes()))
         except EOFError:
             return
-        connection.send_bytes(encode(run_job(job, background)))
+        outcome = run_job(job, background)
+        connection.send_bytes(encode(outcome._replace(num_loops=num_loops())))
 
 
 def serve_forks(fd: int) -> None:
