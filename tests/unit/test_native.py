@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.errors import CommlibError, ConfigError
-from commlib.kernels import native
+from commlib.errors import CodecError, CommlibError, ConfigError
+from commlib.kernels import checks, native
 from tests.waiting import eventually
 
 FLOAT_TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -354,3 +354,13 @@ def test_unfit_tensors_are_left_to_torch_and_nothing_is_written(what) -> None:
     if isinstance(tensors[1], torch.Tensor):
         assert not native.scatter_bytes(flat, tensors)
         assert (first == 0).all()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_payloads_begin_at_multiples_of_16_bytes(offset: int) -> None:
+    """The kernels of all instruction sets read sections of a payload as vectors."""
+    room = torch.zeros(64, dtype=torch.uint8)
+    start = -room.data_ptr() % 16
+    checks.check_payload("payload", room[start : start + 32], 32)
+    with pytest.raises(CodecError, match="payload: expected an address that is a multiple of 16"):
+        checks.check_payload("payload", room[start + offset : start + offset + 32], 32)

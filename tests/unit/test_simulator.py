@@ -267,6 +267,18 @@ def test_latencies_overlap_where_several_collectives_are_under_way():
     assert ends[1][1] < 1.01 * ends[1][0]
 
 
+def test_a_collective_starts_when_the_first_of_those_under_way_ends():
+    request = Communicator(0, 4).all_reduce(meta_bytes(8))
+    links = Links(FOUR, dataclasses.replace(RING, in_flight=2), FREE)
+    zero = torch.zeros(1).numpy()
+    _, first = links.carry("c", request, zero)
+    late = first / 2  # the second ends half a collective after the first
+    _, second = links.carry("c", request, late)
+    start, _ = links.carry("c", request, late)
+    assert start[0] == pytest.approx(first[0])
+    assert second[0] == pytest.approx(1.5 * first[0])
+
+
 # --- ranks that differ ------------------------------------------------------------------------------------------------
 
 
