@@ -285,7 +285,6 @@ class ReferenceSgd:
         self.line[rank][shard] = ("reply", (self.versions[shard], newest))
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize(
     "options",
     [

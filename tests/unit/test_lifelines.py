@@ -64,6 +64,14 @@ def test_a_verdict_waits_for_the_word_that_comes_later(ranks: Ranks) -> None:
     assert ranks.lines[0].verdict(LIMIT_S).ranks == [1]
 
 
+@pytest.mark.parametrize(("word", "is_lost"), [(Word.LEFT, False), (Word.FAILED, True), (Word.GAVE_UP, True)])
+def test_a_rank_that_leaves_in_good_order_is_not_lost(ranks: Ranks, word: Word, is_lost: bool) -> None:
+    """What it has sent is still to be received."""
+    ranks.lines[1].close(word)
+    assert eventually(lambda: ranks.lines[0].peers[1].ending is not None)
+    assert list(ranks.lines[0].lost()) == ([1] if is_lost else [])
+
+
 def test_those_who_report_and_end_after_another_one_are_not_blamed(ranks: Ranks) -> None:
     """Rank 3 comes very late: the others have reported, raised, and left or been killed meanwhile."""
     ranks.kill(1)
