@@ -28,7 +28,7 @@ _STEPS = 6
 _ROUNDS_OF_ZEROS = 60
 #: What may still be owed after them by one that has not come to an end, such as one of one bit.
 _STILL_OWED = 0.05
-#: Steps, or exchanges, after which every rank must count in what is left.
+#: Steps, or exchanges, after which every rank must count in the result.
 _PATIENCE = 200
 #: Steps that show a momentum.
 _LONG_RUN = 12
@@ -212,7 +212,7 @@ def _keeps_mean(subject: Subject) -> bool:
 def contract_mean_of_weights(subject: Subject) -> None:
     """Rounds that keep the mean of the weights keep it: the ranks' mean goes where SGD with mean gradients goes.
 
-    Replicas that are fed alike stay as training each by itself leaves them.
+    Replicas that are fed identical data stay as local training leaves them.
     """
     steps = subject.channel.warmup_steps + 3 * subject.channel.cycle + 1
     apart, start = Feeding(subject), joined(build(Fed).parameters())
@@ -224,11 +224,11 @@ def contract_mean_of_weights(subject: Subject) -> None:
     torch.testing.assert_close(apart.training.flat(), expected, rtol=1e-5, atol=1e-6)
     if not subject.channel.keeps_step:
         return  # a round may hold the weights of different steps
-    alike = Feeding(subject)
+    same = Feeding(subject)
     for step in range(steps):
-        alike.step(alike.gradient(step, 0))
-    expected = start - _LR * torch.stack([alike.gradient(step, 0).double() for step in range(steps)]).sum(dim=0)
-    torch.testing.assert_close(alike.training.flat(), expected, rtol=1e-5, atol=1e-6)
+        same.step(same.gradient(step, 0))
+    expected = start - _LR * torch.stack([same.gradient(step, 0).double() for step in range(steps)]).sum(dim=0)
+    torch.testing.assert_close(same.training.flat(), expected, rtol=1e-5, atol=1e-6)
 
 
 def _moves_weights(subject: Subject) -> bool:
