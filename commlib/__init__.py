@@ -8,7 +8,16 @@ from commlib.checkpoint import Checkpoint
 from commlib.errors import CodecError, CommlibError, ConfigError, LossWarning, PeerFailure, PeerTimeout, TransportError
 from commlib.parallel import WrappedModel
 from commlib.version import __version__
-from commlib.wrap import expect_backward, load_state_dict, state_dict, stats, synchronize, unwrap, wrap
+from commlib.wrap import (
+    expect_backward,
+    load_state_dict,
+    set_optimizer,
+    state_dict,
+    stats,
+    synchronize,
+    unwrap,
+    wrap,
+)
 
 __all__ = [
     "Checkpoint",
@@ -27,6 +36,7 @@ __all__ = [
     "expect_backward",
     "load_state_dict",
     "optim",
+    "set_optimizer",
     "state_dict",
     "stats",
     "synchronize",

@@ -25,6 +25,7 @@ from commlib.engine import state as checkpoints
 from commlib.engine.engine import Engine
 from commlib.errors import ConfigError
 from commlib.join import JoinState
+from commlib.pipelining.stages import is_from_stage
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of, reshard
 from commlib.transport.closing import Finalizer
@@ -102,6 +103,11 @@ class Replica:
         if not self.engine.gradients.is_idle:
             self.engine.gradients.backward.expect()
 
+    def communicate(self) -> None:
+        """Communicate the gradients as they are: those of the last micro-batch of a pipeline's step."""
+        if not self.engine.gradients.is_idle:
+            self.engine.gradients.communicate()
+
     def begin_forward(self) -> Replica:
         """Before a forward of training: see `before_forward`. Returns itself."""
         self.before_forward()
@@ -113,6 +119,9 @@ class Replica:
         if not torch.is_grad_enabled():
             return
         self._follow_model()
+        self.engine.gradients.backward.is_deferred = is_from_stage(self)
+        if self.require_sync and self.bare.training:
+            engine.tell_of_loads()
         if self.tuner is not None and self.require_sync:
             with engine.line.wholly():
                 self.tuner.forward_begins()
@@ -128,7 +137,7 @@ class Replica:
         gradients.backward.forget_failed()
         engine.check()
         engine.settle_weights()
-        engine.look_for_other_steps()
+        engine.look_for_uncounted_changes()
         self.structure.check(self.bare, engine.parameters)
         if self.structure.was_unfrozen() or gradients.idle_parameters.is_due() or engine.has_moved():
             self._adopt_parameters()
@@ -217,10 +226,12 @@ class Replica:
         self._reshard()
         self.engine.drain()
 
-    def synchronize(self) -> None:
+    def synchronize(self, optimizer: bool = False) -> None:
         """See `commlib.synchronize`."""
         self._reshard()
         self.engine.synchronize()
+        if optimizer:
+            self.engine.synchronize_optimizer()
         self._broadcast("the broadcast of buffers", self._copied_buffers(), 0)
 
 

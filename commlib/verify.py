@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.arguments import described
 from commlib.codecs import BlockCodec, SparseCodec
 from commlib.engine.buckets.slot import name_some
 from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
-from commlib.sharding.local import copied, is_by_fsdp, is_sharded, island_of, local_of, ranks_of, spec_of
+from commlib.sharding.local import copied, divide_factors, is_by_fsdp, is_sharded, island_of, local_of, ranks_of, spec_of
 from commlib.transport.base import Transport
 
 
@@ -155,6 +156,14 @@ def _check_island(model: nn.Module, trained: dict[str, nn.Parameter], algorithm:
             "different gradients for them, which neither FSDP2 nor commlib would average. Call fully_shard(model, ...) "
             "on the whole model last; or average them yourself and name them in ignored_parameters"
         )
+    factors, is_sum = divide_factors(model), getattr(algorithm, "op", None) == "sum"
+    if factors and not is_sum and algorithm.channel.keeps_replicas_alike:
+        raise ConfigError(
+            f"FSDP2's set_gradient_divide_factor({min(factors):g}) is for sums over all ranks, and {algorithm.name!r} "
+            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. "
+            "Do not set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
+            "commlib.algorithms.AllReduce(op='sum')"
+        )
     if isinstance(algorithm, Auto):
         raise ConfigError(
             f"{name_some([name for name, each in trained.items() if is_sharded(each)])} are DTensors, and 'auto' would "
@@ -189,23 +198,32 @@ def describe(
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the algorithm's name and its options: public attributes that are plain, codecs or dataclasses."""
-    public = {k: v for k, v in vars(algorithm).items() if not k.startswith("_")}
+    """Return what ranks must have in common of an algorithm: its class, its arguments, its channel.
+
+    Public attributes that are plain, codecs or dataclasses are there, too: they may have been set after it was made.
+    """
+    public = {k: v for k, v in vars(algorithm).items() if not k.startswith("_") and k not in algorithm.may_differ}
     shown = (str, int, float, bool, type(None), BlockCodec, SparseCodec)
     plain = {k: repr(v) for k, v in public.items() if isinstance(v, shown) or dataclasses.is_dataclass(v)}
     return {
-        "algorithm": (type(algorithm).__name__, sorted(plain.items(), key=lambda item: item[0])),
+        "algorithm": (type(algorithm).__name__, described(algorithm), sorted(plain.items(), key=lambda item: item[0])),
         "channel": algorithm.channel,
     }
 
 
-def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], error: Exception | None) -> None:
+def agree(
+    transport: Transport,
+    pairs: Callable[[], Iterable[tuple[str, str]]],
+    error: Exception | None,
+    what: str = "wrap",
+) -> None:
     """Check that no rank has an error and that all have the same pairs. Collective; raises alike on every rank.
 
     Args:
         transport: Carries the digests, and the pairs themselves only where they differ.
         pairs: Yields this rank's pairs, anew at each call.
         error: What is wrong on this rank already.
+        what: Which function the ranks are in.
 
     Raises:
         ConfigError: Some rank's own error, or a difference: which item, and which ranks have what.
@@ -223,7 +241,7 @@ def agree(transport: Transport, pairs: Callable[[], Iterable[tuple[str, str]]], 
     failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
-        raise ConfigError(f"rank {transport.rank}: wrap failed on ranks {sorted(failed)}; rank {rank} says: {text}")
+        raise ConfigError(f"rank {transport.rank}: {what} failed on ranks {sorted(failed)}; rank {rank} says: {text}")
     if len({digest for _, digest in reports}) > 1:
         difference = _difference(transport.gather_objects(list(pairs())))
         transport.part()
@@ -362,5 +380,10 @@ class Structure:
 
 
 def _is_gathered(now: Any, then: Any) -> bool:
-    """Return whether `now` is what FSDP2 has put in the place of a sharded parameter for a while."""
-    return is_sharded(then) and isinstance(now, nn.Parameter) and not is_sharded(now) and now.shape == then.shape
+    """Return whether `now` is what FSDP2 has put in the place of a sharded parameter for a while.
+
+    That is the whole, or with `reshard_after_forward=<int>` a part on another mesh of the same ranks.
+    """
+    if not (is_sharded(then) and isinstance(now, nn.Parameter) and now.shape == then.shape):
+        return False
+    return not is_sharded(now) or (ranks_of(now) == ranks_of(then) and now.device_mesh != then.device_mesh)

@@ -14,12 +14,12 @@ from typing import Any, cast, overload
 import torch
 from torch import nn
 
-from commlib import algorithms, verify
+from commlib import algorithms, ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.known import keeping_up, loses_with
-from commlib.engine import optimizers
+from commlib.engine import optimizer_state, optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
 from commlib.engine.buckets.slot import name_some
@@ -46,12 +46,13 @@ def wrap(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     process_group: Any = None,
     bucket_cap_mb: float | None = None,
-    broadcast_buffers: bool = True,
+    broadcast_buffers: bool | None = True,
     init_sync: bool = True,
     ignored_parameters: Sequence[str | nn.Parameter] = (),
     scaler: Any = None,
     timeout: float | timedelta | None = None,
     unannounced: str = "warn",
+    **ddp: Any,
 ) -> WrappedModel[M]:
     """Make `model` train in parallel over the ranks of a process group, in place.
 
@@ -80,6 +81,8 @@ def wrap(
             or as long as this one, if that is longer; for a rank that dies it waits no longer.
         unannounced: What becomes of a backward that stays local because neither a forward of the wrapped model nor
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
+        **ddp: Further arguments of `DistributedDataParallel`, such as `device_ids` and `find_unused_parameters`, where
+            they ask for what commlib does anyway; the others are refused (docs/reference/differences.md has all).
 
     Returns:
         `model` itself, typed as what it was and as a `WrappedModel`.
@@ -92,9 +95,10 @@ def wrap(
         TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
     closing.drain()  # what was dropped is gone before connections are made anew
-    group = resolve_group(process_group)
+    group = resolve_group(ddp_arguments.group(process_group, ddp))
     ranks = torch.distributed.get_process_group_ranks(group)
-    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks)
+    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, ddp)
+    broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
     if unannounced not in ("warn", "error"):
         setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
     duration, longest, error = _timeouts(timeout, group, setup)
@@ -105,6 +109,9 @@ def wrap(
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         verify.agree(transport, lambda: setup.pairs(options), setup.error or error)
         assert setup.algorithm is not None
+        if setup.algorithm.channel.keeps_replicas_alike:
+            own_state = optimizer_state.digests(setup.optimizer, setup.parameters)
+            optimizer_state.agree(transport.gather_objects, own_state, transport.rank)
         if transport.rank == 0 and transport.world_size > 1:
             _warn_of_losses(setup.algorithm, setup.optimizer)
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
@@ -232,17 +239,57 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     checkpoints.load(replica.engine, dict(state))
 
 
-def synchronize(model: nn.Module) -> None:
+def synchronize(model: nn.Module, optimizer: bool = False) -> None:
     """Make the model the same on all ranks: the consensus of the replicas. Collective.
 
     Background rounds are taken first. Algorithms on gradients keep replicas alike, so only buffers are copied then;
     for the others the parameters become their mean over the ranks.
 
+    Args:
+        model: A wrapped model.
+        optimizer: Whether the state of the optimizer given to `wrap` becomes the same, too: the mean of floating-point
+            tensors, and rank 0's counters (numbers, tensors of one element or of integers).
+
     Raises:
-        ConfigError: The model is not wrapped.
+        ConfigError: The model is not wrapped; or `optimizer` is asked for and none was given, or the ranks' states are
+            of different parameters or shapes.
         TransportError: A rank did not take part.
     """
-    replica_of(model).synchronize()
+    replica_of(model).synchronize(optimizer)
+
+
+def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+    """Follow the steps of another optimizer than the one given to `wrap`, from the next step on. Collective.
+
+    Every rank calls it between two steps, with an optimizer of the same class. Steps that were made stay counted, so
+    that warm-ups and periods go on. What an algorithm keeps of gradients or weights (residuals, anchors, outer momentum)
+    stays. What the old optimizer kept stays with it: copy it with `load_state_dict` first if the new one is to go on
+    from there. Rounds in the background are waited for; of asynchronous ones the result is dropped.
+
+    Args:
+        model: A wrapped model.
+        optimizer: As in `wrap`: an optimizer, a proxy of one, or a sequence of those.
+
+    Raises:
+        ConfigError: The model is not wrapped; or, on every rank: the algorithm cannot go on with the optimizer, or its
+            class differs between ranks. The old one is followed then.
+        CommlibError: The communication has ended.
+    """
+    replica = replica_of(model)
+    engine = replica.engine
+    engine.check()
+    found, error = None, None
+    try:
+        found = optimizers.resolve(optimizer)
+        if found is None:
+            raise ConfigError("set_optimizer: expected an optimizer, got None")
+        _check_optimizer(engine.algorithm, found, engine.parameters)
+        engine.algorithm.check_optimizer(found, engine.progress.is_warming_up)
+    except Exception as caught:
+        error = caught
+    verify.agree(engine.transport, lambda: [("optimizer", optimizers.names_of(found))], error, "set_optimizer")
+    replica.drain()
+    engine.set_optimizer(found)
 
 
 @torch._disable_dynamo  # a graph would leave it out
@@ -288,12 +335,14 @@ class _SetUp:
         bucket_cap_mb: Any,
         scaler: Any,
         ranks: Sequence[int],
+        ddp: Mapping[str, Any],
     ) -> None:
         self.model = model
         self.algorithm: Algorithm | None = None
         self.optimizer: Any = None
         self.parameters: list[Any] = []
         self.ignored: set[str] = set()
+        self.scaler = scaler
         self.error: Exception | None = None
         self.device = torch.device("cpu")
         try:
@@ -304,6 +353,7 @@ class _SetUp:
             self.parameters = verify.parameters_of(model, self.ignored)
             verify.check_model(model, self.parameters)
             self.device = self.parameters[0].param.device
+            ddp_arguments.check(ddp, self.device, algorithm)
             _check_notowned(self.parameters)
             verify.check_steps([parameter.param for parameter in self.parameters])
             self.algorithm = algorithms.create(algorithm)
@@ -324,6 +374,8 @@ class _SetUp:
         """Yield what must be alike on all ranks."""
         assert self.algorithm is not None
         options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
+        if self.scaler is not None and self.algorithm.channel.keeps_replicas_alike:
+            options["scaler"] = optimizers.scale_of(self.scaler)
         return verify.describe(self.model, self.parameters, self.ignored, options)
 
 
@@ -366,6 +418,12 @@ def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[
         if needed:
             raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
         return
+    if not algorithm.channel.keeps_replicas_alike and optimizers.has_points(optimizer):
+        raise ConfigError(
+            f"optimizer: {optimizers.names_of(optimizer)} trains at another point than the one that is evaluated (it "
+            f"has train() and eval()), and {algorithm.name!r} would average one of them over the ranks and not the "
+            "other. Use an algorithm on gradients"
+        )
     missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
     if missing and needed:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from commlib.arguments import Recorded
 from commlib.algorithms.channels import Channel, Gradients
 from commlib.errors import ConfigError
 from commlib.primitives.parts import Part
@@ -185,7 +186,7 @@ class Traffic:
     memory_bytes: int = 0
 
 
-class Algorithm:
+class Algorithm(Recorded):
     """A relaxation of data-parallel communication. Subclass it in a file named as the algorithm.
 
     The engine calls `setup` whenever the buckets are made anew, then drives one `communicate` per bucket and round.
@@ -229,6 +230,17 @@ class Algorithm:
 
     def setup(self, context: Context) -> None:
         """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, is_warming_up: bool) -> None:
+        """Refuse an optimizer in the place of the one that was followed so far. `setup` comes after it.
+
+        Args:
+            optimizer: The user's new one.
+            is_warming_up: Whether gradients are still averaged in full precision.
+
+        Raises:
+            ConfigError: The algorithm cannot go on with it; the old one is followed then.
+        """
 
     def begin(self, bucket: BucketView) -> None:
         """For weights: look at them (in `bucket.flat`) before the first step that is counted.

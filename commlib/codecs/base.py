@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from commlib.arguments import Recorded
 from commlib.errors import CodecError
 from commlib.kernels import cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
 from commlib.kernels.checks import Feedback, Random
@@ -30,7 +31,7 @@ def from_table(name: str) -> Callable[[C], C]:
     return fill
 
 
-class BlockCodec:
+class BlockCodec(Recorded):
     """A codec of independent blocks: bytes and values are those of docs/reference/wire_format.md, on every device.
 
     A tensor of `numel` elements is cut into chunks of `chunk` elements (by default one chunk). Their payloads follow

@@ -25,7 +25,7 @@ class _Shown:
     """Shows a codec with its attributes, alike on all ranks."""
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name[0] != "_")
         return f"{type(self).__name__}({options})"
 
 

@@ -8,12 +8,13 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
+from commlib.arguments import Recorded
 from commlib.codecs.base import Feedback, Random, from_table, sparse_executor_of
 from commlib.errors import CodecError
 from commlib.kernels import checks, cuda_sparse, native_sparse
 
 
-class SparseCodec(ABC):
+class SparseCodec(Recorded, ABC):
     """A codec that names at most `places(numel)` elements of a chunk; bytes are those of docs/reference/wire_format.md.
 
     The capacity is fixed, so the size of a payload is known in advance. Use it with error feedback, which keeps what

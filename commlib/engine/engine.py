@@ -6,27 +6,43 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from commlib.algorithms.base import Algorithm
+from commlib.engine import optimizer_state
 from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.channels.opening import open_beside
 from commlib.engine.line import Line
 from commlib.engine.loads import Loads
 from commlib.engine.modes import in_plain_mode
-from commlib.engine.optimizers import OtherSteps, Steps, all_of
+from commlib.engine.optimizers import Steps, all_of, names_of
+from commlib.engine.pace import Pace
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.unseen import NUM_CHANGES, Enclosing, Observer, UncountedChanges, has_parameters_of, ignore, observe
+from commlib.errors import ConfigError
 from commlib.transport.base import Communicator, Transport
 from commlib.transport.closing import Finalizer
+
 
 _log = logging.getLogger("commlib")
 
 
-class Engine:
+def _has_tensors(state: Any) -> bool:
+    """Return whether there is a tensor in nested mappings and sequences."""
+    if isinstance(state, Mapping):
+        return any(map(_has_tensors, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(_has_tensors, state))
+    return isinstance(state, torch.Tensor) and state.numel() > 0
+
+
+class Engine(Observer):
     """A model's channels, and the steps of its optimizer.
 
     The channel of gradients is always there; beside it may be one of what else the algorithm communicates.
@@ -43,6 +59,7 @@ class Engine:
         gradients: The channel of gradients.
         channels: All channels; the last one carries out the algorithm.
         progress: Which step it is.
+        pace: What a step takes.
         has_loaded: Whether state was loaded of which it is not known yet that all ranks have the same.
     """
 
@@ -57,6 +74,7 @@ class Engine:
     ) -> None:
         self.device = parameters[0].param.device
         self.has_loaded = False
+        self._lacks_state = self._has_state = self._has_told_of_loads = False
         self._settings = Settings(cap_bytes, optimizer, scaler)
         driver, self._release = acquire(self.device)
         self._finalizer = Finalizer(self, self._release, f"the driver of a model on {self.device}")
@@ -64,13 +82,20 @@ class Engine:
         self.gradients = GradientChannel(self.line, self.device, self._settings)
         self.channels: list[OpenChannel] = [self.gradients]
         self._use(algorithm, parameters)
-        own = weakref.ref(self)
+        self._follow_steps()
+        observe(self)
+
+    def _follow_steps(self) -> None:
+        """Count the steps of the optimizer and the scaler that are set."""
+        own, tensors = weakref.ref(self), [parameter.param for parameter in self.parameters]
         self._steps = Steps(
-            optimizer,
-            scaler,
+            self.optimizer,
+            self._settings.scaler,
             lambda has_closure: (engine := own()) and engine._step_begins(has_closure),
             lambda: (engine := own()) and engine._step_ends(),
         )
+        refuse = lambda outer: (engine := own()) and engine._refuse_enclosing(outer)  # noqa: E731
+        self._enclosing = Enclosing(all_of(self.optimizer), tensors, refuse)
 
     @property
     def transport(self) -> Transport:
@@ -90,6 +115,9 @@ class Engine:
     def _use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         self.algorithm = algorithm
         self.progress = Progress(algorithm.channel, counts_backwards=self.optimizer is None)
+        self.pace = Pace(algorithm.channel.cycle)
+        own = weakref.ref(self)
+        self.progress.when_counted = lambda: (engine := own()) and engine._note_pace()
         self._take(parameters)
         self.gradients.use(algorithm, self.progress, self.parameters)
 
@@ -97,7 +125,8 @@ class Engine:
         group = self.algorithm.group
         self.parameters = [dataclasses.replace(p, group=group(p.name, p.param)) for p in parameters]
         tensors = [p.param for p in parameters]
-        self._other_steps, self._loads = OtherSteps(tensors), Loads(tensors)
+        self._own_ids = frozenset(map(id, tensors))
+        self._changes, self._loads = UncountedChanges(tensors), Loads(tensors)
 
     def open(self, connect: Callable[[], Transport]) -> None:
         """Open the channel beside that of gradients, if the algorithm has one. Collective.
@@ -118,6 +147,18 @@ class Engine:
             self._close_beside()
             self._use(algorithm, self.parameters)
             self.open(connect)
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Follow the steps of another optimizer from now on. Collective, and not within a backward."""
+        self._steps.close()
+        self._enclosing.close()
+        self._settings = dataclasses.replace(self._settings, optimizer=optimizer)
+        with self.line.wholly():
+            self.progress.counts_backwards = False
+            for channel in self.channels:
+                channel.set_up(self._settings)
+            self._changes.expect_change()
+            self._follow_steps()
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on, with a plan that starts anew. Collective, not within a backward."""
@@ -144,36 +185,94 @@ class Engine:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def look_for_other_steps(self) -> None:
-        """Before a forward of training: say so where weights change and the optimizer that is known makes no step."""
-        if self.optimizer is None or not self.algorithm.channel.follows_steps:
+    @property
+    def _follows_steps(self) -> bool:
+        """Whether steps that the optimizer does not make would change what is communicated from now on."""
+        declared = self.algorithm.channel
+        return self.optimizer is not None and (
+            declared.needs_optimizer or (declared.follows_steps and self.progress.step < declared.steady_step)
+        )
+
+    def look_for_uncounted_changes(self) -> None:
+        """Before a forward of training: raise where the weights change and no given optimizer steps.
+
+        Raises:
+            ConfigError: They do; see [Note: evidence] in `unseen.py`.
+        """
+        if not self._follows_steps:
             return
         if self._steps.in_step:  # whose closure this forward is in
-            self._other_steps.expect_change()
-        count = self._other_steps.at_forward(self.progress.step)
-        if str(count).rstrip("0") == "2":  # 2, 20, 200, ...: one change may be anything
-            known = ", ".join(type(each).__name__ for each in all_of(self.optimizer))
-            _log.warning(
-                "rank %d: the weights have changed %d times from forward to forward, and commlib.wrap was given an "
-                "optimizer (%s) that made no step, or several not all of which did. The algorithm %r follows these "
-                "steps: rounds over weights, warm-ups and periods do not come. Give commlib.wrap the optimizer that "
-                "makes the steps, after commlib.unwrap(model)",
-                self.comm.rank,
-                count,
-                known,
-                self.algorithm.name,
+            self._changes.expect_change()
+        if self._changes.at_forward(self._steps.num_seen):
+            raise ConfigError(
+                f"rank {self.comm.rank}: the weights have changed after each of the last {NUM_CHANGES} forwards, and "
+                f"{self._names} made no step. {self._why_that_matters}"
             )
 
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to step: refuse a step that comes too early, or that is not counted.
+
+        Raises:
+            ConfigError: It is such a one; see [Note: evidence] in `unseen.py`.
+        """
+        if self.line.error is not None:  # which the next forward raises
+            return
+        is_given = any(optimizer is each for each in all_of(self.optimizer))
+        if self.gradients.backward.is_communicating:
+            if has_parameters_of(optimizer, self._own_ids):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: {type(optimizer).__name__} makes a step inside of backward, before the "
+                    "gradients have been communicated, so that each rank would step with its own. Make the step after "
+                    "backward"
+                )
+        elif not is_given and self._follows_steps and not self._steps.in_step:
+            if has_parameters_of(optimizer, self._own_ids):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: a step of {type(optimizer).__name__} over parameters of the wrapped "
+                    f"model, and commlib.wrap was given {self._names}. {self._why_that_matters}"
+                )
+
+    def _refuse_enclosing(self, outer: Any) -> None:
+        raise ConfigError(
+            f"rank {self.comm.rank}: {type(outer).__name__}.step calls the step of {self._names}, which commlib.wrap "
+            f"was given, and changes the weights after it: {self.algorithm.name!r} would act in the middle of a step. "
+            "Use an optimizer that makes its whole step in a torch.optim.Optimizer, or an algorithm on gradients"
+        )
+
+    @property
+    def _names(self) -> str:
+        return names_of(self.optimizer)
+
+    @property
+    def _why_that_matters(self) -> str:
+        return (
+            f"The algorithm {self.algorithm.name!r} follows the steps of the optimizer that it was given: its rounds, "
+            "warm-ups and periods would not come. Call commlib.set_optimizer(model, optimizer) with the "
+            "torch.optim.Optimizer that makes the steps, or a list of them, on all ranks"
+        )
+
     def _step_begins(self, has_closure: bool) -> None:
+        if self._watches_enclosing:
+            self._enclosing.before_step()
         self.settle_weights()
         for channel in self.channels:
             channel.line.check_streams()
             channel.begin_step(has_closure)
 
     def _step_ends(self) -> None:
+        self._has_state = False
         self.progress.end_step()
         for channel in self.channels:
             channel.end_step()
+        if self._watches_enclosing:
+            self._enclosing.after_step()
+
+    def _note_pace(self) -> None:
+        self.pace.note(sum(each.bytes_sent for each in self.channels), sum(each.waited_s for each in self.channels))
+
+    @property
+    def _watches_enclosing(self) -> bool:
+        return not self.algorithm.channel.keeps_replicas_alike
 
     @in_plain_mode
     def drain(self) -> None:
@@ -187,10 +286,22 @@ class Engine:
     def synchronize(self) -> None:
         """Give all ranks the same weights. Collective."""
         self.settle_weights()
-        self._other_steps.expect_change()
+        self._changes.expect_change()
         for channel in self.channels:
             with channel.line.wholly():
                 channel.synchronize()
+
+    @in_plain_mode
+    def synchronize_optimizer(self) -> None:
+        """Give all ranks the same optimizer's state. Collective.
+
+        Raises:
+            ConfigError: No optimizer is known, or the ranks' states have no mean.
+        """
+        if self.optimizer is None:
+            raise ConfigError("synchronize(optimizer=True): commlib.wrap was given no optimizer")
+        gather = self.transport.gather_objects
+        optimizer_state.synchronize(self.line, gather, self.optimizer, self.parameters)
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -198,13 +309,34 @@ class Engine:
         self._loads.begin()
         yield
         self._loads.end()
-        self._other_steps.expect_change()
+        self._changes.expect_change()
         if not self.algorithm.channel.has_rounds:  # its peers ask this rank at any time
             self.settle_weights()
 
     def forget_loads(self) -> None:
         """Whatever is kept of the weights is loaded now: that they were is no matter any more."""
         self._loads.settle()
+        self._lacks_state, self._has_state = False, True
+
+    def tell_of_loads(self) -> None:
+        """Before a synchronised backward: say once where weights were loaded, and no state of the communication."""
+        lacks, self._lacks_state = self._lacks_state, False
+        if not lacks or self._has_told_of_loads or self.comm.rank != 0 or self.comm.world_size == 1:
+            return
+        if not self.algorithm.channel.keeps_replicas_alike:
+            what = (
+                "ranks have weights of their own between rounds, so what one rank has saved of them is not the mean "
+                "of all. Call commlib.synchronize(model) on all ranks before one of them saves the model"
+            )
+        elif _has_tensors(self.channels[-1].keeper.state_dict()):
+            what = (
+                "what it keeps of earlier gradients (residuals, momentum) starts from zero. Save "
+                "commlib.state_dict(model) on each rank, or commlib.Checkpoint, to resume it"
+            )
+        else:
+            return
+        self._has_told_of_loads = True
+        _log.warning("weights were loaded into a model wrapped with %r, and no state of it: %s", self.algorithm.name, what)
 
     def settle_weights(self) -> None:
         """Let algorithms that keep something of earlier weights start anew, if others were loaded that stay."""
@@ -213,6 +345,7 @@ class Engine:
 
     @in_plain_mode
     def _begin_anew(self) -> None:
+        self._lacks_state = not self._has_state  # else it was loaded before the weights
         for channel in self.channels:
             channel.weights_were_loaded()
         declared = self.algorithm.channel
@@ -226,7 +359,9 @@ class Engine:
 
     def close(self) -> None:
         """Remove every hook and give up the driver and the communicators. Harmless when called twice."""
+        ignore(self)
         self._steps.close()
+        self._enclosing.close()
         self._close_beside()
         self.gradients.close()
         if self._finalizer.detach():

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from commlib.engine.bits import sums
 from commlib.engine.modes import in_plain_mode
 from commlib.sharding.local import local_of
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Loads:
@@ -51,10 +50,4 @@ class Loads:
     @in_plain_mode
     def _digest(self) -> list[int]:
         """Return the sum of the bits of each parameter."""
-        sums = [_bits(local_of(parameter.data)).sum(dtype=torch.int64) for parameter in self._parameters]
-        return torch.stack(sums).tolist()
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    values = torch.view_as_real(values) if values.is_complex() else values
-    return values.view(_INTEGERS[values.element_size()])
+        return sums([local_of(parameter.data) for parameter in self._parameters])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,8 +14,7 @@ from commlib import locks
 from commlib.errors import ConfigError
 from commlib.weak import WeakMembers
 
-#: How many of a model's parameters are looked at to see whether weights have changed.
-_NUM_WATCHED = 8
+_log = logging.getLogger("commlib")
 
 #: Names of classes, in capitals, whose steps are in proportion to the gradient.
 _SGD = ("SGD", "ASGD", "LARS")
@@ -60,6 +60,27 @@ def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     return optimizer.optimizers if isinstance(optimizer, Joint) else (optimizer,)
 
 
+def scale_of(scaler: Any) -> dict[str, float]:
+    """Return what a GradScaler's losses are scaled with, and how that changes: the same on ranks that keep in step."""
+    if not scaler.is_enabled():
+        return {}
+    getters = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "_get_growth_tracker")
+    return {name.strip("_"): float(getattr(scaler, name)()) for name in getters if hasattr(scaler, name)}
+
+
+def names_of(optimizer: Any) -> str:
+    """Return the names of the classes of what `resolve` returned, for messages."""
+    return ", ".join(type(each).__name__ for each in all_of(optimizer)) or "no optimizer"
+
+
+def has_points(optimizer: Any) -> bool:
+    """Return whether one of what `resolve` returned keeps the weights at one point in training and at another else.
+
+    Schedule-free optimizers do, between their methods `train` and `eval`, which torch's optimizers do not have.
+    """
+    return any(callable(getattr(each, "eval", None)) for each in all_of(optimizer))
+
+
 def kind_of(optimizer: Any) -> str:
     """Return "sgd", "muon" or "adam" for what `resolve` returned; "adam" is the cautious side.
 
@@ -91,7 +112,8 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
         attributes = getattr(optimizer, "__dict__", {})
         is_whole = isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes
         inner = attributes.get("optimizer", attributes.get("_optimizer"))
-        if is_whole and not isinstance(inner, torch.optim.Optimizer):
+        calls_hooks = hasattr(type(optimizer).step, "hooked") if is_whole else False  # a proxy's step need not
+        if is_whole and (calls_hooks or not isinstance(inner, torch.optim.Optimizer)):
             return optimizer
         if inner is None:
             break
@@ -100,43 +122,6 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
         f"optimizer: expected a torch.optim.Optimizer, a sequence of them, or a proxy with one as its attribute "
         f"`optimizer`, got {type(given).__name__}"
     )
-
-
-class OtherSteps:
-    """Notices weights that change from forward to forward while the optimizers that are known make no step.
-
-    Then another optimizer makes the steps, and no warm-up ends and no round begins: each rank trains on its own.
-
-    Args:
-        parameters: The model's.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._watched = parameters[:: -(-len(parameters) // _NUM_WATCHED)]
-        self.expect_change()
-
-    def expect_change(self) -> None:
-        """Weights have been changed by something else: look anew from here on."""
-        self._seen: tuple[int, int] | None = None
-        self._num_changes = 0
-
-    def at_forward(self, num_steps: int) -> int:
-        """Look, at every forward of training.
-
-        Args:
-            num_steps: That the known optimizers have made.
-
-        Returns:
-            How many changes in a row none of these has made, if there was one more since the last forward; else 0.
-        """
-        now = (num_steps, sum(parameter._version for parameter in self._watched))
-        before, self._seen = self._seen, now
-        if before is None or now[0] != before[0]:
-            self._num_changes = 0
-        elif now[1] != before[1]:
-            self._num_changes += 1
-            return self._num_changes
-        return 0
 
 
 class Steps:
@@ -153,6 +138,7 @@ class Steps:
 
     Attributes:
         in_step: Whether one of the optimizers is within its `step`, which may call the model again.
+        num_seen: How many steps any of them has made, or was kept from making by the scaler.
         scaler: The user's GradScaler, if its steps are watched.
     """
 
@@ -166,6 +152,7 @@ class Steps:
         self._optimizers = all_of(optimizer)
         self._begins, self._ends = begins, ends
         self.in_step = self._has_begun = False
+        self.num_seen = self._num_partial = 0
         self._done: set[int] = set()
         self._hooks: list[Any] = []
         own = weakref.ref(self)
@@ -186,11 +173,23 @@ class Steps:
 
     def _after(self, idx: int) -> None:
         self.in_step = False
+        self.num_seen += 1
         self._done.add(idx)
+        self._num_partial += 1
         if len(self._done) == len(self._optimizers):
             self._done.clear()
+            self._num_partial = 0
             self._has_begun = False
             self._ends()
+        elif str(self._num_partial).rstrip("0") == "8":  # 8, 80, 800, ...: a GAN's may take turns
+            idle = [type(each).__name__ for idx, each in enumerate(self._optimizers) if idx not in self._done]
+            _log.warning(
+                "of the optimizers given to commlib.wrap, %s made no step while the others made %d: a step ends when "
+                "each has made one, so rounds, warm-ups and periods do not come. Call commlib.set_optimizer(model, "
+                "optimizers) with those that step",
+                ", ".join(idle),
+                self._num_partial,
+            )
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that an optimizer, if it is one of these, was kept from making."""

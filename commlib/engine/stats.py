@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.engine import Engine
@@ -33,7 +34,7 @@ class BucketStats:
     dtype: str
     parameters: tuple[str, ...]
     ready_s: float | None
-    wire_bytes: float
+    wire_bytes: int
     seconds: float
 
 
@@ -53,12 +54,15 @@ class Stats:
         num_buckets: How many buckets of gradients the plan has.
         rounds: How many rounds there were whose result this rank has taken, however many steps or backwards it made.
         wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, in rounds of every kind.
-        wire_bytes_per_step: Bytes that it sent in the last round over gradients, flags of unused parameters included;
-            0.0 where there was none.
-        raw_bytes_per_step: What an all-reduce of the same gradients would send, dense and in the parameters' own
-            dtypes, those whose gradients are sparse included; 0.0 before the first round over gradients.
+        wire_bytes_per_step: Bytes that it sends per optimizer step (without an optimizer, per synchronised backward).
+            Where every step has a round over gradients, those of the last one, flags of unused parameters included;
+            else the mean over the last steps, in whole periods of the algorithm. 0 before there are such.
+        raw_bytes_per_step: What an all-reduce of the gradients would send per step, dense and in the parameters' own
+            dtypes, those whose gradients are sparse included; 0 before there is a step.
         compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent. Below 1 where indices
             and values of sparse gradients are more than the dense gradient.
+        step_s: Seconds per step, the mean over the last steps, whatever is done between them; 0.0 before there are two.
+        waited_share: The part of `step_s` in which the thread that trains waited for communication (on CUDA: the host).
         consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
             last `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from that of the
             neighbours on a graph. Where every step waits for a round, it is measured in every tenth. None for
@@ -74,10 +78,12 @@ class Stats:
     plan: str
     num_buckets: int
     rounds: int
-    wire_bytes: float
-    wire_bytes_per_step: float
-    raw_bytes_per_step: float
+    wire_bytes: int
+    wire_bytes_per_step: int
+    raw_bytes_per_step: int
     compression_ratio: float
+    step_s: float
+    waited_share: float
     consensus_distance: float | None
     exposed_s: float
     cost: Cost | None
@@ -90,11 +96,15 @@ class Stats:
         ]
         if self.wire_bytes_per_step or not self.wire_bytes:
             lines.append(
-                f"  last round: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
-                f"x{self.compression_ratio:.2f}), {self.exposed_s * 1e3:.1f} ms exposed"
+                f"  per step: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
+                f"x{self.compression_ratio:.2f})"
             )
-        else:  # no round over gradients: those over weights, or what set-up has sent
+        else:  # before the first round over weights: what set-up has sent
             lines.append(f"  since wrap: {self.wire_bytes / 1e6:.2f} MB sent per rank")
+        if self.step_s:
+            lines.append(
+                f"  {self.step_s * 1e3:.1f} ms a step, {self.waited_share:.0%} of it waiting for communication"
+            )
         if self.cost is not None:
             per_bucket, per_mib = self.cost.latency_s * 1e3, self.cost.s_per_byte * 2**20 * 1e3
             lines.append(f"  measured: {per_bucket:.2f} ms a bucket and {per_mib:.2f} ms a MiB")
@@ -123,21 +133,25 @@ class Stats:
 def collect(engine: Engine) -> Stats:
     """Return what the engine communicated so far."""
     gradients, channels = engine.gradients, engine.channels
-    last = gradients.last
-    sent = sum(last.sent_bytes)
-    share = 2 * (engine.comm.world_size - 1) / engine.comm.world_size
-    raw = share * _dense_bytes(gradients) if last.sent_bytes else 0.0
+    last, means = gradients.last, engine.pace.means()
+    declared, world_size = engine.algorithm.channel, engine.comm.world_size
+    is_in_every_step = engine.progress.is_warming_up or (declared.cycle == 1 and isinstance(declared, Gradients))
+    sent = sum(last.sent_bytes) if is_in_every_step else means.bytes
+    has_steps = bool(last.sent_bytes) if is_in_every_step else means.num_steps > 0
+    raw = 2 * (world_size - 1) / world_size * _dense_bytes(engine) if has_steps else 0.0
     distances = [each.consensus_distance for each in channels]
     return Stats(
         algorithm=engine.algorithm.name,
-        world_size=engine.comm.world_size,
+        world_size=world_size,
         plan="fixed" if gradients.is_idle else gradients.plan.kind,  # rounds over weights have buckets of one size
         num_buckets=len(gradients.buckets),
         rounds=sum(each.num_rounds for each in channels),
-        wire_bytes=sum(each.bytes_sent for each in channels),
-        wire_bytes_per_step=sent,
-        raw_bytes_per_step=raw,
+        wire_bytes=round(sum(each.bytes_sent for each in channels)),
+        wire_bytes_per_step=round(sent),
+        raw_bytes_per_step=round(raw),
         compression_ratio=raw / sent if sent else 1.0,
+        step_s=means.seconds,
+        waited_share=means.waited_s / means.seconds if means.seconds else 0.0,
         consensus_distance=next((each for each in distances if each is not None), None),
         exposed_s=last.exposed_s,
         cost=gradients.plan.cost,
@@ -147,12 +161,18 @@ def collect(engine: Engine) -> Stats:
 
 def of_copy(algorithm: str, world_size: int) -> Stats:
     """Return those of a copy of a wrapped model, which has not communicated yet."""
-    return Stats(algorithm, world_size, "initial", 0, 0, 0.0, 0.0, 0.0, 1.0, None, 0.0, None, ())
+    return Stats(
+        *(algorithm, world_size, "initial", 0, 0, 0, 0, 0, 1.0, 0.0, 0.0),
+        consensus_distance=None,
+        exposed_s=0.0,
+        cost=None,
+        buckets=(),
+    )
 
 
-def _dense_bytes(gradients: GradientChannel) -> int:
-    """Return the bytes of all gradients in the plan, as dense tensors, without what a buffer has between them."""
-    return sum(slot.param.nbytes for bucket in gradients.buckets for slot in bucket.slots)
+def _dense_bytes(engine: Engine) -> int:
+    """Return the bytes of all gradients, as dense tensors, without what a buffer has between them."""
+    return sum(parameter.part.nbytes for parameter in engine.parameters)
 
 
 def _of_bucket(gradients: GradientChannel, bucket: Bucket | SparseBucket) -> BucketStats:
@@ -166,6 +186,6 @@ def _of_bucket(gradients: GradientChannel, bucket: Bucket | SparseBucket) -> Buc
         dtype=str(bucket.slots[0].param.dtype).removeprefix("torch."),
         parameters=tuple(slot.name for slot in bucket.slots),
         ready_s=max(ready_s[idx] for idx in gradients.plan.buckets[bucket.index]) if ready_s else None,
-        wire_bytes=last.sent_bytes[bucket.index] if has_last else 0.0,
+        wire_bytes=round(last.sent_bytes[bucket.index]) if has_last else 0,
         seconds=last.seconds[bucket.index] if has_last else 0.0,
     )

@@ -16,7 +16,14 @@ from typing import Any
 import torch.distributed as dist
 
 from commlib.errors import ConfigError
-from tests.contract import contracts_faults, contracts_model, contracts_state, contracts_steps, contracts_values
+from tests.contract import (
+    contracts_faults,
+    contracts_model,
+    contracts_state,
+    contracts_steps,
+    contracts_unseen,
+    contracts_values,
+)
 from tests.contract.subjects import Subject, gathered, set_group
 
 #: Seconds after which a rank gives up on one that has left the contract with an error, or does not come to `wrap`.
@@ -29,6 +36,7 @@ _MODULES: tuple[ModuleType, ...] = (
     contracts_model,
     contracts_state,
     contracts_steps,
+    contracts_unseen,
     contracts_values,
 )
 

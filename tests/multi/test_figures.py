@@ -225,8 +225,8 @@ def test_sparse_gradients_are_compared_with_dense_ones(has_head: bool) -> None:
     dense_numel = sum(p.numel() for p in model.parameters()) - 50 * 4
     dense = 2 * (size - 1) / size * 4 * (dense_numel + (2 if has_head else 0))  # and a flag for each parameter
     raw = 2 * (size - 1) / size * sum(p.nbytes for p in model.parameters())
-    assert stats.wire_bytes_per_step == pytest.approx(sparse + dense)
-    assert stats.raw_bytes_per_step == pytest.approx(raw)
+    assert stats.wire_bytes_per_step == round(sparse + dense)
+    assert stats.raw_bytes_per_step == round(raw)
     assert stats.compression_ratio == pytest.approx(raw / (sparse + dense))
     assert stats.compression_ratio > 1
 
@@ -245,7 +245,7 @@ def test_complex_parameters_count_both_parts() -> None:
     for step in range(2):
         model(data(step, 30, 3)).backward()
     stats, size = commlib.stats(model), dist.get_world_size()
-    assert stats.raw_bytes_per_step == pytest.approx(2 * (size - 1) / size * (30 * 3 * 8 + 3 * 4))
+    assert stats.raw_bytes_per_step == round(2 * (size - 1) / size * (30 * 3 * 8 + 3 * 4))
     assert 0.95 < stats.compression_ratio <= 1
 
 

@@ -56,15 +56,27 @@ class QuantizedMomentum(Quantized):
         self._own: dict[int, list[tuple[Part, torch.nn.Parameter]]] = {}  # by bucket
 
     @override
+    def check_optimizer(self, optimizer: torch.optim.Optimizer, is_warming_up: bool) -> None:
+        own = self._expected(optimizer)
+        if not is_warming_up and not all(group["frozen"] for group in own.param_groups):
+            raise ConfigError(
+                f"{type(self).__name__}: the warm-up has ended, so gradients are momentum now, and the variance of the "
+                "new optimizer is not frozen. Load the old one's state into it: new.load_state_dict(old.state_dict())"
+            )
+
+    def _expected(self, optimizer: torch.optim.Optimizer) -> FrozenVarianceAdam:
+        if not isinstance(optimizer, FrozenVarianceAdam):
+            raise ConfigError(
+                f"{type(self).__name__}: expected optimizer=commlib.optim.FrozenVarianceAdam(...), got "
+                f"{type(optimizer).__name__}, which cannot freeze its variance"
+            )
+        return optimizer
+
+    @override
     def setup(self, context: Context) -> None:
         optimizer = context.optimizer
         if optimizer is not None:
-            if not isinstance(optimizer, FrozenVarianceAdam):
-                raise ConfigError(
-                    f"{type(self).__name__}: expected optimizer=commlib.optim.FrozenVarianceAdam(...), got "
-                    f"{type(optimizer).__name__}, which cannot freeze its variance"
-                )
-            self._optimizer = optimizer
+            self._optimizer = optimizer = self._expected(optimizer)
             self._groups = Groups(optimizer)
             self._own = {bucket.index: _own(bucket) for bucket in context.buckets}
             self._check_groups(self._groups, context.rank)

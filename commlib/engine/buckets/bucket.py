@@ -18,6 +18,8 @@ from commlib.sharding.local import local_of
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SEGMENT_BYTES = 512 << 10
 
+_address = torch.Tensor.data_ptr
+
 
 class FlatSegment(Segment):
     """A segment whose gradients become views of a part of the flat buffer.
@@ -35,8 +37,23 @@ class FlatSegment(Segment):
     def __init__(self, bucket: Bucket, slots: Sequence[Slot], part: torch.Tensor, offsets: list[int]) -> None:
         super().__init__(bucket, slots)
         self._part = part
+        self._offsets = offsets
         self._plan = _pack_plan(part, slots, offsets)
         self.is_plain = True
+        self._note_views()
+
+    def _note_views(self) -> None:
+        self._views = [slot.view for slot in self.slots]
+        self._addresses = list(map(_address, self._views))
+
+    def _restore_views(self) -> None:
+        """Make views again whose memory the user has exchanged: `p.grad.data = ...` does so, and keeps the object."""
+        if list(map(_address, self._views)) == self._addresses:
+            return
+        for slot, offset, address in zip(self.slots, self._offsets, self._addresses, strict=True):
+            if slot.view.data_ptr() != address:
+                slot.view = _view(self._part, slot, offset)
+        self._note_views()
 
     @override
     def place(self) -> None:
@@ -47,6 +64,7 @@ class FlatSegment(Segment):
         Raises:
             ConfigError: A gradient is sparse.
         """
+        self._restore_views()
         gradients = [slot.param.grad for slot in self.slots]
         with explaining_sizes(self.slots):
             self._place(gradients, self.bucket.predivisor)

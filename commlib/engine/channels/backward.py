@@ -8,6 +8,11 @@ parameter (`torch.autograd.grad` on inputs) opens no round. Several models in on
 waits. An exception in backward destroys the callback: a backward whose callback is gone is forgotten if it had
 communicated nothing, and else ends the model's communication.
 
+[Note: several models] Losses of several models may be added in any order, and in another one on each rank; so the
+callbacks of one backward come in different orders, too. Rounds are all under way before any is waited for. What ranks
+then tell each other about plans blocks, so it is done by a thread for each model, and waited for once all callbacks have
+begun theirs.
+
 [Note: hooks and dynamo] Where a function that calls `backward` or `step` is compiled, dynamo leaves those calls out but
 looks at every Python frame within them, hooks included, and would trace and guard commlib's own work. So it is told at
 each hook to look away (a third of a microsecond); no hook is a lambda, whose frame it would see before.
@@ -98,6 +103,14 @@ class Host(Protocol):
         """Wait for the round, and make its results the gradients."""
         ...
 
+    def follow_round(self, in_background: bool) -> None:
+        """Agree with the other ranks on the next plan, where that is due."""
+        ...
+
+    def join(self) -> None:
+        """Wait for what that does in the background, and raise its error."""
+        ...
+
 
 class _End:
     """The callback at the end of a backward. It dies with the backward, also with one that an exception ends.
@@ -128,6 +141,7 @@ class Backward:
 
     Attributes:
         require_sync: Whether backwards of forwards that are made now are synchronised.
+        is_deferred: Whether forwards that are made now announce no synchronised backward, as those of a micro-batch.
         refuses_unannounced: Whether a backward that would stay local because nothing announced it is an error.
         phase: Where the backward is.
         round: Its round, once there is one.
@@ -137,7 +151,7 @@ class Backward:
     def __init__(self, host: Host) -> None:
         self._reference: Callable[[], Host | None] = weakref.ref(host)
         self.require_sync = True
-        self.refuses_unannounced = False
+        self.refuses_unannounced = self.is_deferred = False
         self.phase = _NONE
         self.round: GradientRound | None = None
         self.has_counts = False
@@ -148,6 +162,7 @@ class Backward:
         self._has_warned = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
+        self._together: list[Backward] = []  # this and the other models whose backward has reached its end, until it ends
         self._on_leaves: dict[int, RemovableHandle] = {}  # by the identity of the leaf
 
     @property
@@ -160,6 +175,11 @@ class Backward:
     def is_under_way(self) -> bool:
         """Whether a backward began that has not ended."""
         return self.phase is not _NONE
+
+    @property
+    def is_communicating(self) -> bool:
+        """Whether a backward is under way whose gradients are to be communicated, and are not yet."""
+        return self.phase is not _NONE and self.phase is not _LOCAL
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +201,7 @@ class Backward:
 
     def announce(self, outputs: Sequence[torch.Tensor]) -> None:
         """A forward has ended: the first gradient of any of these outputs announces its backward."""
-        host, sync = self._host, self.require_sync
+        host, sync = self._host, self.require_sync and not self.is_deferred
         self._has_hidden_outputs = not outputs
         self._forward_ran = True
         self._expects_sync |= sync
@@ -318,15 +338,28 @@ class Backward:
     def end(self, host: Host) -> None:
         """The callback at the end of backward."""
         try:
-            for each in [other for other in _under_way.alive() if other._graph_task == self._graph_task]:
-                each._flush()
+            for each in self._of_this_backward():
+                if each.is_under_way:  # others have ended
+                    each._flush()
             if self.round is not None:
                 host.finish(self.round)
+                host.follow_round(in_background=len(self._together) > 1)
         except BaseException as error:
             host.line.abandon(error)
             raise
         finally:
+            together, self._together = self._together, []
             self._leave()
+            if not any(each._together for each in together):
+                _join([each._reference() for each in together])
+
+    def _of_this_backward(self) -> list[Backward]:
+        """Return all models that take part in the backward under way; the first that ends finds them."""
+        if not self._together:
+            found = [other for other in _under_way.alive() if other._graph_task == self._graph_task]
+            for each in found:
+                each._together = found
+        return self._together
 
     def _flush(self) -> None:
         """Launch what is not complete. Every model in this backward does so before any of them waits."""
@@ -367,8 +400,23 @@ class Backward:
     def _leave(self) -> None:
         self.phase = _NONE
         self.round = self._graph_task = None
+        self._together = []
         self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
+
+
+def _join(hosts: Sequence[Host | None]) -> None:
+    """Wait for what all of these do in the background; raise the first error."""
+    errors: list[BaseException] = []
+    for host in hosts:
+        try:
+            if host is not None:
+                host.join()
+        except BaseException as error:
+            host.line.abandon(error)
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @torch._disable_dynamo  # see [Note: hooks and dynamo]

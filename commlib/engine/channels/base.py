@@ -49,11 +49,13 @@ class OpenChannel(ABC):
         line: What carries it.
         keeper: Who has the algorithm's state.
         num_rounds: Rounds so far whose result this rank has taken; of an algorithm that runs itself, exchanges.
+        waited_s: Seconds so far in which the thread that trains has waited for rounds (on CUDA: the host).
     """
 
     line: Line
     keeper: Keeper
     num_rounds: int
+    waited_s: float = 0.0
 
     @property
     @abstractmethod
@@ -94,6 +96,10 @@ class OpenChannel(ABC):
     @abstractmethod
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on. Collective, and not within a backward."""
+
+    @abstractmethod
+    def set_up(self, settings: Settings) -> None:
+        """Go on with other settings: another optimizer. Collective, and not within a backward."""
 
     def begin_step(self, has_closure: bool = False) -> None:  # noqa: B027
         """The optimizer is about to make a step; `has_closure`: which computes gradients inside of it."""

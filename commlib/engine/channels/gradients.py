@@ -30,6 +30,7 @@ from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.schedule import Progress
 from commlib.engine.rounds.task import Task
+from commlib.engine.background import Background
 from commlib.errors import CommlibError, ConfigError
 from commlib.primitives.replicate import broadcast_all, mean_all
 from commlib.sharding.local import local_of
@@ -110,6 +111,8 @@ class GradientChannel(OpenChannel):
         self.last = LastRound()
         self.num_rounds = 0
         self._has_loaded_state = False  # since the last step
+        self._may_hold_communicated = False  # until a backward begins
+        self._exchange: Background | None = None
         self._warm_up = AllReduce()
         self._set = BucketSet(parks=is_cuda)
         self._parameters: Sequence[Parameter] = ()
@@ -139,6 +142,11 @@ class GradientChannel(OpenChannel):
             self._set.hook(weakref.ref(self.backward))
         for slot in before:
             slot.unhook()
+
+    @override
+    def set_up(self, settings: Settings) -> None:
+        self._settings = settings
+        self._install(self.search.next)
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -221,11 +229,13 @@ class GradientChannel(OpenChannel):
         self.search.backward_ends()
 
     def _refuse_communicated(self) -> None:
+        may_hold, self._may_hold_communicated = self._may_hold_communicated, False
         declared = self.current_algorithm.channel
-        if not self.num_rounds or (isinstance(declared, Gradients) and declared.accumulates):
+        if not may_hold or (isinstance(declared, Gradients) and declared.accumulates):
             return
         kept = [s for b in self.dense for s in b.slots if s.param.grad is s.view and bool(s.view.any())]
         if kept:
+            self._may_hold_communicated = True
             raise ConfigError(
                 f"rank {self.line.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised "
                 f"backward has communicated, and {self.algorithm.name!r} would count it as new. Call zero_grad() after "
@@ -255,6 +265,7 @@ class GradientChannel(OpenChannel):
         self.line.check_streams()
         waited = (start, self._clock.now())
         exposed_s = time.perf_counter() - start_s
+        self.waited_s += exposed_s
         if publishes:
             names = frozenset(self._parameters[idx].name for idx in round_.publish())
             self.idle_parameters.note(names)
@@ -268,8 +279,39 @@ class GradientChannel(OpenChannel):
             waited,
         )
         self.num_rounds += 1
+        self._may_hold_communicated = publishes
         self.progress.end_backward()
-        self.search.ended(self._measure_cost)
+
+    def follow_round(self, in_background: bool = False) -> None:
+        """After a round, agree with the other ranks on the next plan, where that is due.
+
+        Args:
+            in_background: Not to wait for them here; `join` does. [Note: several models] in `backward.py`.
+        """
+        if in_background and self.search.is_undecided:
+            self._exchange = Background("commlib-plan", lambda: self.search.ended(self._measure_cost))
+        else:
+            self.search.ended(self._measure_cost)
+
+    def join(self) -> None:
+        """Wait for what `follow_round` does in the background, and raise its error."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.join()
+
+    def communicate(self) -> None:
+        """Communicate the gradients as they are, in a round as at the end of a backward that no hook has seen."""
+        predivisor = self.backward_begins()
+        if self.sync_begins() is Phase.LOCAL:
+            return
+        for bucket in self.buckets:
+            bucket.start_backward(predivisor)
+        self.backward_ends()
+        with self.line.wholly():
+            round_ = self.open_round()
+            round_.flush()
+            self.finish(round_)
+            self.follow_round()
 
     def shadow_round(self) -> None:
         """Take part in a round without data: what a rank that has joined early does."""
@@ -282,6 +324,7 @@ class GradientChannel(OpenChannel):
             round_ = self.open_round(contributes=False)
             round_.contribute_nothing()
             self.finish(round_, publishes=False)
+            self.follow_round()
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, Attachment, Runner
-from commlib.engine.channels.base import OpenChannel
+from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.schedule import Progress
@@ -35,13 +35,17 @@ class SelfRunningChannel(OpenChannel):
         self, parameters: Sequence[Parameter], algorithm: Algorithm, progress: Progress, line: Line, optimizer: Any
     ) -> None:
         self.line = line
-        self._name = algorithm.name
+        self._algorithm = algorithm
+        self._parameters = parameters
         self._progress = progress
-        transport = line.transport
-        self._runner = self.keeper = algorithm.attach(
+        self._attach(optimizer)
+
+    def _attach(self, optimizer: Any) -> None:
+        line, transport = self.line, self.line.transport
+        self._runner = self.keeper = self._algorithm.attach(
             Attachment(
                 comm=line.comm,
-                parameters=[(parameter.name, parameter.param) for parameter in parameters],
+                parameters=[(parameter.name, parameter.param) for parameter in self._parameters],
                 optimizer=optimizer,
                 gather=transport.gather_objects,
                 run=line.run,
@@ -49,6 +53,13 @@ class SelfRunningChannel(OpenChannel):
                 timeout_s=transport.timeout_s,
             )
         )
+
+    @override
+    def set_up(self, settings: Settings) -> None:
+        state = self._runner.state_dict()
+        self._runner.close()
+        self._attach(settings.optimizer)
+        self._runner.load_state_dict(state)
 
     @property
     def runner(self) -> Runner:
@@ -68,7 +79,7 @@ class SelfRunningChannel(OpenChannel):
     @override
     def allow_change(self) -> None:
         raise ConfigError(
-            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm {self._name!r} "
+            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm {self._algorithm.name!r} "
             "keeps those it was given. Unwrap the model and wrap it again on all ranks"
         )
 
@@ -82,7 +93,7 @@ class SelfRunningChannel(OpenChannel):
             return
         if has_closure and self._runner.needs_gradients:
             raise ConfigError(
-                f"optimizer.step(closure) computes gradients inside the step, and the algorithm {self._name!r} takes "
+                f"optimizer.step(closure) computes gradients inside the step, and the algorithm {self._algorithm.name!r} takes "
                 "them before it. Call backward(), then optimizer.step()"
             )
         self._guarded(self._runner.before_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class WeightChannel(OpenChannel):
         self._progress = progress
         self._schedule = Schedule(declared, progress)
         self._settings = settings
+        self._parameters: Sequence[Parameter] = ()
         self._round: Round | None = None
         line.transport.in_order = not declared.asynchronous
         needs_votes = declared.asynchronous and not line.transport.stands_for_all
@@ -69,6 +71,11 @@ class WeightChannel(OpenChannel):
         self._settle(self._started_by_any())
         self._follow(parameters)
 
+    @override
+    def set_up(self, settings: Settings) -> None:
+        self._settings = settings
+        self.adopt(self._parameters)
+
     def _started_by_any(self) -> int:
         """Return the number of rounds that the foremost rank has started. Collective."""
         return max(self._main.transport.gather_objects(self.num_started))
@@ -79,6 +86,7 @@ class WeightChannel(OpenChannel):
         Asynchronous rounds are settled before: a rank may be in one to which others have not come.
         """
         self._drop_round()
+        self._parameters = parameters
         cap_bytes = self._settings.cap_bytes or INITIAL_CAP_BYTES
         self._set = WeightBuckets(parameters, self._declared, self._settings.optimizer, cap_bytes)
         self._set_up()
@@ -281,8 +289,10 @@ class WeightChannel(OpenChannel):
         """Wait for the round under way and bring its result into the tensors."""
         round_, self._round = self._round, None
         assert round_ is not None
+        start_s = time.perf_counter()
         with marks.phase("wait", round_.describe):
             self.line.driver.wait(round_)
+        self.waited_s += time.perf_counter() - start_s
         self.num_rounds += 1
         is_dropped, self._drops_result = self._drops_result, False
         is_mixed = self._votes is not None and self._votes.are_mixed  # [Note: loaded weights] in `votes.py`

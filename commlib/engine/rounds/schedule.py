@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from commlib.algorithms.channels import Channel, Weights
@@ -16,11 +17,14 @@ class Progress:
 
     Attributes:
         step: Steps so far.
+        counts_backwards: See above.
+        when_counted: Called at the end of each step.
     """
 
     def __init__(self, declared: Channel, counts_backwards: bool = False) -> None:
         self._declared = declared
-        self._counts_backwards = counts_backwards
+        self.counts_backwards = counts_backwards
+        self.when_counted: Callable[[], object] = lambda: None
         self.step = 0
 
     @property
@@ -46,10 +50,12 @@ class Progress:
     def end_step(self) -> None:
         """Count an optimizer step."""
         self.step += 1
+        self.when_counted()
 
     def end_backward(self) -> None:
         """Count a synchronised backward, if these are steps."""
-        self.step += self._counts_backwards
+        if self.counts_backwards:
+            self.end_step()
 
 
 @dataclass(frozen=True)

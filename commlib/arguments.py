@@ -1,0 +1,152 @@
+"""The arguments that an object was made with, and how ranks compare them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType
+from typing import Any, ClassVar
+
+import torch
+
+#: How deep objects in objects are looked into.
+_DEPTH = 12
+
+
+class Recorded:
+    """Remembers the arguments of its constructor, by name, with defaults.
+
+    Attributes:
+        may_differ: Names of arguments that ranks need not have in common.
+    """
+
+    may_differ: ClassVar[frozenset[str]] = frozenset()
+
+    _arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the object, and note its arguments; what is wrong with them `__init__` says."""
+        made = super().__new__(cls)
+        try:
+            bound = _signature(cls).bind(None, *args, **kwargs)
+        except TypeError:  # also of a copy, whose state comes later
+            return made
+        bound.apply_defaults()
+        _, *names = bound.arguments
+        made._arguments = {name: bound.arguments[name] for name in names}
+        return made
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The constructor's arguments by name, as they were given."""
+        return self._arguments
+
+
+@functools.cache
+def _signature(cls: type) -> inspect.Signature:
+    if cls.__init__ is object.__init__:
+        return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)])
+    return inspect.signature(cls.__init__)
+
+
+def described(made: Recorded) -> list[tuple[str, str]]:
+    """Return the arguments that ranks must have in common, by name, each in words that are alike for like values."""
+    return [(name, describe(value)) for name, value in made.arguments.items() if name not in made.may_differ]
+
+
+def describe(value: Any) -> str:
+    """Return words for a value, the same in every process for like values, whatever their addresses.
+
+    Functions are compared by their code, without files and lines, and by defaults, closures and bound arguments;
+    tensors by dtype, shape and bits; other objects by their class and attributes.
+    """
+    return _Describer().describe(value)
+
+
+class _Describer:
+    """Describes one value; notes what it is in, as objects may refer to each other in circles."""
+
+    def __init__(self) -> None:
+        self._within: list[int] = []
+
+    def describe(self, value: Any) -> str:
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+            return repr(value)
+        if id(value) in self._within:
+            return f"<outer {len(self._within) - self._within.index(id(value))}>"
+        if len(self._within) == _DEPTH:
+            return f"<{_name(type(value))}>"
+        self._within.append(id(value))
+        try:
+            return self._inside(value)
+        finally:
+            self._within.pop()
+
+    def _inside(self, value: Any) -> str:
+        match value:
+            case torch.Tensor():
+                return _tensor(value)
+            case type():
+                return _name(value)
+            case FunctionType():
+                return self._function(value)
+            case MethodType():
+                return f"{self.describe(value.__func__)} of {self.describe(value.__self__)}"
+            case BuiltinFunctionType():
+                return f"{value.__module__}.{value.__qualname__}"
+            case functools.partial():
+                return f"partial({self._each([value.func, value.args, value.keywords])})"
+            case CodeType():
+                return self._code(value)
+            case Recorded():
+                return f"{_name(type(value))}({self._named(value.arguments)})"
+            case Mapping():
+                return "{" + ", ".join(f"{self.describe(k)}: {self.describe(v)}" for k, v in value.items()) + "}"
+            case Set():
+                return "{" + ", ".join(sorted(map(self.describe, value))) + "}"
+            case Sequence():
+                return f"[{self._each(value)}]"
+        if is_dataclass(value):
+            return f"{_name(type(value))}({self._named({f.name: getattr(value, f.name) for f in fields(value)})})"
+        return f"{_name(type(value))}({self._named(getattr(value, '__dict__', {}))})"
+
+    def _each(self, values: Any) -> str:
+        return ", ".join(map(self.describe, values))
+
+    def _named(self, values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={self.describe(value)}" for name, value in values.items())
+
+    def _function(self, function: FunctionType) -> str:
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        rest = [function.__defaults__, function.__kwdefaults__, cells]
+        return f"{function.__qualname__}: {_digest(self._code(function.__code__))}({self._each(rest)})"
+
+    def _code(self, code: CodeType) -> str:
+        names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
+        shape = [code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_code]
+        return self._each([*shape, *names, code.co_consts])
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    bits = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
+    return f"tensor({tuple(tensor.shape)}, {tensor.dtype}, {hashlib.sha256(bits).hexdigest()[:16]})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _name(cls: Callable[..., Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

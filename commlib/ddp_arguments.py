@@ -1,0 +1,138 @@
+"""Arguments of `DistributedDataParallel` in calls of `commlib.wrap`: those that mean nothing else, and those refused.
+
+A script that is moved from DDP keeps its arguments where they ask for what commlib does anyway. Where they ask for what
+it does otherwise, or not at all, the error says what takes their place. `wrap` itself has `broadcast_buffers`,
+`init_sync`, `process_group` and `bucket_cap_mb`, as DDP has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from commlib.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of `DistributedDataParallel.__init__`.
+
+    Attributes:
+        does: What commlib does in its place; one clause for the documentation.
+        is_taken: Whether a value asks for no more than that. It is given the value and the parameters' device.
+        advice: What to do where it does not, for the error.
+    """
+
+    does: str
+    is_taken: Callable[[Any, torch.device], bool]
+    advice: str
+
+
+def _either(value: Any, _: torch.device) -> bool:
+    return isinstance(value, bool)
+
+
+def _not_set(value: Any, _: torch.device) -> bool:
+    return value is None or value is False
+
+
+def _own_device(value: Any, device: torch.device) -> bool:
+    if value is None:
+        return True
+    try:
+        given = torch.device(device.type, value) if isinstance(value, int) else torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    return device.type != "cpu" and given.type == device.type and given.index in (None, device.index)
+
+
+def _own_devices(value: Any, device: torch.device) -> bool:
+    is_list = isinstance(value, list | tuple)
+    return value is None or (is_list and len(value) <= 1 and all(_own_device(each, device) for each in value))
+
+
+_MOVE = "The model's own device counts: move the model there before wrapping, and leave the argument out"
+
+#: Those that `wrap` has no parameter for, by name.
+ARGUMENTS: Mapping[str, Argument] = {
+    "device_ids": Argument("the model stays on its device, which may be named", _own_devices, _MOVE),
+    "output_device": Argument("outputs stay where forward makes them", _own_device, _MOVE),
+    "dim": Argument("inputs are not scattered", lambda value, _: value == 0, "commlib scatters no inputs: leave it out"),
+    "find_unused_parameters": Argument(
+        "parameters without a gradient are found in every backward, at no cost", _either, "Expected a bool"
+    ),
+    "check_reduction": Argument("nothing; DDP ignores it, too", _either, "Expected a bool"),
+    "gradient_as_bucket_view": Argument("gradients are always views of the buckets", _either, "Expected a bool"),
+    "static_graph": Argument(
+        "how often a gradient is ready in a backward is recorded in the first one", _either, "Expected a bool"
+    ),
+    "delay_all_reduce_named_params": Argument(
+        "each gradient is communicated in its bucket", _not_set, "Name the parameters in ignored_parameters and reduce them"
+    ),
+    "param_to_hook_all_reduce": Argument("as `delay_all_reduce_named_params`", _not_set, "Leave it out"),
+    "mixed_precision": Argument(
+        "parameters are communicated in their dtype", _not_set,
+        "Use torch.autocast, or cast the model; commlib.algorithms.AllReduce(wire_dtype='bf16') sends fewer bits",
+    ),
+    "device_mesh": Argument("the group of a 1-D mesh, as `process_group=mesh`", lambda *_: True, ""),
+    "skip_all_reduce_unused_params": Argument(
+        "what no rank used is sent as zeros, so that ranks may differ in what they use", _not_set,
+        "Name parameters that are never used in ignored_parameters",
+    ),
+    "bucket_cap_mb_list": Argument(
+        "buckets have one size, or are planned", _not_set, "Leave it out, or give one size by bucket_cap_mb"
+    ),
+    "batched_grad_copy": Argument("gradients are always copied in one pass for a stretch of a bucket", _either, "Expected a bool"),
+    "forward_sync_buffers": Argument("as `broadcast_buffers`", lambda value, _: value is None or isinstance(value, bool), "Expected a bool or None"),
+}
+
+
+def group(process_group: Any, given: Mapping[str, Any]) -> Any:
+    """Return what is given as the process group, which may be the argument `device_mesh`.
+
+    Raises:
+        TypeError: An argument that DDP has not either.
+        ConfigError: Both are given.
+    """
+    if unknown := [name for name in given if name not in ARGUMENTS]:
+        raise TypeError(f"wrap() got an unexpected keyword argument {unknown[0]!r}")
+    mesh = given.get("device_mesh")
+    if mesh is not None and process_group is not None:
+        raise ConfigError("process_group and device_mesh are both given. Leave one of them out")
+    return process_group if mesh is None else mesh
+
+
+def copies_buffers(broadcast_buffers: bool | None, given: Mapping[str, Any]) -> bool:
+    """Return whether rank 0's buffers are everyone's, by whichever of the two arguments of DDP's says so."""
+    both = (broadcast_buffers, given.get("forward_sync_buffers"))
+    return all(each is None or bool(each) for each in both)
+
+
+def check(given: Mapping[str, Any], device: torch.device, algorithm: Any = None) -> None:
+    """Check that arguments of DDP's ask for nothing that commlib does otherwise.
+
+    Args:
+        given: By name; all are in `ARGUMENTS`.
+        device: That of the model's parameters.
+        algorithm: The second positional argument, which is `device_ids` in DDP.
+
+    Raises:
+        ConfigError: One does; what commlib does in its place.
+    """
+    if _are_devices(algorithm):
+        raise ConfigError(
+            f"algorithm={algorithm!r}: expected the name of an algorithm or an Algorithm. DDP's second argument, "
+            "device_ids, is not needed: the model's own device counts"
+        )
+    for name, value in given.items():
+        argument = ARGUMENTS[name]
+        if not argument.is_taken(value, device):
+            raise ConfigError(f"{name}={value!r}: in commlib {argument.does}. {argument.advice}")
+
+
+def _are_devices(value: Any) -> bool:
+    each = value if isinstance(value, list | tuple) else [value]
+    return bool(each) and all(isinstance(item, int | torch.device) and not isinstance(item, bool) for item in each)

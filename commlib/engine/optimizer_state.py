@@ -1,0 +1,116 @@
+"""The state of the user's optimizer: whether ranks have the same, and how they come to have it.
+
+Optimizers that each rank has only a part of, as ZeRO's, keep state of different parameters on different ranks. So what
+is compared is the state of parameters that several ranks have some for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commlib.engine.bits import sums
+from commlib.engine.line import Line
+from commlib.engine.planning.plan import Parameter
+from commlib.errors import ConfigError
+from commlib.primitives.replicate import broadcast_all, mean_all
+from commlib.sharding.local import local_of
+
+#: One entry of the state of a parameter: the parameter's name, the entry's, and its value.
+Entry = tuple[str, str, Any]
+
+
+def entries(optimizer: Any, parameters: Sequence[Parameter]) -> list[Entry]:
+    """Return the entries of the state of these parameters, in the same order on all ranks."""
+    return [
+        (parameter.name, str(key), local_of(value) if isinstance(value, torch.Tensor) else value)
+        for parameter in parameters
+        for key, value in sorted(optimizer.state.get(parameter.param, {}).items(), key=lambda item: str(item[0]))
+    ]
+
+
+def digests(optimizer: Any, parameters: Sequence[Parameter]) -> dict[str, str]:
+    """Return, for each parameter that has state, words that are the same where the state has the same bits."""
+    found = [] if optimizer is None else entries(optimizer, parameters)
+    tensors = [value for _, _, value in found if isinstance(value, torch.Tensor) and value.numel()]
+    by_place = iter(sums(tensors))
+    words: dict[str, str] = {}
+    for name, key, value in found:
+        own = repr(value) if not isinstance(value, torch.Tensor) else str(next(by_place) if value.numel() else 0)
+        words[name] = f"{words.get(name, '')} {key}={own}"
+    return words
+
+
+def agree(gather: Callable[[Any], list[Any]], own: dict[str, str], rank: int) -> None:
+    """Check that ranks have the same state for parameters that they both have state for. Collective.
+
+    Args:
+        gather: Returns every rank's plain value, in rank order.
+        own: What `digests` returned.
+        rank: This rank.
+
+    Raises:
+        ConfigError: They have not; on every rank.
+    """
+    everyone = gather(own)
+    first: dict[str, str] = {}
+    for other, words in enumerate(everyone):
+        different = [name for name, word in words.items() if first.setdefault(name, word) != word]
+        if different:
+            raise ConfigError(
+                f"rank {rank}: the ranks' optimizers have different state, for example for {different[0]!r} on rank "
+                f"{other}, as training with local steps leaves it, so replicas would drift apart. Call "
+                "commlib.synchronize(model, optimizer=True) on all ranks before commlib.unwrap(model), or load the "
+                "same state into all"
+            )
+
+
+def synchronize(line: Line, gather: Callable[[Any], list[Any]], optimizer: Any, parameters: Sequence[Parameter]) -> None:
+    """Give all ranks the same state: the mean of floating-point tensors, rank 0's counters. Collective.
+
+    Counters are numbers, tensors of one element and tensors of integers; where a parameter has a tensor of integers, as
+    quantized state has, all its state is rank 0's.
+
+    Raises:
+        ConfigError: Ranks have state of other kinds or shapes; on every rank, and nothing has changed.
+    """
+    found = entries(optimizer, parameters)
+    shapes = [(name, key, _shape(value)) for name, key, value in found]
+    if any(each != shapes for each in gather(shapes)):
+        raise ConfigError(
+            f"rank {line.comm.rank}: the ranks' optimizers have state of different parameters or shapes, which has no "
+            "mean. Make as many steps on all ranks first"
+        )
+    coded = {name for name, _, value in found if _is_tensor(value) and not _has_mean(value) and value.numel() > 1}
+    means = [value for name, _, value in found if _is_tensor(value) and _is_averaged(value) and name not in coded]
+    copies = [value for name, _, value in found if _is_tensor(value) and not (_is_averaged(value) and name not in coded)]
+    with torch.no_grad():
+        line.run("the mean of the optimizer's state", mean_all(means, line.comm))
+        line.run("the copy of the optimizer's counters", broadcast_all(copies, line.comm))
+    numbers = gather([value if _is_number(value) else None for _, _, value in found])[0]
+    by_name = {parameter.name: parameter.param for parameter in parameters}
+    for (name, key, value), number in zip(found, numbers, strict=True):
+        if _is_number(value):
+            optimizer.state[by_name[name]][key] = number
+
+
+def _shape(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if _is_tensor(value) else type(value).__name__
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_averaged(tensor: torch.Tensor) -> bool:
+    return _has_mean(tensor) and tensor.numel() > 1

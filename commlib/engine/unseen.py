@@ -1,0 +1,227 @@
+"""Steps that the optimizers given to `wrap` do not make, or that come too early.
+
+[Note: evidence] Warm-ups, periods and rounds over weights follow the steps of the optimizers that were given. If others
+make the steps, rounds stop; if the given one is a part of another, rounds come in the middle of a step. Both raise, on
+evidence only:
+
+    another optimizer steps parameters of the model; torch's global hooks tell of every `torch.optim.Optimizer`
+    the weights have changed after each of `NUM_CHANGES` forwards in a row, and no given optimizer has stepped
+    an object's `step` calls the given optimizer's, and then changes the weights itself
+
+A step inside of a backward whose gradients are still to be communicated raises as well: it takes a rank's own gradient.
+Accumulated backwards, steps that a scaler skips, and weights that are swapped, clipped or loaded are none of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from commlib import locks
+from commlib.engine.bits import as_integers
+from commlib.sharding.local import local_of
+from commlib.weak import WeakMembers
+
+#: Forwards in a row after each of which the weights have changed.
+NUM_CHANGES = 8
+
+#: How many of a model's parameters are looked at, and how many elements of each, to see whether weights have changed.
+_NUM_WATCHED, _NUM_ELEMENTS = 8, 64
+#: In how many steps of an optimizer around the given one it is looked whether it changes the weights after that.
+_NUM_PROBED = 20
+#: How many frames above a step an optimizer around it is looked for.
+_NUM_FRAMES = 12
+
+
+class Sample:
+    """Some elements of a model's parameters, to see whether its weights have changed.
+
+    Args:
+        parameters: The model's.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._watched = parameters[:: -(-len(parameters) // _NUM_WATCHED)]
+
+    def take(self) -> list[torch.Tensor]:
+        """Return copies of the elements; the device is not waited for."""
+        return [_some(local_of(parameter.data)) for parameter in self._watched]
+
+
+def are_alike(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [] bool, on the device: whether two samples have the same bits."""
+    if [each.shape for each in one] != [each.shape for each in other]:
+        return torch.tensor(False, device=one[0].device)
+    return torch.stack([(a == b).all() for a, b in zip(one, other, strict=True)]).all()
+
+
+def _some(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of some elements, spread over the tensor."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    for dim in range(values.dim()):
+        stride = -(-values.shape[dim] // _NUM_ELEMENTS) if dim == values.dim() - 1 else -(-values.shape[dim] // 2)
+        values = values[(slice(None),) * dim + (slice(None, None, max(stride, 1)),)]
+    return as_integers(values.clone(memory_format=torch.contiguous_format))
+
+
+class UncountedChanges:
+    """Notices weights that change from forward to forward while no given optimizer steps; see [Note: evidence].
+
+    Args:
+        parameters: The model's.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._sample = Sample(parameters)
+        self.expect_change()
+
+    def expect_change(self) -> None:
+        """Weights have been changed by something else: begin anew from here on."""
+        self._num_steps: int | None = None
+        self._seen: list[list[torch.Tensor]] = []
+
+    def at_forward(self, num_steps: int) -> bool:
+        """Look, at every forward of training.
+
+        Args:
+            num_steps: That given optimizers have made.
+
+        Returns:
+            Whether the weights have changed after each of the last `NUM_CHANGES` forwards.
+        """
+        if num_steps != self._num_steps:
+            self._num_steps, self._seen = num_steps, []
+            return False
+        self._seen.append(self._sample.take())
+        if len(self._seen) <= NUM_CHANGES:
+            return False
+        alike = torch.stack([are_alike(*pair) for pair in itertools.pairwise(self._seen)])
+        del self._seen[:-1]
+        return not bool(alike.any())
+
+
+class Observer:
+    """Is told of every step of any `torch.optim.Optimizer` of this process, before it is made."""
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is about to step. Raises what forbids it."""
+
+
+_observers: WeakMembers[Observer] = WeakMembers(locks.lock("observers", is_of_process=True))
+
+
+@functools.cache
+def _listen() -> None:
+    register_optimizer_step_pre_hook(_before_any_step)
+
+
+@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for observer in _observers.alive():
+        observer.before_any_step(optimizer)
+
+
+def observe(observer: Observer) -> None:
+    """Tell the observer of steps from now on, for as long as it is alive."""
+    _listen()
+    _observers.add(observer)
+
+
+def ignore(observer: Observer) -> None:
+    """Undo `observe`. Harmless when called twice."""
+    _observers.discard(observer)
+
+
+def has_parameters_of(optimizer: torch.optim.Optimizer, ids: frozenset[int]) -> bool:
+    """Return whether an optimizer has one of these parameters, by identity, with a gradient."""
+    return any(id(p) in ids and p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+class Enclosing:
+    """Looks whether an object whose `step` calls the given optimizer's changes the weights after it.
+
+    Such are wrappers of optimizers that are not optimizers of torch's themselves, as schedule-free's is. Proxies that
+    only pass steps on, such as accelerate's, change nothing.
+
+    Args:
+        optimizers: Those that were given.
+        parameters: The model's.
+        found: Called with an object that changes them.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.Tensor],
+        found: Callable[[Any], None],
+    ) -> None:
+        self._optimizers = optimizers
+        self._sample = Sample(parameters)
+        self._found = found
+        self._num_left = _NUM_PROBED
+        self._outer: Any = None
+        self._after: list[torch.Tensor] | None = None
+
+    def before_step(self) -> None:
+        """A given optimizer is about to step: see from where, in the first step."""
+        if self._outer is None and self._num_left == _NUM_PROBED:
+            self._num_left -= 1
+            self._outer = _caller_with_step(self._optimizers)
+            if self._outer is not None:
+                own = weakref.ref(self)
+                with_step = functools.partial(_step_of, self._outer, own)
+                try:
+                    self._outer.step = with_step
+                except AttributeError:
+                    self._outer = None
+
+    def after_step(self) -> None:
+        """The given optimizers have stepped, and what commlib does after it is done."""
+        if self._outer is not None:
+            self._after = self._sample.take()
+
+    def has_returned(self) -> None:
+        """The object's `step` has returned."""
+        after, self._after = self._after, None
+        self._num_left -= 1
+        has_changed = after is not None and not bool(are_alike(after, self._sample.take()))
+        outer = self._outer
+        if has_changed or self._num_left <= 0:
+            self.close()
+        if has_changed:
+            self._found(outer)
+
+    def close(self) -> None:
+        """Leave the object as it was. Harmless when called twice."""
+        if self._outer is not None:
+            vars(self._outer).pop("step", None)
+            self._outer = None
+
+
+def _step_of(outer: Any, enclosing: Callable[[], Enclosing | None], *args: Any, **kwargs: Any) -> Any:
+    result = type(outer).step(outer, *args, **kwargs)
+    if (alive := enclosing()) is not None:
+        alive.has_returned()
+    return result
+
+
+def _caller_with_step(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return the object whose method `step` has called, and that has groups of parameters as an optimizer has."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_NUM_FRAMES):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if owner is None or any(owner is each for each in optimizers) or not hasattr(owner, "__dict__"):
+            continue
+        if hasattr(owner, "param_groups") and "step" not in vars(owner) and hasattr(type(owner), "step"):
+            return owner
+    return None

@@ -1,0 +1,1 @@
+"""Wrapped models that are stages of a pipeline."""
