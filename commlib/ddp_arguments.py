@@ -60,7 +60,9 @@ _MOVE = "The model's own device counts: move the model there before wrapping, an
 ARGUMENTS: Mapping[str, Argument] = {
     "device_ids": Argument("the model stays on its device, which may be named", _own_devices, _MOVE),
     "output_device": Argument("outputs stay where forward makes them", _own_device, _MOVE),
-    "dim": Argument("inputs are not scattered", lambda value, _: value == 0, "commlib scatters no inputs: leave it out"),
+    "dim": Argument(
+        "inputs are not scattered", lambda value, _: value == 0, "commlib scatters no inputs: leave it out"
+    ),
     "find_unused_parameters": Argument(
         "parameters without a gradient are found in every backward, at no cost", _either, "Expected a bool"
     ),
@@ -70,23 +72,31 @@ ARGUMENTS: Mapping[str, Argument] = {
         "how often a gradient is ready in a backward is recorded in the first one", _either, "Expected a bool"
     ),
     "delay_all_reduce_named_params": Argument(
-        "each gradient is communicated in its bucket", _not_set, "Name the parameters in ignored_parameters and reduce them"
+        "each gradient is communicated in its bucket",
+        _not_set,
+        "Name the parameters in ignored_parameters and reduce them",
     ),
     "param_to_hook_all_reduce": Argument("as `delay_all_reduce_named_params`", _not_set, "Leave it out"),
     "mixed_precision": Argument(
-        "parameters are communicated in their dtype", _not_set,
+        "parameters are communicated in their dtype",
+        _not_set,
         "Use torch.autocast, or cast the model; commlib.algorithms.AllReduce(wire_dtype='bf16') sends fewer bits",
     ),
     "device_mesh": Argument("the group of a 1-D mesh, as `process_group=mesh`", lambda *_: True, ""),
     "skip_all_reduce_unused_params": Argument(
-        "what no rank used is sent as zeros, so that ranks may differ in what they use", _not_set,
+        "what no rank used is sent as zeros, so that ranks may differ in what they use",
+        _not_set,
         "Name parameters that are never used in ignored_parameters",
     ),
     "bucket_cap_mb_list": Argument(
         "buckets have one size, or are planned", _not_set, "Leave it out, or give one size by bucket_cap_mb"
     ),
-    "batched_grad_copy": Argument("gradients are always copied in one pass for a stretch of a bucket", _either, "Expected a bool"),
-    "forward_sync_buffers": Argument("as `broadcast_buffers`", lambda value, _: value is None or isinstance(value, bool), "Expected a bool or None"),
+    "batched_grad_copy": Argument(
+        "gradients are always copied in one pass for a stretch of a bucket", _either, "Expected a bool"
+    ),
+    "forward_sync_buffers": Argument(
+        "as `broadcast_buffers`", lambda value, _: value is None or isinstance(value, bool), "Expected a bool or None"
+    ),
 }
 
 

@@ -23,7 +23,16 @@ from commlib.codecs import BlockCodec, SparseCodec
 from commlib.engine.buckets.slot import name_some
 from commlib.engine.planning.plan import Parameter
 from commlib.errors import CommlibError, ConfigError
-from commlib.sharding.local import copied, divide_factors, is_by_fsdp, is_sharded, island_of, local_of, ranks_of, spec_of
+from commlib.sharding.local import (
+    copied,
+    divide_factors,
+    is_by_fsdp,
+    is_sharded,
+    island_of,
+    local_of,
+    ranks_of,
+    spec_of,
+)
 from commlib.transport.base import Transport
 
 
@@ -386,4 +395,5 @@ def _is_gathered(now: Any, then: Any) -> bool:
     """
     if not (is_sharded(then) and isinstance(now, nn.Parameter) and now.shape == then.shape):
         return False
-    return not is_sharded(now) or (ranks_of(now) == ranks_of(then) and now.device_mesh != then.device_mesh)
+    other: Any = now
+    return not is_sharded(other) or (ranks_of(other) == ranks_of(then) and other.device_mesh != then.device_mesh)

@@ -262,7 +262,7 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
     """Follow the steps of another optimizer than the one given to `wrap`, from the next step on. Collective.
 
     Every rank calls it between two steps, with an optimizer of the same class. Steps that were made stay counted, so
-    that warm-ups and periods go on. What an algorithm keeps of gradients or weights (residuals, anchors, outer momentum)
+    that warm-ups and periods go on. What an algorithm keeps of gradients or weights (residuals, anchors, momentum)
     stays. What the old optimizer kept stays with it: copy it with `load_state_dict` first if the new one is to go on
     from there. Rounds in the background are waited for; of asynchronous ones the result is dropped.
 

@@ -30,6 +30,10 @@ TOGETHER = {
         (f"tests/integrations/test_lightning{end}.py" for end in ("", "_checkpoints", "_launchers", "_stages")),
         "lightning",  # which takes seconds to import, in each rank
     ),
+    **dict.fromkeys(
+        (f"tests/integrations/test_transformers{end}.py" for end in ("", "_checkpoints", "_use")),
+        "transformers",  # as well
+    ),
     "tests/unit/test_gossip_learning.py": "gossip learning",
     "tests/unit/test_times.py": "times",
 }

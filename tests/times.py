@@ -68,7 +68,8 @@ class File:
 
     def timing(self) -> list[str]:
         """Return the names of the tests that are marked `timing`."""
-        return [each.name for each in self._functions if each in self._exempt()]
+        exempt = self._exempt()
+        return [each.name for each in self._functions if each in exempt]
 
     def faults(self) -> list[int]:
         """Return the lines in which a test that is not marked `timing` has an upper limit on a real time."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from commlib.arguments import Recorded
 from commlib.algorithms.channels import Channel, Gradients
+from commlib.arguments import Recorded
 from commlib.errors import ConfigError
 from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator

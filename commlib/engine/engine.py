@@ -29,7 +29,6 @@ from commlib.errors import ConfigError
 from commlib.transport.base import Communicator, Transport
 from commlib.transport.closing import Finalizer
 
-
 _log = logging.getLogger("commlib")
 
 
@@ -217,20 +216,21 @@ class Engine(Observer):
         """
         if self.line.error is not None:  # which the next forward raises
             return
+        is_early = self.gradients.backward.is_communicating
         is_given = any(optimizer is each for each in all_of(self.optimizer))
-        if self.gradients.backward.is_communicating:
-            if has_parameters_of(optimizer, self._own_ids):
-                raise ConfigError(
-                    f"rank {self.comm.rank}: {type(optimizer).__name__} makes a step inside of backward, before the "
-                    "gradients have been communicated, so that each rank would step with its own. Make the step after "
-                    "backward"
-                )
-        elif not is_given and self._follows_steps and not self._steps.in_step:
-            if has_parameters_of(optimizer, self._own_ids):
-                raise ConfigError(
-                    f"rank {self.comm.rank}: a step of {type(optimizer).__name__} over parameters of the wrapped "
-                    f"model, and commlib.wrap was given {self._names}. {self._why_that_matters}"
-                )
+        is_unseen = not is_given and self._follows_steps and not self._steps.in_step
+        if not (is_early or is_unseen) or not has_parameters_of(optimizer, self._own_ids):
+            return
+        name = type(optimizer).__name__
+        if is_early:
+            raise ConfigError(
+                f"rank {self.comm.rank}: {name} makes a step inside of backward, before the gradients have been "
+                "communicated, so that each rank would step with its own. Make the step after backward"
+            )
+        raise ConfigError(
+            f"rank {self.comm.rank}: a step of {name} over parameters of the wrapped model, and commlib.wrap was given "
+            f"{self._names}. {self._why_that_matters}"
+        )
 
     def _refuse_enclosing(self, outer: Any) -> None:
         raise ConfigError(
@@ -336,7 +336,9 @@ class Engine(Observer):
         else:
             return
         self._has_told_of_loads = True
-        _log.warning("weights were loaded into a model wrapped with %r, and no state of it: %s", self.algorithm.name, what)
+        _log.warning(
+            "weights were loaded into a model wrapped with %r, and no state of it: %s", self.algorithm.name, what
+        )
 
     def settle_weights(self) -> None:
         """Let algorithms that keep something of earlier weights start anew, if others were loaded that stay."""

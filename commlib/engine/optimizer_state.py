@@ -67,7 +67,9 @@ def agree(gather: Callable[[Any], list[Any]], own: dict[str, str], rank: int) ->
             )
 
 
-def synchronize(line: Line, gather: Callable[[Any], list[Any]], optimizer: Any, parameters: Sequence[Parameter]) -> None:
+def synchronize(
+    line: Line, gather: Callable[[Any], list[Any]], optimizer: Any, parameters: Sequence[Parameter]
+) -> None:
     """Give all ranks the same state: the mean of floating-point tensors, rank 0's counters. Collective.
 
     Counters are numbers, tensors of one element and tensors of integers; where a parameter has a tensor of integers, as
@@ -85,7 +87,9 @@ def synchronize(line: Line, gather: Callable[[Any], list[Any]], optimizer: Any, 
         )
     coded = {name for name, _, value in found if _is_tensor(value) and not _has_mean(value) and value.numel() > 1}
     means = [value for name, _, value in found if _is_tensor(value) and _is_averaged(value) and name not in coded]
-    copies = [value for name, _, value in found if _is_tensor(value) and not (_is_averaged(value) and name not in coded)]
+    copies = [
+        value for name, _, value in found if _is_tensor(value) and not (_is_averaged(value) and name not in coded)
+    ]
     with torch.no_grad():
         line.run("the mean of the optimizer's state", mean_all(means, line.comm))
         line.run("the copy of the optimizer's counters", broadcast_all(copies, line.comm))

@@ -56,6 +56,14 @@ class Pace:
         if steps < 1:
             return Means()
         first, last = self._marks[-1 - steps], self._marks[-1]
-        return Means(steps, *((after - before) / steps for before, after in zip(
-            (first.sent_bytes, first.at_s, first.waited_s), (last.sent_bytes, last.at_s, last.waited_s), strict=True
-        )))
+        return Means(
+            steps,
+            *(
+                (after - before) / steps
+                for before, after in zip(
+                    (first.sent_bytes, first.at_s, first.waited_s),
+                    (last.sent_bytes, last.at_s, last.waited_s),
+                    strict=True,
+                )
+            ),
+        )

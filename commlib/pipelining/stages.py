@@ -31,7 +31,13 @@ class Synchronised(Protocol):
         require_sync: Whether the next backwards are synchronised.
     """
 
-    require_sync: bool
+    @property
+    def require_sync(self) -> bool:
+        """See above."""
+        ...
+
+    @require_sync.setter
+    def require_sync(self, value: bool) -> None: ...
 
     def expect_backward(self) -> None:
         """The next backward is a synchronised one."""
@@ -76,7 +82,9 @@ def _backward(
 ) -> Any:
     """Make a backward of a stage: synchronised if it is the last one of a step, else local."""
     found, alive = stage(), replica()
-    own = functools.partial(getattr(type(found), _BACKWARD), found, backward_type, bwd_kwargs, last_backward=last_backward)
+    own = functools.partial(
+        getattr(type(found), _BACKWARD), found, backward_type, bwd_kwargs, last_backward=last_backward
+    )
     if alive is None:
         return own()
     syncs = alive.require_sync and last_backward

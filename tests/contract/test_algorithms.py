@@ -24,12 +24,13 @@ FAMILIES = (
 #: Contracts about what the algorithm's own code makes: all algorithms are held to them in the fast part.
 OWN = (
     *("replicas_alike", "nonfinite_step_without_a_scaler", "change_of_plan", "state_dict_is_plain", "join"),
-    "resume_at_any_step",
     *CONCERNS,
 )
+#: The costliest of these: in the fast part, one algorithm of each family is held to it.
+RESUME = "resume_at_any_step"
 #: Contracts that depend on the number of ranks, and are quick.
 QUICK = (
-    *OWN,
+    *(*OWN, RESUME),
     *("synchronize", "accumulation_in_no_sync", "unused_parameters", "buffers", "rounds_and_steps"),
     "leaving_after_the_last_step",
 )
@@ -56,13 +57,19 @@ def test_two_ranks(algorithm: str, contract: str) -> None:
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in (*FAST, "auto")])
 def test_own_contracts_on_two_ranks(algorithm: str) -> None:
     """Not `auto`, which measures for seconds before it is another one of them."""
-    run_ranks(hold, 2, algorithm, *OWN)
+    run_ranks(hold, 2, algorithm, *OWN, *([RESUME] if algorithm in FAMILIES else []))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in (*FAST, *FAMILIES, "auto")])
+def test_resume_on_two_ranks(algorithm: str) -> None:
+    run_ranks(hold, 2, algorithm, RESUME)
 
 
 #: Options of algorithms (`tests.contract.variants`), and whether each is a slow test: its relatives are not.
 VARIANTS = {
     "EF21TopK": False,
-    "EF21Quantized": False,
+    "EF21Quantized": True,
     "SparseDiLoCo": False,
     "EF21RandomK": True,
     "EF21SignSGD": True,
@@ -73,7 +80,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("cls", [name for name, is_slow in VARIANTS.items() if not is_slow])
 def test_own_contracts_of_options(cls: str) -> None:
-    run_ranks(hold, 2, f"tests.contract.variants:{cls}", *OWN)
+    run_ranks(hold, 2, f"tests.contract.variants:{cls}", *OWN, RESUME)
 
 
 @pytest.mark.slow
@@ -85,7 +92,7 @@ def test_options_on_two_ranks(cls: str, contract: str) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "world_size"),
-    [pytest.param(name, 3, marks=() if name in FAST else pytest.mark.slow) for name in FAMILIES]
+    [pytest.param(name, 3, marks=() if name in REPRESENTATIVES.values() else pytest.mark.slow) for name in FAMILIES]
     + [pytest.param(name, 1, marks=() if name in REPRESENTATIVES.values() else pytest.mark.slow) for name in FAMILIES],
 )
 def test_other_numbers_of_ranks(algorithm: str, world_size: int) -> None:

@@ -45,7 +45,7 @@ NOT_BY_FSDP = {
     "expected_backward": "a backward that is refused leaves it unable to go on",
 }
 #: One of each channel: the others differ in what they do with a bucket.
-FIRST = ("allreduce", "topk", "diloco", "decentralized")
+FIRST = ("topk", "diloco")
 _SECOND = "two_synchronised_backwards"
 ALGORITHMS = [name for name in FAMILIES if Subject(name).channel.has_rounds]
 

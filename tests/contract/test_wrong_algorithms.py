@@ -12,6 +12,7 @@ from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import Subject
 from tests.multi.equations import compared
 from tests.multi.pool import RankError, RankHang, run_ranks
+from tests.thin import fast
 
 #: By class in `wrong.py`, the contract that must catch it; on two ranks if no other number is given.
 CAUGHT_BY = {
@@ -53,7 +54,7 @@ def test_a_wrong_algorithm_breaks_the_contract(cls: str) -> None:
         run_ranks(hold, NUM_RANKS.get(cls, 2), name_of(cls), contract)
 
 
-@pytest.mark.parametrize("cls", ["Careful", "CarefulWeights"])
+@pytest.mark.parametrize("cls", fast(["Careful", "CarefulWeights"], "Careful"))
 def test_a_right_algorithm_keeps_the_contracts_that_wrong_ones_break(cls: str) -> None:
     broken = {contract for name, contract in CAUGHT_BY.items() if name not in wrong_values.CAUGHT_BY}
     run_ranks(hold, 2, name_of(cls), *sorted(broken))

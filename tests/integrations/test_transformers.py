@@ -88,7 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 #: What the fast part has of them: ways that differ in what commlib does.
-CHOSEN = ("accumulation", "epochs_that_end_unevenly", "reentrant_checkpointing", "bf16", "evaluated", "fixed_buckets")
+CHOSEN = ("accumulation", "epochs_that_end_unevenly", "reentrant_checkpointing", "evaluated")
 
 
 @pytest.mark.parametrize("way", fast(WAYS, *CHOSEN))

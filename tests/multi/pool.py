@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.costs import COSTS, RANK_JOBS
-from tests.multi.forker import FORKER, ForkedRank, RankError, RankHang, rank_environment
+from tests.multi.forker import ASKING, FORKER, ForkedRank, RankError, RankHang, rank_environment
 from tests.multi.rank_worker import ForkJob, Job, Outcome, serve
 
 NUM_RANKS = 4
@@ -261,7 +261,7 @@ class RankProcesses:
         self.processes: list[ForkedRank] = []
         for rank, log in enumerate(self._logs):
             log.touch()
-            environment = rank_environment(RANK=str(rank), **own)
+            environment = rank_environment(RANK=str(rank), **own, **ASKING)
             job = ForkJob(fn.__module__, fn.__qualname__, args, environment, str(log))
             self.processes.append(FORKER.fork(job))
 

@@ -17,6 +17,7 @@ from torch import nn
 from tests.multi.common import Mlp, assert_replicas_identical, data, mlp_loss, raises_on_every_rank, seeded
 from tests.multi.notices import await_told, tell
 from tests.multi.pool import on_ranks
+from tests.thin import fast
 from tests.waiting import eventually
 
 AVERAGING = ["async_averaging", "passive_gossip"]
@@ -258,7 +259,7 @@ def digits_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "hogwild"])
+@pytest.mark.parametrize("name", fast([*NAMES, "hogwild"], "async_averaging", "async_sgd"))
 @on_ranks(2, slow=(4,))
 def test_digits_are_learnt(name: str) -> None:
     """Each rank has its own part of the data; the consensus model knows all of it."""

@@ -32,6 +32,7 @@ from tests.multi.fault_scripts import HANG_S, LONG_S, SHORT_S, report, report_er
 from tests.multi.notices import LIMIT_S, await_told, meet, others, tell
 from tests.multi.pool import RankExit, on_ranks, start_ranks
 from tests.multi.rank_worker import default_group_from_env
+from tests.thin import fast
 from tests.waiting import eventually
 
 VICTIM = 1
@@ -138,7 +139,9 @@ def die_before_synchronize(algorithm: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("algorithm", ["diloco", "hogwild", "async_sgd", "async_averaging"])
+@pytest.mark.parametrize(
+    "algorithm", fast(["diloco", "hogwild", "async_sgd", "async_averaging"], "diloco", "async_sgd")
+)
 def test_what_synchronize_has_met_is_said_again_by_the_next_step(algorithm: str) -> None:
     for exit_ in check(die_before_synchronize, 3, algorithm):
         later = facts(exit_, "later")
@@ -184,18 +187,16 @@ def repeat_until_killed(verb: str) -> None:
         raise
 
 
-@pytest.mark.thin
+MORE_VERBS = [("all_reduce", 5), ("all_gather", 4), ("all_gather", 5), ("small all_to_all", 4), ("broadcast", 4)]
+
+
 @pytest.mark.parametrize(
     ("verb", "world_size"),
     [
         ("all_reduce", 4),
-        ("all_reduce", 5),
-        ("all_gather", 4),
-        ("all_gather", 5),
         ("all_to_all", 5),
-        ("small all_to_all", 4),
         ("exchange", 5),
-        ("broadcast", 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_VERBS),
     ],
 )
 def test_every_verb_names_a_killed_rank_and_nobody_else(verb: str, world_size: int) -> None:
@@ -402,7 +403,7 @@ def wrap_and_die(moment: str, victim: int = VICTIM, late: tuple[int, ...] = ()) 
         raise
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize("moment", fast(MOMENTS, "invited", "met", "dialing", "backend", "connected"))
 @pytest.mark.parametrize("world_size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_a_rank_that_is_killed_during_wrap(moment: str, world_size: int) -> None:
     check(wrap_and_die, world_size, moment)

@@ -33,6 +33,7 @@ from tests.contract.subjects import (
 )
 from tests.multi.common import raises_on_every_rank
 from tests.multi.pool import on_ranks, run_ranks
+from tests.thin import fast
 
 ALGORITHMS = commlib.algorithms.list()
 
@@ -78,7 +79,7 @@ def be_impatient(training: Training) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", ["allreduce", "topk", "diloco"])
+@pytest.mark.parametrize("name", fast(["allreduce", "topk", "diloco"], "topk", "diloco"))
 def test_a_rank_that_loads_no_state_is_missed(name: str) -> None:
     training = Subject(name).start(timeout=PATIENCE_S).steps(3)
     state = commlib.state_dict(training.model)
@@ -91,7 +92,7 @@ def test_a_rank_that_loads_no_state_is_missed(name: str) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", ["diloco", "low_precision_decentralized"])
+@pytest.mark.parametrize("name", fast(["diloco", "low_precision_decentralized"], "diloco"))
 def test_a_rank_that_alone_loads_weights_is_told(name: str) -> None:
     training = Subject(name).start(timeout=PATIENCE_S).steps(3)
     if dist.get_rank() == 0:

@@ -25,6 +25,7 @@ from tests.multi.common import (
     Cnn,
     Mlp,
     assert_replicas_identical,
+    assert_same_tensors,
     cnn_loss,
     data,
     mlp_loss,

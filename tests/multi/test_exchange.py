@@ -278,8 +278,8 @@ def reports(rank: RankExit, event: str) -> list[dict[str, Any]]:
         ("die", "decentralized"),
         ("stop", "decentralized"),
         ("die", "low_precision_decentralized"),
-        ("stall", "low_precision_decentralized"),
-        ("fail", "low_precision_decentralized"),
+        pytest.param("stall", "low_precision_decentralized", marks=pytest.mark.slow),
+        pytest.param("fail", "low_precision_decentralized", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None:

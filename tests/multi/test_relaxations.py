@@ -61,6 +61,7 @@ from tests.multi.relaxation_references import (
     flat_gradients,
     majority,
 )
+from tests.thin import fast
 
 EVERYTHING = CompressionPolicy()
 GRADIENT_ALGORITHMS = ["bytegrad", "qsgd", "ef_quantized", "signsgd", "topk", "randomk", "dgc", "ok_topk", "powersgd"]
@@ -251,7 +252,7 @@ def test_powersgd_follows_its_equations(cap: float) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
+@pytest.mark.parametrize("cap", fast([SMALL_BUCKET_MB, 1.0], SMALL_BUCKET_MB))
 def test_powersgd_by_nodes_follows_its_equations(cap: float) -> None:
     """A node is a worker, and its two ranks share out the matrices."""
     with two_nodes():

@@ -127,7 +127,7 @@ def test_top_k_with_error_feedback(room: int, threads: emulator.Launches, monkey
         cases.check_top_k_feedback(numel, CPU, 0.9, -1.5)
 
 
-@pytest.mark.parametrize("room", [0, 1 << 16])
+@pytest.mark.parametrize("room", [0, pytest.param(1 << 16, marks=pytest.mark.slow)])
 def test_compaction_with_blocks_that_wait_for_each_other(
     room: int, emulated: emulator.Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

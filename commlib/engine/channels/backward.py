@@ -10,7 +10,7 @@ communicated nothing, and else ends the model's communication.
 
 [Note: several models] Losses of several models may be added in any order, and in another one on each rank; so the
 callbacks of one backward come in different orders, too. Rounds are all under way before any is waited for. What ranks
-then tell each other about plans blocks, so it is done by a thread for each model, and waited for once all callbacks have
+then tell each other about plans blocks, so a thread for each model does it, and is waited for once all callbacks have
 begun theirs.
 
 [Note: hooks and dynamo] Where a function that calls `backward` or `step` is compiled, dynamo leaves those calls out but
@@ -162,7 +162,9 @@ class Backward:
         self._has_warned = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
-        self._together: list[Backward] = []  # this and the other models whose backward has reached its end, until it ends
+        self._together: list[
+            Backward
+        ] = []  # this and the other models whose backward has reached its end, until it ends
         self._on_leaves: dict[int, RemovableHandle] = {}  # by the identity of the leaf
 
     @property
@@ -413,7 +415,6 @@ def _join(hosts: Sequence[Host | None]) -> None:
             if host is not None:
                 host.join()
         except BaseException as error:
-            host.line.abandon(error)
             errors.append(error)
     if errors:
         raise errors[0]

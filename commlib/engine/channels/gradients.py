@@ -15,6 +15,7 @@ from typing_extensions import override
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm, Context
 from commlib.algorithms.channels import Gradients
+from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channels.backward import Backward, Phase, StreamedBackward
 from commlib.engine.channels.base import OpenChannel, Settings
@@ -30,7 +31,6 @@ from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.schedule import Progress
 from commlib.engine.rounds.task import Task
-from commlib.engine.background import Background
 from commlib.errors import CommlibError, ConfigError
 from commlib.primitives.replicate import broadcast_all, mean_all
 from commlib.sharding.local import local_of

@@ -79,8 +79,8 @@ class SelfRunningChannel(OpenChannel):
     @override
     def allow_change(self) -> None:
         raise ConfigError(
-            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm {self._algorithm.name!r} "
-            "keeps those it was given. Unwrap the model and wrap it again on all ranks"
+            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm "
+            f"{self._algorithm.name!r} keeps those it was given. Unwrap the model and wrap it again on all ranks"
         )
 
     @override
@@ -93,8 +93,8 @@ class SelfRunningChannel(OpenChannel):
             return
         if has_closure and self._runner.needs_gradients:
             raise ConfigError(
-                f"optimizer.step(closure) computes gradients inside the step, and the algorithm {self._algorithm.name!r} takes "
-                "them before it. Call backward(), then optimizer.step()"
+                "optimizer.step(closure) computes gradients inside the step, and the algorithm "
+                f"{self._algorithm.name!r} takes them before it. Call backward(), then optimizer.step()"
             )
         self._guarded(self._runner.before_step)
 
