@@ -16,7 +16,7 @@ import abc
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
@@ -140,8 +140,13 @@ class Parallel:
         _joined(self).join.set_config(config, self)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew."""
+        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew.
+
+        Raises:
+            ConfigError: The names are DDP's, with `module.` before each.
+        """
         wrapped = registry.get(self)
+        _refuse_names_of_ddp(self, args[0] if args else kwargs.get("state_dict"))
         with wrapped.engine.loading_weights() if isinstance(wrapped, Replica) else contextlib.nullcontext():
             return super().load_state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -164,6 +169,16 @@ class Parallel:
             original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
             return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
         return copy_of, (wrapped.bare, wrapped.again)
+
+
+def _refuse_names_of_ddp(model: Any, state: Any) -> None:
+    """Raise where all names in a state begin as DDP's: with `strict=False` nothing would be loaded, in silence."""
+    has_prefix = isinstance(state, Mapping) and state and all(str(name).startswith("module.") for name in state)
+    if has_prefix and "module" not in model._modules:
+        raise ConfigError(
+            "load_state_dict: the names begin with 'module.', as DistributedDataParallel saves them; a wrapped model "
+            "keeps its own. Load {name.removeprefix('module.'): value for name, value in state_dict.items()}"
+        )
 
 
 def extend(model: nn.Module, wrapped: Wrapped) -> None:

@@ -249,7 +249,11 @@ class Tuner:
         assert self.times is not None
         workload = workload_of(self._engine.parameters, self.times)
         candidates = self._candidates()
-        predicted_s = {c.name: self._predict(c, workload, found) * self._bias.get(c.name, 1.0) for c in candidates}
+        # Corrected or not, no step is shorter than one without communication.
+        predicted_s = {
+            c.name: max(workload.step_s, self._predict(c, workload, found) * self._bias.get(c.name, 1.0))
+            for c in candidates
+        }
         chosen = preferred(candidates, predicted_s)
         shown = ", ".join(f"{n} {s * 1e3:.0f}" for n, s in sorted(predicted_s.items(), key=lambda entry: entry[1]))
         left_out = "" if self._auto.candidates else self._doubts()

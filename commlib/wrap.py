@@ -7,14 +7,14 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast, overload
 
 import torch
 from torch import nn
 
-from commlib import algorithms, ddp_arguments, verify
+from commlib import ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
@@ -22,13 +22,12 @@ from commlib.algorithms.known import keeping_up, loses_with
 from commlib.engine import optimizer_state, optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
-from commlib.engine.buckets.slot import name_some
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError, LossWarning
-from commlib.parallel import NAMES, M, WrappedModel, as_made_by_the_user, extend, restore_class
-from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, replicas, wrapped_of
-from commlib.sharding.local import reshard
+from commlib.parallel import M, WrappedModel, extend, restore_class
+from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, wrapped_of
+from commlib.set_up import SetUp, check_optimizer, tuner
 from commlib.transport import closing
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -97,7 +96,7 @@ def wrap(
     closing.drain()  # what was dropped is gone before connections are made anew
     group = resolve_group(ddp_arguments.group(process_group, ddp))
     ranks = torch.distributed.get_process_group_ranks(group)
-    setup = _SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, ddp)
+    setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
     if unannounced not in ("warn", "error"):
         setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
@@ -135,9 +134,9 @@ def wrap(
                 undo.callback(extend, module, waiting)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
         if isinstance(own, Auto) and (
-            transport.world_size > 1 or len(_tuner().candidates_of(own, setup.optimizer)) == 1
+            transport.world_size > 1 or len(tuner().candidates_of(own, setup.optimizer)) == 1
         ):
-            replica.tuner = _tuner().Tuner(engine, own, connect, replica.synchronize)
+            replica.tuner = tuner().Tuner(engine, own, connect, replica.synchronize)
         extend(model, replica)
         undo.callback(restore_class, model)
         if init_sync:
@@ -158,13 +157,6 @@ def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
             f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"
         )
         warnings.warn(text, LossWarning, stacklevel=3)
-
-
-def _tuner() -> Any:
-    """Import what "auto" needs, and nothing else does: the tuner, and with it the simulator."""
-    from commlib import tuner
-
-    return tuner
 
 
 @overload
@@ -283,7 +275,7 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
         found = optimizers.resolve(optimizer)
         if found is None:
             raise ConfigError("set_optimizer: expected an optimizer, got None")
-        _check_optimizer(engine.algorithm, found, engine.parameters)
+        check_optimizer(engine.algorithm, found, engine.parameters)
         engine.algorithm.check_optimizer(found, engine.progress.is_warming_up)
     except Exception as caught:
         error = caught
@@ -310,7 +302,7 @@ def expect_backward(model: nn.Module) -> None:
     (wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped).expect_backward()
 
 
-def _timeouts(timeout: Any, group: Any, setup: _SetUp) -> tuple[timedelta, timedelta, Exception | None]:
+def _timeouts(timeout: Any, group: Any, setup: SetUp) -> tuple[timedelta, timedelta, Exception | None]:
     """Return the timeout of collectives and that of the set-up, and what was wrong with `timeout`.
 
     All ranks are told of that together, so the group's serves until then.
@@ -321,128 +313,6 @@ def _timeouts(timeout: Any, group: Any, setup: _SetUp) -> tuple[timedelta, timed
     except (ConfigError, TypeError, ValueError, OverflowError) as error:
         return longest, longest, ConfigError(f"timeout={timeout!r}: {error}")
     return duration, max(duration, longest), None
-
-
-class _SetUp:
-    """What one rank finds out by itself before it meets the others; an error is kept, to be raised on all of them."""
-
-    def __init__(
-        self,
-        model: Any,
-        algorithm: Any,
-        optimizer: Any,
-        ignored: Sequence[str | nn.Parameter],
-        bucket_cap_mb: Any,
-        scaler: Any,
-        ranks: Sequence[int],
-        ddp: Mapping[str, Any],
-    ) -> None:
-        self.model = model
-        self.algorithm: Algorithm | None = None
-        self.optimizer: Any = None
-        self.parameters: list[Any] = []
-        self.ignored: set[str] = set()
-        self.scaler = scaler
-        self.error: Exception | None = None
-        self.device = torch.device("cpu")
-        try:
-            as_made_by_the_user(model)
-            _check_wrappable(model)
-            reshard(model)
-            self.ignored = verify.ignored_names(model, tuple(ignored))
-            self.parameters = verify.parameters_of(model, self.ignored)
-            verify.check_model(model, self.parameters)
-            self.device = self.parameters[0].param.device
-            ddp_arguments.check(ddp, self.device, algorithm)
-            _check_notowned(self.parameters)
-            verify.check_steps([parameter.param for parameter in self.parameters])
-            self.algorithm = algorithms.create(algorithm)
-            self.optimizer = optimizers.resolve(optimizer)
-            _check_optimizer(self.algorithm, self.optimizer, self.parameters)
-            _check_repeatable(self.algorithm)
-            verify.check_sharded(model, self.ignored, self.algorithm, ranks)
-            if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
-                raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
-            if isinstance(self.algorithm, Auto):
-                _tuner().candidates_of(self.algorithm, self.optimizer)
-            if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
-                raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
-        except Exception as error:
-            self.error = error
-
-    def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield what must be alike on all ranks."""
-        assert self.algorithm is not None
-        options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
-        if self.scaler is not None and self.algorithm.channel.keeps_replicas_alike:
-            options["scaler"] = optimizers.scale_of(self.scaler)
-        return verify.describe(self.model, self.parameters, self.ignored, options)
-
-
-def _check_wrappable(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
-    taken = [name for name in NAMES if hasattr(type(model), name)]
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # which has its own words below
-    if taken and find(model) is None and not is_ddp:
-        raise ConfigError(
-            f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
-            "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
-        )
-    for name, module in model.named_modules():
-        what = f"its submodule {name!r}" if name else "the model"
-        if isinstance(find(module), Replica):
-            raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigError(
-                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead; where a trainer "
-                "made it, have it make none (Ray Train: prepare_model(model, parallel_strategy=None))"
-            )
-
-
-def _check_notowned(parameters: Sequence[Any]) -> None:
-    owned = {id(parameter.param) for replica in replicas() for parameter in replica.engine.parameters}
-    twice = [parameter.name for parameter in parameters if id(parameter.param) in owned]
-    if twice:
-        raise ConfigError(
-            f"parameters that another wrapped model communicates: {name_some(twice)}. Wrap one of the two only, or "
-            "name them in ignored_parameters"
-        )
-
-
-def _check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any]) -> None:
-    needed = algorithm.channel.needs_optimizer
-    if optimizer is None:
-        if needed:
-            raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
-        return
-    if not algorithm.channel.keeps_replicas_alike and optimizers.has_points(optimizer):
-        raise ConfigError(
-            f"optimizer: {optimizers.names_of(optimizer)} trains at another point than the one that is evaluated (it "
-            f"has train() and eval()), and {algorithm.name!r} would average one of them over the ranks and not the "
-            "other. Use an algorithm on gradients"
-        )
-    missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
-    if missing and needed:
-        raise ConfigError(
-            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their "
-            "steps. Pass all optimizers, as a list, or name these parameters in ignored_parameters"
-        )
-    if missing:
-        _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)
-
-
-def _check_repeatable(algorithm: Algorithm) -> None:
-    """Where runs are to repeat themselves, refuse what depends on clocks."""
-    depends = not algorithm.channel.keeps_step or isinstance(algorithm, Auto)
-    if not depends or not torch.are_deterministic_algorithms_enabled():
-        return
-    message = f"the algorithm {algorithm.name!r} depends on clocks, so no two runs are alike"
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise ConfigError(f"{message}, and torch.use_deterministic_algorithms is on. Choose another algorithm")
-    _log.warning("%s, though torch.use_deterministic_algorithms is on", message)
 
 
 def wrap_copy(model: nn.Module, algorithm: Algorithm, **options: Any) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
 # What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
-_PIECES = {"locks", "weak", "errors", "sharding", "kernels", "codecs", "transport", "primitives"}
+_PIECES = {"locks", "weak", "errors", "arguments", "sharding", "kernels", "codecs", "transport", "primitives"}
 _TRAINING = {*_PIECES, "algorithms", "engine"}
 BELOW = {
     "errors": set(),
+    "arguments": set(),
+    "pipelining": set(),
     "locks": set(),
     "weak": set(),
     "version": set(),
@@ -26,13 +28,13 @@ BELOW = {
     "optim": {"errors"},
     "network": {"errors"},
     "kernels": {"locks", "errors", "_native"},
-    "codecs": {"locks", "errors", "kernels"},
+    "codecs": {"locks", "errors", "arguments", "kernels"},
     "transport": {"locks", "weak", "errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
     "algorithms": {*_PIECES, "optim"},
     "engine": {*_PIECES, "algorithms"},
     "simulation": {*_TRAINING, "network"},
-    "wrap": {*_TRAINING, "network", "simulation"},
+    "wrap": {*_TRAINING, "network", "simulation", "pipelining"},
     "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
@@ -53,7 +55,9 @@ BELOW = {
     "__main__": {"cli"},
 }
 # Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.
-PLACED = dict.fromkeys(["checkpoint", "join", "parallel", "replica", "tuner", "verify"], "wrap") | {
+PLACED = dict.fromkeys(
+    ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "tuner", "verify"], "wrap"
+) | {
     "network.bagua": "predictions"
 }
 

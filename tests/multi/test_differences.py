@@ -321,20 +321,28 @@ def step_and_drop(optimizers: dict[Tensor, torch.optim.Optimizer], parameter: Te
     parameter.grad = None
 
 
+def change_and_drop(parameter: Tensor) -> None:
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+@pytest.mark.thin
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ["allreduce", "topk"])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_an_optimizer_in_a_hook_is_refused(algorithm: str, is_first: bool) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_optimizer_in_a_hook_is_refused(algorithm: str, is_first: bool, by_hand: bool) -> None:
     model = seeded(Mlp)
     optimizers: dict[Tensor, torch.optim.Optimizer] = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    hook = change_and_drop if by_hand else functools.partial(step_and_drop, optimizers)
     if not is_first:
         wrap(model, algorithm=algorithm)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(functools.partial(step_and_drop, optimizers))
+        parameter.register_post_accumulate_grad_hook(hook)
     if is_first:
         wrap(model, algorithm=algorithm)
     loss = mlp_loss(model, 0)
-    with raises_on_every_rank(ConfigError, "is None now", "after backward"):
+    with raises_on_every_rank(ConfigError, "is None now" if by_hand else "inside of backward", "after backward"):
         loss.backward()
 
 
@@ -411,3 +419,116 @@ def test_an_optimizer_of_several_that_makes_no_step_is_told_of() -> None:
                 part.step()
             assert bool(records) is (step > 12)  # the eighth step of the first one alone
     assert "made no step while the others made 8" in records[0]
+
+
+@on_ranks(2)
+def test_names_of_ddp_in_a_state_are_refused() -> None:
+    model = wrap(seeded(Mlp))
+    state = {f"module.{name}": value for name, value in seeded(Mlp, seed=5).state_dict().items()}
+    for options in ({}, {"strict": False}):
+        with pytest.raises(ConfigError, match="removeprefix"):
+            model.load_state_dict(state, **options)
+    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+    assert torch.equal(model.first.weight, seeded(Mlp, seed=5).first.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("algorithm", "is_refused"), [("topk", True), ("allreduce", True), ("diloco", False)])
+def test_loss_scales_that_differ_are_refused(algorithm: str, is_refused: bool) -> None:
+    model = seeded(Mlp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + dist.get_rank()))
+    if is_refused:
+        with raises_on_every_rank(ConfigError, "scaler", "get_scale"):
+            wrap(model, algorithm=algorithm, optimizer=sgd(model), scaler=scaler)
+    else:  # each rank has its own
+        wrap(model, algorithm=algorithm, optimizer=sgd(model), scaler=scaler)
+
+
+def _policy(numel: int) -> Any:
+    return lambda name, parameter: parameter.numel() > numel
+
+
+@on_ranks(2)
+def test_options_that_are_functions_or_tensors_are_compared() -> None:
+    rank = dist.get_rank()
+    different: list[Any] = [
+        commlib.algorithms.TopK(compress=_policy(10 + rank)),
+        commlib.algorithms.TopK(compress=functools.partial(_compressed, 10 + rank)),
+        commlib.algorithms.DiLoCo(outer=functools.partial(torch.optim.SGD, lr=0.5 + rank)),
+        commlib.algorithms.LocalSGD(period=2 + rank),
+    ]
+    for algorithm in different:
+        model = seeded(Mlp)
+        with raises_on_every_rank(ConfigError, "differ between ranks", "algorithm"):
+            wrap(model, algorithm=algorithm, optimizer=sgd(model))
+    for algorithm in (
+        commlib.algorithms.TopK(compress=_policy(10)),
+        commlib.algorithms.TopK(compress=functools.partial(_compressed, 10)),
+        commlib.algorithms.DiLoCo(outer=functools.partial(torch.optim.SGD, lr=0.5)),
+    ):
+        model = seeded(Mlp)
+        optimizer = sgd(model)
+        wrap(model, algorithm=algorithm, optimizer=optimizer)
+        train(model, mlp_loss, 1, optimizer)
+
+
+def _compressed(numel: int, name: str, parameter: Tensor) -> bool:
+    return parameter.numel() > numel
+
+
+@on_ranks(2)
+def test_two_models_with_a_common_part_train_as_one() -> None:
+    def pair() -> tuple[nn.Module, nn.Module]:
+        encoder = nn.Linear(8, 8)
+        return nn.Sequential(encoder, nn.Linear(8, 2)), nn.Sequential(encoder, nn.Linear(8, 3))
+
+    def loss(one: nn.Module, other: nn.Module, step: int, rank: int) -> Tensor:
+        inputs = data(step, 4, 8, rank=rank)
+        return one(inputs).square().mean() + other(inputs).square().mean()
+
+    torch.manual_seed(0)
+    one, other = pair()
+    wrap(one)
+    with raises_on_every_rank(ConfigError, "'0.weight'", "ModuleList", "expect_backward"):
+        wrap(other)
+    commlib.unwrap(one)  # as the message says
+    both = wrap(nn.ModuleList([one, other]))
+    reference = copy.deepcopy(both.module)
+    for step in range(5):
+        both.zero_grad()
+        commlib.expect_backward(both)
+        loss(one, other, step, dist.get_rank()).backward()
+        reference.zero_grad()
+        for rank in range(2):
+            (loss(reference[0], reference[1], step, rank) / 2).backward()
+        for parameter, wanted in zip(both.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, wanted.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [("demo", "starts from zero"), ("diloco", "commlib.synchronize"), ("allreduce", None), ("bytegrad", None)],
+)
+def test_weights_without_the_state_are_told_of_once(algorithm: str, words: str | None) -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    wrap(model, algorithm=algorithm, optimizer=optimizer)
+    train(model, mlp_loss, 3, optimizer)
+    saved, state = copy.deepcopy(model.state_dict()), commlib.state_dict(model)
+    other = seeded(Mlp, seed=9).state_dict()
+    with logged() as records:
+        for order in ("weights first", "state first"):
+            if order == "state first":
+                commlib.load_state_dict(model, state)
+            model.load_state_dict(saved)
+            if order == "weights first":
+                commlib.load_state_dict(model, state)
+            train(model, mlp_loss, 2, optimizer)
+        assert not [text for text in records if "no state of it" in text], order
+        for _ in range(2):
+            model.load_state_dict(other)
+            train(model, mlp_loss, 2, optimizer)
+    found = [text for text in records if "no state of it" in text]
+    assert len(found) == (1 if words and dist.get_rank() == 0 else 0)
+    assert not found or words in found[0]

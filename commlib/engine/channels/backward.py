@@ -438,35 +438,3 @@ def _refuse_compiled_autograd() -> None:
             "compiled autograd (torch._dynamo.config.compiled_autograd) does not leave gradients to commlib, nor to "
             "DDP. Turn it off, or compile the model instead of the function that calls backward"
         )
-
-
-class StreamedBackward(Backward):
-    """A backward whose gradients may come on several streams of an accelerator.
-
-    A bucket is gathered on the stream of the gradient that came last, which therefore waits for the streams of those
-    that came before: autograd itself makes its caller wait for them at the end of backward only.
-
-    Args:
-        host: As in `Backward`.
-        current: Returns the current stream.
-    """
-
-    def __init__(self, host: Host, current: Callable[[], Any]) -> None:
-        super().__init__(host)
-        self._current = current
-        self._streams: set[Any] = set()
-
-    def on_gradient(self, slot: Slot) -> None:
-        """See `Backward`."""
-        self._streams.add(self._current())
-        super().on_gradient(slot)
-
-    def _segment_complete(self, segment: Segment) -> None:
-        current = self._current()
-        for stream in self._streams - {current}:
-            current.wait_stream(stream)
-        super()._segment_complete(segment)
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._streams.clear()

@@ -17,11 +17,12 @@ from commlib.algorithms.base import Algorithm, Context
 from commlib.algorithms.channels import Gradients
 from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
-from commlib.engine.channels.backward import Backward, Phase, StreamedBackward
+from commlib.engine.channels.backward import Backward, Phase
 from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.bucket_set import BucketSet
 from commlib.engine.channels.gradient_round import GradientRound
 from commlib.engine.channels.idle import Idle
+from commlib.engine.channels.streamed import StreamedBackward
 from commlib.engine.line import Line
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost

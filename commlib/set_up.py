@@ -1,0 +1,157 @@
+"""What `wrap` finds out on one rank before it meets the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from commlib import algorithms, ddp_arguments, verify
+from commlib.algorithms.auto import Auto
+from commlib.algorithms.base import Algorithm
+from commlib.engine import optimizers
+from commlib.engine.buckets.slot import name_some
+from commlib.errors import ConfigError
+from commlib.parallel import NAMES, as_made_by_the_user
+from commlib.replica import Replica, find, replicas
+from commlib.sharding.local import reshard
+
+_log = logging.getLogger("commlib")
+
+
+def tuner() -> Any:
+    """Import what "auto" needs, and nothing else does: the tuner, and with it the simulator."""
+    from commlib import tuner
+
+    return tuner
+
+
+class SetUp:
+    """What one rank finds out by itself before it meets the others; an error is kept, to be raised on all of them."""
+
+    def __init__(
+        self,
+        model: Any,
+        algorithm: Any,
+        optimizer: Any,
+        ignored: Sequence[str | nn.Parameter],
+        bucket_cap_mb: Any,
+        scaler: Any,
+        ranks: Sequence[int],
+        ddp: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.algorithm: Algorithm | None = None
+        self.optimizer: Any = None
+        self.parameters: list[Any] = []
+        self.ignored: set[str] = set()
+        self.scaler = scaler
+        self.error: Exception | None = None
+        self.device = torch.device("cpu")
+        try:
+            as_made_by_the_user(model)
+            _check_wrappable(model)
+            reshard(model)
+            self.ignored = verify.ignored_names(model, tuple(ignored))
+            self.parameters = verify.parameters_of(model, self.ignored)
+            verify.check_model(model, self.parameters)
+            self.device = self.parameters[0].param.device
+            ddp_arguments.check(ddp, self.device, algorithm)
+            _check_notowned(self.parameters)
+            verify.check_steps([parameter.param for parameter in self.parameters])
+            self.algorithm = algorithms.create(algorithm)
+            self.optimizer = optimizers.resolve(optimizer)
+            check_optimizer(self.algorithm, self.optimizer, self.parameters)
+            _check_repeatable(self.algorithm)
+            verify.check_sharded(model, self.ignored, self.algorithm, ranks)
+            if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+                raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
+            if isinstance(self.algorithm, Auto):
+                tuner().candidates_of(self.algorithm, self.optimizer)
+            if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+                raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
+        except Exception as error:
+            self.error = error
+
+    def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield what must be alike on all ranks."""
+        assert self.algorithm is not None
+        options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
+        if self.scaler is not None and self.algorithm.channel.keeps_replicas_alike:
+            options["scaler"] = optimizers.scale_of(self.scaler)
+        return verify.describe(self.model, self.parameters, self.ignored, options)
+
+
+def _check_wrappable(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
+    taken = [name for name in NAMES if hasattr(type(model), name)]
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # which has its own words below
+    if taken and find(model) is None and not is_ddp:
+        raise ConfigError(
+            f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
+            "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
+        )
+    for name, module in model.named_modules():
+        what = f"its submodule {name!r}" if name else "the model"
+        if isinstance(find(module), Replica):
+            raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead; where a trainer "
+                "made it, have it make none (Ray Train: prepare_model(model, parallel_strategy=None))"
+            )
+
+
+def _check_notowned(parameters: Sequence[Any]) -> None:
+    owned = {id(parameter.param) for replica in replicas() for parameter in replica.engine.parameters}
+    twice = [parameter.name for parameter in parameters if id(parameter.param) in owned]
+    if twice:
+        raise ConfigError(
+            f"parameters that another wrapped model communicates: {name_some(twice)}. Call commlib.unwrap on that "
+            "model, and wrap one module that holds both, both = torch.nn.ModuleList([one, other]), with all "
+            "optimizers; call commlib.expect_backward(both) before each backward that is to be synchronised"
+        )
+
+
+def check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Refuse an optimizer (as `optimizers.resolve` returned it) with which the algorithm cannot run.
+
+    Raises:
+        ConfigError: It needs one, or one that has all parameters, or one that trains at the weights.
+    """
+    needed = algorithm.channel.needs_optimizer
+    if optimizer is None:
+        if needed:
+            raise ConfigError(f"the algorithm {algorithm.name!r} acts on weights or optimizer state: pass optimizer=")
+        return
+    if not algorithm.channel.keeps_replicas_alike and optimizers.has_points(optimizer):
+        raise ConfigError(
+            f"optimizer: {optimizers.names_of(optimizer)} trains at another point than the one that is evaluated (it "
+            f"has train() and eval()), and {algorithm.name!r} would average one of them over the ranks and not the "
+            "other. Use an algorithm on gradients"
+        )
+    missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
+    if missing and needed:
+        raise ConfigError(
+            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their "
+            "steps. Pass all optimizers, as a list, or name these parameters in ignored_parameters"
+        )
+    if missing:
+        _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)
+
+
+def _check_repeatable(algorithm: Algorithm) -> None:
+    """Where runs are to repeat themselves, refuse what depends on clocks."""
+    depends = not algorithm.channel.keeps_step or isinstance(algorithm, Auto)
+    if not depends or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = f"the algorithm {algorithm.name!r} depends on clocks, so no two runs are alike"
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise ConfigError(f"{message}, and torch.use_deterministic_algorithms is on. Choose another algorithm")
+    _log.warning("%s, though torch.use_deterministic_algorithms is on", message)
