@@ -45,7 +45,6 @@ class Recorded:
         return self._arguments
 
 
-@functools.cache
 def _signature(cls: type) -> inspect.Signature:
     if cls.__init__ is object.__init__:
         return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)])

@@ -57,9 +57,7 @@ BELOW = {
 # Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.
 PLACED = dict.fromkeys(
     ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "tuner", "verify"], "wrap"
-) | {
-    "network.bagua": "predictions"
-}
+) | {"network.bagua": "predictions"}
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:

@@ -82,7 +82,19 @@ class Engine(Observer):
         self.channels: list[OpenChannel] = [self.gradients]
         self._use(algorithm, parameters)
         self._follow_steps()
-        observe(self)
+        own = weakref.ref(self)
+        self.gradients.watch_steps = lambda watches: (engine := own()) and engine._observe(watches)
+        self._observe()
+
+    def _observe(self, in_backward: bool = False) -> None:
+        """Look at steps of any optimizer, where another one's matter; also within a backward with hooks of the user's.
+
+        Not always: in a step that is compiled it would be a further break of the graph.
+        """
+        if in_backward or self._follows_steps:
+            observe(self)
+        else:
+            ignore(self)
 
     def _follow_steps(self) -> None:
         """Count the steps of the optimizer and the scaler that are set."""
@@ -158,6 +170,7 @@ class Engine(Observer):
                 channel.set_up(self._settings)
             self._changes.expect_change()
             self._follow_steps()
+            self._observe()
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters from now on, with a plan that starts anew. Collective, not within a backward."""
@@ -272,7 +285,8 @@ class Engine(Observer):
 
     @property
     def _watches_enclosing(self) -> bool:
-        return not self.algorithm.channel.keeps_replicas_alike
+        declared = self.algorithm.channel
+        return declared.has_rounds and not declared.keeps_replicas_alike  # else others may change the weights any time
 
     @in_plain_mode
     def drain(self) -> None:

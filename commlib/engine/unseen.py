@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from commlib import locks
 from commlib.engine.bits import as_integers
@@ -115,11 +116,8 @@ class Observer:
 
 
 _observers: WeakMembers[Observer] = WeakMembers(locks.lock("observers", is_of_process=True))
-
-
-@functools.cache
-def _listen() -> None:
-    register_optimizer_step_pre_hook(_before_any_step)
+#: Torch's hook, while there are observers: in a compiled step it is a break of the graph.
+_hooks: list[RemovableHandle] = []
 
 
 @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
@@ -130,13 +128,17 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def observe(observer: Observer) -> None:
     """Tell the observer of steps from now on, for as long as it is alive."""
-    _listen()
     _observers.add(observer)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 def ignore(observer: Observer) -> None:
     """Undo `observe`. Harmless when called twice."""
     _observers.discard(observer)
+    if not _observers.alive():
+        while _hooks:
+            _hooks.pop().remove()
 
 
 def has_parameters_of(optimizer: torch.optim.Optimizer, ids: frozenset[int]) -> bool:
@@ -182,6 +184,10 @@ class Enclosing:
                 except AttributeError:
                     self._outer = None
 
+    def is_called(self) -> None:
+        """The object's `step` is called."""
+        self._after = None
+
     def after_step(self) -> None:
         """The given optimizers have stepped, and what commlib does after it is done."""
         if self._outer is not None:
@@ -206,6 +212,8 @@ class Enclosing:
 
 
 def _step_of(outer: Any, enclosing: Callable[[], Enclosing | None], *args: Any, **kwargs: Any) -> Any:
+    if (alive := enclosing()) is not None:
+        alive.is_called()
     result = type(outer).step(outer, *args, **kwargs)
     if (alive := enclosing()) is not None:
         alive.has_returned()

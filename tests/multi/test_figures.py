@@ -116,7 +116,7 @@ def counting() -> Iterator[Counter]:
 
 def check_bytes(found: Callable[[], float], counter: Counter, at: str) -> None:
     """Compare once what is under way is over: a payload is counted by the one just before it is by the other."""
-    assert eventually(lambda: found() == pytest.approx(counter.nbytes)), f"{at}: {found()}, not {counter.nbytes}"
+    assert eventually(lambda: abs(found() - counter.nbytes) <= 0.5), f"{at}: {found()}, not {counter.nbytes}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -191,12 +191,16 @@ class Bucket:
         """Name the bucket and some of its parameters."""
         return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
 
-    def start_backward(self, predivisor: float) -> None:
-        """Expect every gradient anew; segments that are placed early are divided by `predivisor`."""
+    def start_backward(self, predivisor: float) -> bool:
+        """Expect every gradient anew; segments that are placed early are divided by `predivisor`.
+
+        Returns:
+            Whether gradients have hooks of the user's, too.
+        """
         self.left = len(self.segments)
         self.predivisor = predivisor
-        for segment in self.segments:
-            segment.start_backward()
+        have_hooks = [segment.start_backward() for segment in self.segments]
+        return any(have_hooks)
 
     def gather(self, predivisor: float) -> None:
         """Bring all gradients into the flat buffer, divided by `predivisor`, and count as taken.
@@ -279,10 +283,10 @@ class SparseBucket:
         """Name the bucket and its parameter."""
         return f"sparse bucket {self.index} ({self.slots[0].name!r})"
 
-    def start_backward(self, predivisor: float) -> None:
-        """Expect the gradient anew."""
+    def start_backward(self, predivisor: float) -> bool:
+        """Expect the gradient anew; see `Bucket`."""
         self.left = 1
-        self.segments[0].start_backward()
+        return self.segments[0].start_backward()
 
     def gather(self, predivisor: float) -> None:
         """Count as taken: the gradient is sent from where it is."""

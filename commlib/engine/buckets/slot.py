@@ -157,13 +157,16 @@ class Segment:
         for slot in self.slots:
             slot.segment = self
 
-    def start_backward(self) -> None:
-        """Expect every gradient anew."""
+    def start_backward(self) -> bool:
+        """Expect every gradient anew; return whether there are hooks on gradients beside one's own."""
         self.left = len(self.slots)
+        has_others = False
         for slot in self.slots:
             slot.left = slot.expected
             if len(slot.hooks) > 1:
+                has_others = True
                 slot.come_last()
+        return has_others
 
     def place(self) -> None:
         """Bring the gradients into the bucket's buffer, if it has one, and count as taken."""

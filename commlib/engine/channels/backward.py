@@ -69,9 +69,11 @@ class Host(Protocol):
         line: What carries it.
         buckets: Of the current plan.
         readiness: Where a recorded backward is recorded.
+        watch_steps: Called with True where a backward begins in which hooks of the user's run; else with False.
     """
 
     line: Line
+    watch_steps: Callable[[bool], object]
 
     @property
     def buckets(self) -> Sequence[Bucket | SparseBucket]:
@@ -159,7 +161,7 @@ class Backward:
         self._forward_ran = self._expects_sync = False  # since the last backward: any forward, a synchronised one
         self._is_expected = False  # the next backward is a synchronised one, whatever its forwards were
         self._has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
-        self._has_warned = False
+        self._has_warned = self._has_watched = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
         self._together: list[
@@ -260,8 +262,10 @@ class Backward:
             _under_way.add(self)
             torch.autograd.Variable._execution_engine.queue_callback(end)
             self.phase = _LOCAL
-            for bucket in host.buckets:
-                bucket.start_backward(predivisor)
+            has_hooks = [bucket.start_backward(predivisor) for bucket in host.buckets]
+            if any(has_hooks):
+                self._has_watched = True
+                host.watch_steps(True)
         if (sync or self._is_expected) and self.phase is _LOCAL:
             self._start_sync(host)
 
@@ -403,6 +407,9 @@ class Backward:
         self.phase = _NONE
         self.round = self._graph_task = None
         self._together = []
+        if self._has_watched and (host := self._reference()) is not None:
+            self._has_watched = False
+            host.watch_steps(False)
         self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
 

@@ -93,6 +93,7 @@ class GradientChannel(OpenChannel):
         buffers: What is copied beside the buckets.
         last: What the last round took.
         is_idle: See above.
+        watch_steps: Called with True where a backward begins in which hooks of the user's run, with False at its end.
     """
 
     algorithm: Algorithm
@@ -114,6 +115,7 @@ class GradientChannel(OpenChannel):
         self._has_loaded_state = False  # since the last step
         self._may_hold_communicated = False  # until a backward begins
         self._exchange: Background | None = None
+        self.watch_steps: Callable[[bool], object] = lambda _: None
         self._warm_up = AllReduce()
         self._set = BucketSet(parks=is_cuda)
         self._parameters: Sequence[Parameter] = ()
