@@ -12,12 +12,13 @@ from torch import nn
 from commlib import algorithms, ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
-from commlib.engine import optimizers
+from commlib.engine import optimizer_state, optimizers
 from commlib.engine.buckets.slot import name_some
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, as_made_by_the_user
 from commlib.replica import Replica, find, replicas
 from commlib.sharding.local import reshard
+from commlib.transport.base import Transport
 
 _log = logging.getLogger("commlib")
 
@@ -41,6 +42,7 @@ class SetUp:
         bucket_cap_mb: Any,
         scaler: Any,
         ranks: Sequence[int],
+        unannounced: str,
         ddp: Mapping[str, Any],
     ) -> None:
         self.model = model
@@ -69,12 +71,30 @@ class SetUp:
             verify.check_sharded(model, self.ignored, self.algorithm, ranks)
             if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
                 raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
+            if unannounced not in ("warn", "error"):
+                raise ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
             if isinstance(self.algorithm, Auto):
                 tuner().candidates_of(self.algorithm, self.optimizer)
             if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
                 raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
         except Exception as error:
             self.error = error
+
+    def agree(self, transport: Transport, options: dict[str, Any], error: Exception | None) -> None:
+        """Check that all ranks have the same of what they must have in common. Collective.
+
+        Args:
+            transport: Carries it.
+            options: Of `wrap`, by name.
+            error: What else is wrong on this rank.
+
+        Raises:
+            ConfigError: They have not, or one of them has an error; on every rank.
+        """
+        verify.agree(transport, lambda: self.pairs(options), self.error or error)
+        assert self.algorithm is not None
+        if self.algorithm.channel.keeps_replicas_alike:
+            optimizer_state.agree(transport, optimizer_state.digests(self.optimizer, self.parameters))
 
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what must be alike on all ranks."""

@@ -19,7 +19,7 @@ from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.known import keeping_up, loses_with
-from commlib.engine import optimizer_state, optimizers
+from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
 from commlib.engine.engine import Engine
@@ -81,7 +81,7 @@ def wrap(
         unannounced: What becomes of a backward that stays local because neither a forward of the wrapped model nor
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
         **ddp: Further arguments of `DistributedDataParallel`, such as `device_ids` and `find_unused_parameters`, where
-            they ask for what commlib does anyway; the others are refused (docs/reference/differences.md has all).
+            they ask for what commlib does anyway; the others are refused (docs/reference/ddp_arguments.md has all).
 
     Returns:
         `model` itself, typed as what it was and as a `WrappedModel`.
@@ -96,21 +96,16 @@ def wrap(
     closing.drain()  # what was dropped is gone before connections are made anew
     group = resolve_group(ddp_arguments.group(process_group, ddp))
     ranks = torch.distributed.get_process_group_ranks(group)
-    setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, ddp)
+    setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
-    if unannounced not in ("warn", "error"):
-        setup.error = setup.error or ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
     duration, longest, error = _timeouts(timeout, group, setup)
     with contextlib.ExitStack() as undo:
         transport = TorchTransport(group, setup.device, duration, longest)
         undo.callback(transport.close)
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        verify.agree(transport, lambda: setup.pairs(options), setup.error or error)
+        setup.agree(transport, options, error)
         assert setup.algorithm is not None
-        if setup.algorithm.channel.keeps_replicas_alike:
-            own_state = optimizer_state.digests(setup.optimizer, setup.parameters)
-            optimizer_state.agree(transport.gather_objects, own_state, transport.rank)
         if transport.rank == 0 and transport.world_size > 1:
             _warn_of_losses(setup.algorithm, setup.optimizer)
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)

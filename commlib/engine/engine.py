@@ -314,8 +314,7 @@ class Engine(Observer):
         """
         if self.optimizer is None:
             raise ConfigError("synchronize(optimizer=True): commlib.wrap was given no optimizer")
-        gather = self.transport.gather_objects
-        optimizer_state.synchronize(self.line, gather, self.optimizer, self.parameters)
+        optimizer_state.synchronize(self.line, self.optimizer, self.parameters)
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:

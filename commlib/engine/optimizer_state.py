@@ -6,7 +6,7 @@ is compared is the state of parameters that several ranks have some for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from commlib.engine.planning.plan import Parameter
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import broadcast_all, mean_all
 from commlib.sharding.local import local_of
+from commlib.transport.base import Transport
 
 #: One entry of the state of a parameter: the parameter's name, the entry's, and its value.
 Entry = tuple[str, str, Any]
@@ -43,33 +44,31 @@ def digests(optimizer: Any, parameters: Sequence[Parameter]) -> dict[str, str]:
     return words
 
 
-def agree(gather: Callable[[Any], list[Any]], own: dict[str, str], rank: int) -> None:
+def agree(transport: Transport, own: dict[str, str]) -> None:
     """Check that ranks have the same state for parameters that they both have state for. Collective.
 
     Args:
-        gather: Returns every rank's plain value, in rank order.
+        transport: Carries the digests.
         own: What `digests` returned.
-        rank: This rank.
 
     Raises:
         ConfigError: They have not; on every rank.
     """
-    everyone = gather(own)
+    everyone = transport.gather_objects(own)
     first: dict[str, str] = {}
     for other, words in enumerate(everyone):
         different = [name for name, word in words.items() if first.setdefault(name, word) != word]
         if different:
+            transport.part()
             raise ConfigError(
-                f"rank {rank}: the ranks' optimizers have different state, for example for {different[0]!r} on rank "
-                f"{other}, as training with local steps leaves it, so replicas would drift apart. Call "
+                f"rank {transport.rank}: the ranks' optimizers have different state, for example for {different[0]!r} "
+                f"on rank {other}, as training with local steps leaves it, so replicas would drift apart. Call "
                 "commlib.synchronize(model, optimizer=True) on all ranks before commlib.unwrap(model), or load the "
                 "same state into all"
             )
 
 
-def synchronize(
-    line: Line, gather: Callable[[Any], list[Any]], optimizer: Any, parameters: Sequence[Parameter]
-) -> None:
+def synchronize(line: Line, optimizer: Any, parameters: Sequence[Parameter]) -> None:
     """Give all ranks the same state: the mean of floating-point tensors, rank 0's counters. Collective.
 
     Counters are numbers, tensors of one element and tensors of integers; where a parameter has a tensor of integers, as
@@ -79,8 +78,10 @@ def synchronize(
         ConfigError: Ranks have state of other kinds or shapes; on every rank, and nothing has changed.
     """
     found = entries(optimizer, parameters)
-    shapes = [(name, key, _shape(value)) for name, key, value in found]
-    if any(each != shapes for each in gather(shapes)):
+    gather = line.transport.gather_objects
+    shapes = [[name, key, _shape(value)] for name, key, value in found]
+    if any([list(row) for row in each] != shapes for each in gather(shapes)):
+        line.transport.part()
         raise ConfigError(
             f"rank {line.comm.rank}: the ranks' optimizers have state of different parameters or shapes, which has no "
             "mean. Make as many steps on all ranks first"
