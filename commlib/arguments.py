@@ -19,6 +19,8 @@ _DEPTH = 12
 class Recorded:
     """Remembers the arguments of its constructor, by name, with defaults.
 
+    A base that derives from it has an `__init__`: else `inspect.signature` of it is that of `__new__`.
+
     Attributes:
         may_differ: Names of arguments that ranks need not have in common.
     """
@@ -46,8 +48,6 @@ class Recorded:
 
 
 def _signature(cls: type) -> inspect.Signature:
-    if cls.__init__ is object.__init__:
-        return inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)])
     return inspect.signature(cls.__init__)
 
 

@@ -160,7 +160,7 @@ def check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[A
     if missing and needed:
         raise ConfigError(
             f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their "
-            "steps. Pass all optimizers, as a list, or name these parameters in ignored_parameters"
+            "steps. Pass all optimizers, as a list, or freeze the parameters that none of them trains"
         )
     if missing:
         _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)

@@ -137,7 +137,7 @@ def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ran
     if foreign:
         raise ConfigError(
             f"parameters or buffers that are wrappers of tensors: {name_some(foreign)}. commlib.wrap takes plain "
-            "tensors and DTensors: name them in ignored_parameters"
+            "tensors and DTensors: freeze them, or name them in ignored_parameters and reduce their gradients yourself"
         )
     among = [name for name, each in wrapped if len(ranks_of(each) & set(ranks)) > 1]
     if among:
@@ -165,14 +165,8 @@ def _check_island(model: nn.Module, trained: dict[str, nn.Parameter], algorithm:
             "different gradients for them, which neither FSDP2 nor commlib would average. Call fully_shard(model, ...) "
             "on the whole model last; or average them yourself and name them in ignored_parameters"
         )
-    factors, is_sum = divide_factors(model), getattr(algorithm, "op", None) == "sum"
-    if factors and not is_sum and algorithm.channel.keeps_replicas_alike:
-        raise ConfigError(
-            f"FSDP2's set_gradient_divide_factor({min(factors):g}) is for sums over all ranks, and {algorithm.name!r} "
-            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. "
-            "Do not set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
-            "commlib.algorithms.AllReduce(op='sum')"
-        )
+    if algorithm.channel.keeps_replicas_alike:
+        _check_divide_factors(divide_factors(model), algorithm)
     if isinstance(algorithm, Auto):
         raise ConfigError(
             f"{name_some([name for name, each in trained.items() if is_sharded(each)])} are DTensors, and 'auto' would "
@@ -183,6 +177,22 @@ def _check_island(model: nn.Module, trained: dict[str, nn.Parameter], algorithm:
         raise ConfigError(
             f"{name_some(copies)}: several ranks of an island have the same part, and with {algorithm.name!r} their "
             "copies would part, as its rounds end by the clock. Use an algorithm whose rounds keep step"
+        )
+
+
+def _check_divide_factors(factors: set[float | None], algorithm: Algorithm) -> None:
+    given = sorted(factor for factor in factors if factor is not None)
+    if given and None in factors:
+        raise ConfigError(
+            f"FSDP2's set_gradient_divide_factor({given[0]:g}) is set on some modules, and others take means. Call it "
+            "on every module that fully_shard was given, or on none"
+        )
+    if given and getattr(algorithm, "op", None) != "sum":
+        raise ConfigError(
+            f"FSDP2's set_gradient_divide_factor({given[0]:g}) is for sums over all ranks, and {algorithm.name!r} "
+            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. Do not "
+            "set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
+            "commlib.algorithms.AllReduce(op='sum')"
         )
 
 

@@ -224,6 +224,9 @@ class Algorithm(Recorded):
     #: reason. What the channel tells is not said again; the use itself is refused with a `ConfigError` on all ranks.
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    def __init__(self) -> None:
+        """Take no options; a subclass that has some defines its own."""
+
     def group(self, name: str, parameter: torch.Tensor) -> Hashable:
         """Return the group of a parameter; a bucket holds parameters of one group. The same on all ranks."""
         return None

@@ -53,6 +53,9 @@ class BlockCodec(Recorded):
     block: ClassVar[int]
     rounds_stochastically: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        """Take no options; a subclass that has some defines its own."""
+
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of the payload of a chunk of `numel` elements."""
         return native_codecs.payload_bytes(self.id, numel)

@@ -30,6 +30,9 @@ class SparseCodec(Recorded, ABC):
     version: ClassVar[int] = 1
     name: ClassVar[str]
 
+    def __init__(self) -> None:
+        """Take no options; a subclass that has some defines its own."""
+
     @abstractmethod
     def places(self, numel: int) -> int:
         """Return how many elements of a chunk of `numel` can be named: at least one of a chunk that is not empty."""

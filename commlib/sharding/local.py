@@ -123,15 +123,14 @@ def _modules_of_fsdp(model: nn.Module) -> list[Any]:
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def divide_factors(model: nn.Module) -> set[float]:
-    """Return by what FSDP2 divides sums of gradients where `set_gradient_divide_factor` says so."""
+def divide_factors(model: nn.Module) -> set[float | None]:
+    """Return by what FSDP2 divides sums of gradients where `set_gradient_divide_factor` says so, and None elsewhere."""
     groups: list[Any] = []
     for module in _modules_of_fsdp(model):
         state = module._get_fsdp_state()
         found = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one
         groups += [state._fsdp_param_group] if found is None else found
-    factors = [getattr(group, "gradient_divide_factor", None) for group in groups if group is not None]
-    return {factor for factor in factors if factor is not None}
+    return {getattr(group, "gradient_divide_factor", None) for group in groups if group is not None}
 
 
 def spec_of(tensor: Any) -> str:

@@ -613,8 +613,13 @@ def test_printed_statistics_say_what_rounds_over_weights_have_sent() -> None:
     train(model, mlp_loss, 8, optimizer)
     stats = commlib.stats(model)
     assert stats.wire_bytes > 0
-    assert f"since wrap: {stats.wire_bytes / 1e6:.2f} MB sent per rank" in str(stats)
-    assert "last round" not in str(stats)  # of gradients, which there was none of
+    raw = sum(p.nbytes for p in model.parameters())  # 2 (N - 1) / N of it on two ranks
+    assert (stats.wire_bytes_per_step, stats.raw_bytes_per_step) == (raw // 2, raw)
+    assert stats.compression_ratio == 2.0
+    assert f"per step: {raw / 2e6:.2f} MB sent per rank (compression x2.00)" in str(stats)
+    assert "of it waiting for communication" in str(stats)
+    assert stats.step_s > 0
+    assert 0 < stats.waited_share < 1
 
 
 @on_ranks(2, slow=(4,))

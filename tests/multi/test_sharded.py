@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import commlib
+from commlib.algorithms import AllReduce
 from commlib.errors import CommlibError, ConfigError
 from commlib.replica import replica_of
 from tests.contract.subjects import Subject
@@ -747,6 +748,50 @@ def test_native_hsdp_makes_the_same_gradients() -> None:
             loss(model, step, dist.get_rank()).backward()
         expected = [full(parameter.grad) for parameter in torchs.parameters()]
         assert far([parameter.grad for parameter in ours.parameters()], expected) < 1e-10
+
+
+@on_ranks(4)
+def test_a_divide_factor_of_gradients_is_for_sums_over_all_ranks() -> None:
+    mesh = mesh_of(2, 2)
+    torchs = seeded(Net).double()
+    for module in (torchs.first, torchs.second, torchs):
+        fully_shard(module, mesh=mesh)
+    models = [fsdp(seeded(Net).double(), mesh) for _ in range(2)]
+    for model in (torchs, *models):
+        for module in (model.first, model.second, model):
+            module.set_force_sum_reduction_for_comms(True)
+            if module is not models[0].second:
+                module.set_gradient_divide_factor(1.0)
+    with raises_on_every_rank(ConfigError, "some modules"):
+        wrapped(models[0], mesh, AllReduce(op="sum"), momentum(models[0]))
+    models[0].second.set_gradient_divide_factor(1.0)
+    with raises_on_every_rank(ConfigError, "set_gradient_divide_factor(1)", "op='sum'"):
+        wrapped(models[0], mesh, "allreduce", momentum(models[0]))
+    wrapped(models[1], mesh, AllReduce(op="sum"), momentum(models[1]))  # as the message says
+    for model in (torchs, models[1]):
+        loss(model, 0, dist.get_rank()).backward()
+    expected = [full(parameter.grad) for parameter in torchs.parameters()]
+    assert far([parameter.grad for parameter in models[1].parameters()], expected) < 1e-10
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("algorithm", ["allreduce", "local_sgd"])
+def test_parameters_that_are_resharded_in_part_after_a_forward(algorithm: str) -> None:
+    mesh = mesh_of(1, 4)
+    model = fsdp(seeded(Net), mesh, reshard_after_forward=2)
+    optimizer = momentum(model)
+    wrapped(model, mesh, algorithm, optimizer)
+    reference = Pair(mesh, fsdp(seeded(Net), mesh), 4)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, 10 * step, dist.get_rank()).backward()
+        optimizer.step()
+        with torch.no_grad():
+            loss(model, 99, dist.get_rank())
+        reference.step(step)
+    for module in (model.first, model.second, model):
+        module.reshard()
+    assert far(model.parameters(), list(map(full, reference.model.parameters()))) == 0
 
 
 class _Moved(torch.autograd.Function):

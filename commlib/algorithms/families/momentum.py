@@ -91,7 +91,7 @@ class QuantizedMomentum(Quantized):
             raise ConfigError(
                 f"rank {rank}: {type(self).__name__}: {len(missing)} of {len(own)} parameters are in no group of the "
                 f"optimizer, which keeps the momentum that is averaged; the first is {missing[0]!r}. Give them to the "
-                "optimizer, freeze them, or name them in ignored_parameters"
+                "optimizer, or freeze them"
             )
 
     @override
