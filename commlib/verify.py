@@ -190,8 +190,8 @@ def _check_divide_factors(factors: set[float | None], algorithm: Algorithm) -> N
     if given and getattr(algorithm, "op", None) != "sum":
         raise ConfigError(
             f"FSDP2's set_gradient_divide_factor({given[0]:g}) is for sums over all ranks, and {algorithm.name!r} "
-            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. Do "
-            "not set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
+            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. "
+            "Do not set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
             "commlib.algorithms.AllReduce(op='sum')"
         )
 

@@ -222,8 +222,11 @@ def test_the_signature_is_the_documented_one() -> None:
         "scaler",
         "timeout",
         "unannounced",
+        "ddp",
     ]
-    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
+    *others, ddp = list(parameters.values())[2:]
+    assert all(p.kind is p.KEYWORD_ONLY for p in others)
+    assert ddp.kind is ddp.VAR_KEYWORD
 
 
 def test_the_registry_lists_what_wrap_takes() -> None:

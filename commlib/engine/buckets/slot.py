@@ -158,7 +158,7 @@ class Segment:
             slot.segment = self
 
     def start_backward(self) -> bool:
-        """Expect every gradient anew; return whether there are hooks on gradients beside one's own."""
+        """Expect every gradient anew; return whether gradients have hooks of others, too."""
         self.left = len(self.slots)
         has_others = False
         for slot in self.slots:
