@@ -251,7 +251,8 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
     Every rank calls it between two steps, with an optimizer of the same class. Steps that were made stay counted, so
     that warm-ups and periods go on. What an algorithm keeps of gradients or weights (residuals, anchors, momentum)
     stays. What the old optimizer kept stays with it: copy it with `load_state_dict` first if the new one is to go on
-    from there. Rounds in the background are waited for; of asynchronous ones the result is dropped.
+    from there. Rounds in the background are waited for; of asynchronous ones the result is dropped. Algorithms that run
+    by themselves are synchronised, as by `synchronize`.
 
     Args:
         model: A wrapped model.

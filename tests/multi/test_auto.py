@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +88,9 @@ def test_all_ranks_go_on_as_the_same_algorithm_and_rank_0_says_why() -> None:
         assert chosen in lines[0]
         assert "Gbit/s" in lines[0]
         assert "powersgd" in lines[0], "the predictions of all candidates are named"
+        computing_ms = int(re.search(r"(\d+) ms a step without communication", lines[0])[1])  # type: ignore[index]
+        predicted_ms = re.findall(r"(\d+)[,;]", lines[0].split("predicted ms:")[1].split("left out")[0] + ",")
+        assert min(map(int, predicted_ms)) >= computing_ms
 
 
 @on_ranks(2)

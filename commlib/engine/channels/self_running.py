@@ -56,6 +56,8 @@ class SelfRunningChannel(OpenChannel):
 
     @override
     def set_up(self, settings: Settings) -> None:
+        with torch.no_grad():
+            self._runner.synchronize()  # a runner begins where the ranks' parameters are the same
         state = self._runner.state_dict()
         self._runner.close()
         self._attach(settings.optimizer)
