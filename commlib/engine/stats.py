@@ -95,13 +95,14 @@ class Stats:
             f"{self.rounds} rounds",
         ]
         if self.wire_bytes_per_step or not self.wire_bytes:
+            exposed = f", {self.exposed_s * 1e3:.1f} ms exposed" if self.buckets or not self.wire_bytes else ""
             lines.append(
                 f"  per step: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
-                f"x{self.compression_ratio:.2f})"
+                f"x{self.compression_ratio:.2f}){exposed}"
             )
         else:  # before the first round over weights: what set-up has sent
             lines.append(f"  since wrap: {self.wire_bytes / 1e6:.2f} MB sent per rank")
-        if self.step_s:
+        if self.step_s and not self.buckets:  # no round over gradients whose end is waited for
             lines.append(
                 f"  {self.step_s * 1e3:.1f} ms a step, {self.waited_share:.0%} of it waiting for communication"
             )
