@@ -386,7 +386,7 @@ def test_a_step_with_many_forwards_is_one_of_a_known_optimizer() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("algorithm", "follows"),
-    [("local_sgd", True), ("diloco", True), ("post_local_sgd", True), ("allreduce", False), ("topk", False)],
+    [("diloco", True), ("post_local_sgd", True), ("topk", False)],
 )
 def test_a_step_of_an_optimizer_that_was_not_given_is_refused(algorithm: str, follows: bool) -> None:
     model = seeded(Mlp)
@@ -433,7 +433,7 @@ def test_names_of_ddp_in_a_state_are_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("algorithm", "is_refused"), [("topk", True), ("allreduce", True), ("diloco", False)])
+@pytest.mark.parametrize(("algorithm", "is_refused"), [("allreduce", True), ("diloco", False)])
 def test_loss_scales_that_differ_are_refused(algorithm: str, is_refused: bool) -> None:
     model = seeded(Mlp)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + dist.get_rank()))
@@ -508,7 +508,7 @@ def test_two_models_with_a_common_part_train_as_one() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("algorithm", "words"),
-    [("demo", "starts from zero"), ("diloco", "commlib.synchronize"), ("allreduce", None), ("bytegrad", None)],
+    [("demo", "starts from zero"), ("diloco", "commlib.synchronize"), ("bytegrad", None)],
 )
 def test_weights_without_the_state_are_told_of_once(algorithm: str, words: str | None) -> None:
     model = seeded(Mlp)

@@ -26,9 +26,10 @@ from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox
 from commlib.transport.torch_dist import TorchTransport
-from tests.contract.subjects import of_each_kind
+from tests.contract.subjects import REPRESENTATIVES, of_each_kind
 from tests.multi.common import Mlp, OneParameter, data, mlp_loss, seeded
 from tests.multi.pool import on_ranks
+from tests.thin import fast
 from tests.waiting import eventually
 
 #: So that every kind of round is seen within a few steps.
@@ -135,7 +136,7 @@ def test_bytes_are_those_given_to_the_network(name: str) -> None:
         check_bytes(lambda: sum(channel.bytes_sent for channel in channels), counter, "when nothing is sent any more")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", fast(NAMES, "allreduce", "powersgd", "onebit_adam", *REPRESENTATIVES.values()))
 @on_ranks(2)
 def test_bytes_of_a_step_are_those_of_its_round_over_gradients(name: str) -> None:
     model, optimizer = wrapped(name, broadcast_buffers=False)

@@ -658,7 +658,7 @@ def test_the_averaged_momentum_is_each_elements_own(name: str) -> None:
 def test_parameters_without_a_group_are_named(name: str) -> None:
     model = Formats()
     optimizer = FrozenVarianceAdam([p for n, p in model.named_parameters() if n != "cube"], lr=0.01)
-    with raises_on_every_rank(ConfigError, "'cube'", "no group", "ignored_parameters"):
+    with raises_on_every_rank(ConfigError, "'cube'", "no group", "freeze the parameters"):
         wrap(model, algorithm=make(name), optimizer=optimizer)
     optimizer.add_param_group({"params": [model.cube]})
     train_on_patterns(wrap(model, algorithm=make(name), optimizer=optimizer), optimizer, in_turns=False)
