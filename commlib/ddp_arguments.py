@@ -9,11 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from commlib.errors import ConfigError
+
+
+class DDPArguments(TypedDict, total=False):
+    """The arguments of `DistributedDataParallel` that `wrap` has no parameter for, for type checkers."""
+
+    device_ids: Any
+    output_device: Any
+    dim: Any
+    find_unused_parameters: Any
+    check_reduction: Any
+    gradient_as_bucket_view: Any
+    static_graph: Any
+    delay_all_reduce_named_params: Any
+    param_to_hook_all_reduce: Any
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: Any
+    bucket_cap_mb_list: Any
+    batched_grad_copy: Any
+    forward_sync_buffers: Any
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,14 @@ from typing import Any, cast, overload
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from commlib import ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.known import keeping_up, loses_with
+from commlib.ddp_arguments import DDPArguments
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
 from commlib.engine import stats as statistics
@@ -51,7 +53,7 @@ def wrap(
     scaler: Any = None,
     timeout: float | timedelta | None = None,
     unannounced: str = "warn",
-    **ddp: Any,
+    **ddp: Unpack[DDPArguments],
 ) -> WrappedModel[M]:
     """Make `model` train in parallel over the ranks of a process group, in place.
 

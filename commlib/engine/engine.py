@@ -128,7 +128,7 @@ class Engine(Observer):
         self.progress = Progress(algorithm.channel, counts_backwards=self.optimizer is None)
         self.pace = Pace(algorithm.channel.cycle)
         own = weakref.ref(self)
-        self.progress.when_counted = lambda: (engine := own()) and engine._note_pace()
+        self.progress.when_counted = lambda: (engine := own()) and engine._step_counted()
         self._take(parameters)
         self.gradients.use(algorithm, self.progress, self.parameters)
 
@@ -273,14 +273,14 @@ class Engine(Observer):
             channel.begin_step(has_closure)
 
     def _step_ends(self) -> None:
-        self._has_state = False
         self.progress.end_step()
         for channel in self.channels:
             channel.end_step()
         if self._watches_enclosing:
             self._enclosing.after_step()
 
-    def _note_pace(self) -> None:
+    def _step_counted(self) -> None:
+        self._has_state = False
         self.pace.note(sum(each.bytes_sent for each in self.channels), sum(each.waited_s for each in self.channels))
 
     @property

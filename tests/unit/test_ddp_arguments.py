@@ -42,6 +42,7 @@ def test_every_argument_of_ddp_is_known() -> None:
     assert of_ddp() <= KNOWN
     assert {*ddp_arguments.ARGUMENTS, *own} >= KNOWN - {"module"}
     assert not own & set(ddp_arguments.ARGUMENTS)
+    assert list(ddp_arguments.DDPArguments.__annotations__) == list(ddp_arguments.ARGUMENTS)
 
 
 def test_the_documentation_has_each() -> None:

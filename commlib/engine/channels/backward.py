@@ -164,9 +164,7 @@ class Backward:
         self._has_warned = self._has_watched = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
-        self._together: list[
-            Backward
-        ] = []  # this and the other models whose backward has reached its end, until it ends
+        self._together: list[Backward] = []  # all of this backward; from its end until this one's own
         self._on_leaves: dict[int, RemovableHandle] = {}  # by the identity of the leaf
 
     @property

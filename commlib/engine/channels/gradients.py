@@ -300,7 +300,8 @@ class GradientChannel(OpenChannel):
         """Wait for what `follow_round` does in the background, and raise its error."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.join()
+            with self.line.wholly():
+                exchange.join()
 
     def communicate(self) -> None:
         """Communicate the gradients as they are, in a round as at the end of a backward that no hook has seen."""
