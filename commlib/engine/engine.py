@@ -101,7 +101,7 @@ class Engine(Observer):
         own, tensors = weakref.ref(self), [parameter.param for parameter in self.parameters]
         self._steps = Steps(
             self.optimizer,
-            self._settings.scaler,
+            self.scaler,
             lambda has_closure: (engine := own()) and engine._step_begins(has_closure),
             lambda: (engine := own()) and engine._step_ends(),
         )
@@ -117,6 +117,11 @@ class Engine(Observer):
     def optimizer(self) -> Any:
         """The user's optimizer, if given."""
         return self._settings.optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """The user's GradScaler, if given."""
+        return self._settings.scaler
 
     @property
     def comm(self) -> Communicator:

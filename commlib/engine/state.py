@@ -8,6 +8,7 @@ from typing import Any
 
 from commlib.engine.engine import Engine
 from commlib.engine.modes import in_plain_mode
+from commlib.engine.optimizers import scale_of
 from commlib.engine.planning import plan as plans
 from commlib.errors import ConfigError
 from commlib.sharding.local import places_of
@@ -78,6 +79,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
 def places(engine: Engine) -> Iterator[tuple[str, str]]:
     """Yield what of a state that was loaded must be alike on all ranks, by what it is."""
     yield "optimizer step", str(engine.progress.step)
+    if engine.scaler is not None and engine.algorithm.channel.keeps_replicas_alike:
+        yield "loss scale", str(scale_of(engine.scaler))
     for channel in engine.channels:
         own = channel.state_dict()
         yield "rounds", str(own.get("num_rounds", own.get("num_weight_rounds")))

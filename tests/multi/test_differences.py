@@ -444,6 +444,19 @@ def test_loss_scales_that_differ_are_refused(algorithm: str, is_refused: bool) -
         wrap(model, algorithm=algorithm, optimizer=sgd(model), scaler=scaler)
 
 
+@on_ranks(2)
+def test_loss_scales_that_differ_after_loading_are_refused() -> None:
+    model = seeded(Mlp)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    wrap(model, optimizer=optimizer, scaler=scaler)
+    train(model, mlp_loss, 2, optimizer)
+    commlib.load_state_dict(model, commlib.state_dict(model))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0 * 2 ** dist.get_rank()})
+    with raises_on_every_rank(ConfigError, "loss scale"):
+        mlp_loss(model, 2)
+
+
 def _policy(numel: int) -> Any:
     return lambda name, parameter: parameter.numel() > numel
 

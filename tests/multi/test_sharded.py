@@ -751,6 +751,23 @@ def test_native_hsdp_makes_the_same_gradients() -> None:
 
 
 @on_ranks(4)
+def test_an_optimizer_that_steps_in_hooks_on_sharded_parameters_is_refused() -> None:
+    mesh = mesh_of(2, 2)
+    model = fsdp(seeded(Net), mesh)
+    optimizers = {parameter: torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()}
+    wrapped(model, mesh, "allreduce", None)
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    with raises_on_every_rank(ConfigError, "inside of backward"):
+        loss(model, 0, dist.get_rank()).backward()
+
+
+@on_ranks(4)
 def test_a_divide_factor_of_gradients_is_for_sums_over_all_ranks() -> None:
     mesh = mesh_of(2, 2)
     torchs = seeded(Net).double()
