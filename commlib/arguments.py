@@ -38,7 +38,7 @@ class Recorded:
             return made
         bound.apply_defaults()
         _, *names = bound.arguments
-        made._arguments = {name: bound.arguments[name] for name in names}
+        object.__setattr__(made, "_arguments", {name: bound.arguments[name] for name in names})  # it may be frozen
         return made
 
     @property

@@ -44,6 +44,15 @@ def test_copies_have_the_same_arguments() -> None:
         assert described(other) == described(made)
 
 
+@dataclass(frozen=True)
+class Frozen(Algorithm):
+    rate: float
+
+
+def test_a_class_that_is_frozen_has_arguments_too() -> None:
+    assert dict(Frozen(0.5).arguments) == {"rate": 0.5}
+
+
 def test_wrong_arguments_are_the_constructors_own_error() -> None:
     with pytest.raises(TypeError, match="nosuch"):
         Tuned(0.5, nosuch=1)  # type: ignore[call-arg]
