@@ -142,8 +142,9 @@ def wait_all(processes: Sequence[HostProcess], timeout: float | None) -> list[Ho
     while running := [process for process in processes if process.poll() is None]:
         running[0].check()
         _raise_for_failures(processes)
-        if deadline is not None and time.monotonic() > deadline:
-            raise PeerTimeout(_timeout_message(running, len(processes), timeout))
+        is_late = deadline is not None and time.monotonic() > deadline
+        if is_late and (late := [process for process in running if process.poll() is None]):
+            raise PeerTimeout(_timeout_message(late, len(processes), timeout))
         time.sleep(_POLL_S)
     _raise_for_failures(processes)
     return [process.wait() for process in processes]

@@ -271,10 +271,18 @@ class TestCluster:
 
     def test_a_timeout_names_who_still_ran(self, cluster: EmulatedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
         said: list[int] = []
+        ended: set[int] = set()
+        poll = hostrun.HostProcess.poll
+
+        def noted(process: hostrun.HostProcess) -> int | None:
+            if (code := poll(process)) is not None:
+                ended.add(process.rank)
+            return code
 
         def is_late() -> bool:
-            return len(said) == 3 and not (cluster._hosts[0].pids() or cluster._hosts[1].pids())
+            return len(said) == 3 and ended == {0, 1}
 
+        monkeypatch.setattr(hostrun.HostProcess, "poll", noted)
         monkeypatch.setattr(hostrun, "time", Alarm(is_late))
         code = "import os, time; print('waiting', flush=True); time.sleep(3600 * (os.environ['RANK'] == '2'))"
         with pytest.raises(
