@@ -139,12 +139,15 @@ def _check_notowned(parameters: Sequence[Any]) -> None:
         )
 
 
-def check_optimizer(algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any]) -> None:
+def check_optimizer(
+    algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any], is_warming_up: bool = True
+) -> None:
     """Refuse an optimizer (as `optimizers.resolve` returned it) with which the algorithm cannot run.
 
     Raises:
         ConfigError: It needs one, or one that has all parameters, or one that trains at the weights.
     """
+    algorithm.check_optimizer(optimizer, is_warming_up)
     needed = algorithm.channel.needs_optimizer
     if optimizer is None:
         if needed:

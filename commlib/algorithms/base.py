@@ -234,11 +234,11 @@ class Algorithm(Recorded):
     def setup(self, context: Context) -> None:
         """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, is_warming_up: bool) -> None:
-        """Refuse an optimizer in the place of the one that was followed so far. `setup` comes after it.
+    def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
+        """Refuse the optimizer of `wrap`, or one in the place of the one that was followed so far. `setup` comes after.
 
         Args:
-            optimizer: The user's new one.
+            optimizer: The user's; None if none was given; of several, an object with them in `optimizers`.
             is_warming_up: Whether gradients are still averaged in full precision.
 
         Raises:

@@ -25,6 +25,7 @@ class ByteGrad(Quantized):
         feedback: Whether each stage's error is added to the next round's input (8 bits rarely need it).
         hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are compressed; all by default.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), C_LP_S without
     error compensation.
@@ -41,7 +42,14 @@ class ByteGrad(Quantized):
         feedback: bool = False,
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+        rescale_residuals: bool = False,
     ) -> None:
         super().__init__(
-            codec or Int8(), op=op, feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
+            codec or Int8(),
+            op=op,
+            feedback=feedback,
+            seed=None,
+            compress=compress,
+            hierarchical=hierarchical,
+            rescale_residuals=rescale_residuals,
         )

@@ -216,7 +216,7 @@ def _components(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class DeMo(Compressed[ComponentWorkspace]):
     """Each rank keeps a momentum of its own and sends the largest components of it, by a DCT of its chunks.
 
-        m_r <- decay (lr_then / lr) m_r + g_r
+        m_r <- decay m_r + g_r
         q_r = the `kept` largest components of each chunk of DCT(m_r),   m_r <- m_r - IDCT(q_r)
         g = IDCT(1/N sum_r q_r)
 
@@ -235,11 +235,12 @@ class DeMo(Compressed[ComponentWorkspace]):
         chunk: The side of a chunk, 1 to 181.
         sign: Whether sign(g) is left in the place of g, for optimizers that do not take it.
         compress: Which parameters are compressed; all by default. The others are averaged in full precision.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024, arXiv 2411.19870), algorithm 1.
     Deviations: the momentum is kept as its DCT, which is linear and orthonormal: one transform fewer. It has the units
-    of gradients, where the authors' code adds lr g_r: the same, with lr_then / lr above, as long as parameter groups
-    change their learning rates in proportion. Where ranks choose different components, the authors' code divides each
+    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, which is `rescale_residuals` as long as
+    parameter groups change their learning rates in proportion. Where ranks choose different components, the authors' code divides each
     component by the number of ranks that chose it, not by N. Values are bf16.
     """
 
@@ -254,13 +255,14 @@ class DeMo(Compressed[ComponentWorkspace]):
         chunk: int = 64,
         sign: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+        rescale_residuals: bool = False,
     ) -> None:
         if not 0 <= decay <= 1 or kept < 1 or not 1 <= chunk <= _MAX_CHUNK:
             raise ConfigError(
                 f"DeMo: expected 0 <= decay <= 1, kept >= 1 and 1 <= chunk <= {_MAX_CHUNK}, got "
                 f"{decay=}, {kept=}, {chunk=}"
             )
-        super().__init__(op="mean", compress=compress, hierarchical=False)
+        super().__init__(op="mean", compress=compress, hierarchical=False, rescale_residuals=rescale_residuals)
         self.exactness = "any" if sign else "compensated"
         self.decay = decay
         self.kept = kept

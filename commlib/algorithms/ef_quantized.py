@@ -33,6 +33,7 @@ class EFQuantized(Quantized):
         compress: Which parameters are compressed; matrices of 1,024 elements and more by default.
         ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
             is plain error feedback. Not with `averaging`, `reset_every` or nodes.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (2024), equations 4 to 6;
     both stages compensated as in Tang et al., "DoubleSqueeze" (ICML 2019), algorithm 1.
@@ -53,6 +54,7 @@ class EFQuantized(Quantized):
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
         ef21: float | None = None,
+        rescale_residuals: bool = False,
     ) -> None:
         super().__init__(
             codec or Int4(),
@@ -63,5 +65,6 @@ class EFQuantized(Quantized):
             hierarchical=hierarchical,
             averaging=averaging,
             reset_every=reset_every,
+            rescale_residuals=rescale_residuals,
         )
         self._set_ef21(ef21, **{f"{averaging=}": averaging != 0, f"{reset_every=}": reset_every is not None})

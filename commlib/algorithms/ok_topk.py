@@ -30,6 +30,7 @@ class OkTopK(TopK):
         op: "mean" or "sum".
         hierarchical: Whether gradients are summed inside each node first, in full precision.
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), algorithms 1 and
     2.
@@ -47,5 +48,13 @@ class OkTopK(TopK):
         op: str = "mean",
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
+        rescale_residuals: bool = False,
     ) -> None:
-        super().__init__(ratio, op=op, hierarchical=hierarchical, compress=compress, exchange="balanced")
+        super().__init__(
+            ratio,
+            op=op,
+            hierarchical=hierarchical,
+            compress=compress,
+            exchange="balanced",
+            rescale_residuals=rescale_residuals,
+        )

@@ -35,6 +35,7 @@ class PowerSGD(Compressed[LowRankWorkspace]):
         hierarchical: Whether gradients are summed inside each node first, in full precision. Local ranks then share out
             the matrices of a bucket, whole ones.
         compress: Which parameters are considered; all by default.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
     Deviations: orthogonalisation by Householder QR on a CPU and by Gram-Schmidt, repeated, on CUDA, same-shape matrices
@@ -53,10 +54,13 @@ class PowerSGD(Compressed[LowRankWorkspace]):
         seed: int = 0,
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
+        rescale_residuals: bool = False,
     ) -> None:
         if rank < 1 or min_compression < 1:
             raise ConfigError(f"PowerSGD: expected rank >= 1 and min_compression >= 1, got {rank=}, {min_compression=}")
-        super().__init__(op="mean", compress=compress, hierarchical=hierarchical)
+        super().__init__(
+            op="mean", compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals
+        )
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed

@@ -36,6 +36,7 @@ class RandomK(Sparse):
         compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
         ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
             is plain error feedback. Not with nodes.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1, with rand_k.
     EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
@@ -54,8 +55,15 @@ class RandomK(Sparse):
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
         ef21: float | None = None,
+        rescale_residuals: bool = False,
     ) -> None:
-        super().__init__(codecs.RandomK(ratio), op=op, compress=compress, hierarchical=hierarchical)
+        super().__init__(
+            codecs.RandomK(ratio),
+            op=op,
+            compress=compress,
+            hierarchical=hierarchical,
+            rescale_residuals=rescale_residuals,
+        )
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"RandomK.seed: expected 0..2**64 - 1, got {seed}")
         self.ratio = ratio

@@ -40,6 +40,7 @@ class SignSGD(Quantized):
             averaged in full precision.
         ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
             is plain error feedback. Not with nodes.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: with feedback Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 1, both stages as in
     Zheng et al. (NeurIPS 2019), algorithm 2; the vote is Bernstein et al., "signSGD with Majority Vote" (ICLR 2019).
@@ -57,9 +58,16 @@ class SignSGD(Quantized):
         hierarchical: bool = False,
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
         ef21: float | None = None,
+        rescale_residuals: bool = False,
     ) -> None:
         super().__init__(
-            OneBit(), op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical
+            OneBit(),
+            op="mean",
+            feedback=feedback,
+            seed=None,
+            compress=compress,
+            hierarchical=hierarchical,
+            rescale_residuals=rescale_residuals,
         )
         self.made_for = "sgd" if feedback else "any"  # error feedback is analysed for SGD, a sign is one to any
         self.channel = dataclasses.replace(self.channel, accumulates=feedback)  # a vote is no gradient

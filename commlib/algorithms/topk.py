@@ -35,13 +35,14 @@ class TopK(Sparse):
         exchange: "gathered", as above, or "balanced", as `OkTopK` does.
         ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
             is plain error feedback. Not with nodes, nor with a balanced exchange.
+        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1; Aji and Heafield (EMNLP
     2017).
     EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
     weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
-    Deviations: the largest elements of a bucket, not of each layer or of the whole model; residuals are rescaled when
-    the learning rate of an optimizer given to `wrap` changes. With `ef21` all state begins with zeros.
+    Deviations: the largest elements of a bucket, not of each layer or of the whole model; residuals have the units of
+    gradients without `rescale_residuals`. With `ef21` all state begins with zeros.
     """
 
     made_for = "sgd"
@@ -54,9 +55,17 @@ class TopK(Sparse):
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
         exchange: str = "gathered",
         ef21: float | None = None,
+        rescale_residuals: bool = False,
     ) -> None:
         codec = codecs.TopK(ratio)
-        super().__init__(codec, op=op, compress=compress, hierarchical=hierarchical, exchange=exchange)
+        super().__init__(
+            codec,
+            op=op,
+            compress=compress,
+            hierarchical=hierarchical,
+            exchange=exchange,
+            rescale_residuals=rescale_residuals,
+        )
         self.ratio = ratio
         self._set_ef21(ef21, **{f"{exchange=}": exchange != "gathered"})
 

@@ -87,7 +87,7 @@ class ZeroOneAdam(QuantizedMomentum):
             local = LocalSteps(after=local_after, doubling_every=interval_doubling, longest=longest_interval)
         varies_until = warmup_steps * ((1 << _STEADY_DOUBLINGS) - 1) + 1 if local is None else 0
         self.channel = dataclasses.replace(self.channel, local=local, varies_until=varies_until)
-        self._units = _RoundUnits()
+        self._units = _RoundUnits(rescale=True)
 
     def updates_variance(self, step: int) -> bool:
         """Return whether the variance is updated in a step, from 0 on."""

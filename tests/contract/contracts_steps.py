@@ -14,6 +14,9 @@ from commlib.errors import ConfigError
 from tests.contract.probes import counted, raises_alike, words_of
 from tests.contract.subjects import Subject, Training, build, everyones, gathered, joined, loss_of, spread
 
+#: A learning rate so small that no weight moves.
+_STANDSTILL = 2.0**-100
+
 
 def contract_accumulation_in_no_sync(subject: Subject) -> None:
     """Backwards in `no_sync()` send nothing; the one after it sends the mean over the ranks of their sum."""
@@ -209,6 +212,20 @@ def contract_clip_grad_norm(subject: Subject) -> None:
         training.num_steps += 1
     training.assert_sound()
     training.assert_trains_on()
+
+
+def contract_falling_learning_rate(subject: Subject) -> None:
+    """A learning rate that falls leaves averaged gradients as they are: norms and clipping mean what they meant."""
+    if not subject.on_gradients or subject.runs_by_clocks or subject.channel.reads_optimizer:
+        return
+    constant, falling = subject.start(lr=_STANDSTILL), subject.start(lr=_STANDSTILL)
+    for step in range(8):
+        for group in falling.optimizer.param_groups:
+            group["lr"] = 0.0 if step == 5 else _STANDSTILL / 2.0**step
+        constant.step()
+        falling.step()
+        same = torch.equal(_gradients(constant.model), _gradients(falling.model))
+        assert same, f"gradients follow the learning rate in step {step + 1}"
 
 
 def contract_hooks_on_gradients(subject: Subject) -> None:

@@ -17,6 +17,7 @@ from tests.thin import fast
 #: By class in `wrong.py`, the contract that must catch it; on two ranks if no other number is given.
 CAUGHT_BY = {
     "ForgetsItsResidual": "resume_at_any_step",
+    "FollowsTheLearningRate": "falling_learning_rate",
     "KeepsWhatIsNotFinite": "nonfinite_step_without_a_scaler",
     "DrawsFromTheGlobalGenerator": "random_state",
     "AsksOnOneRankOnly": "replicas_alike",

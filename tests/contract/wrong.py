@@ -92,6 +92,18 @@ class ForgetsItsResidual(Careful):
             self._residuals = residuals
 
 
+class FollowsTheLearningRate(Careful):
+    """Rescales what it owes by the learning rate, which nobody asked for."""
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self._units = Units(rescale=True)
+        self._units.follow(context.optimizer, context.scaler)
+
+    def _scale(self, step: int) -> float:
+        return super()._scale(step) * self._units.decay(step)
+
+
 class KeepsWhatIsNotFinite(Careful):
     """Remembers NaN for ever."""
 

@@ -156,15 +156,18 @@ def rests_of_all_ranks(model: nn.Module) -> list[dict[str, Doubles]]:
     [
         (Mlp, {}),
         (Mlp, {"chunk": 6, "kept": 3, "decay": 0.9}),
+        (Mlp, {"chunk": 6, "kept": 3, "rescale_residuals": True}),
         (Cnn, {"chunk": 5, "kept": 2}),
     ],
 )
 @pytest.mark.parametrize("cap", [SMALL_BUCKET_MB, 1.0])
 def test_demo_follows_its_equations(kind: Any, options: dict[str, Any], cap: float) -> None:
     model = seeded(kind)
-    optimizer = optim.DeMo(model.parameters(), lr=1e-3)
+    rescale = options.get("rescale_residuals", False)
+    optimizer = (torch.optim.SGD if rescale else optim.DeMo)(model.parameters(), lr=1e-3)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    reference = Reference(shapes, **{"decay": 0.999, "kept": 32, "chunk": 64, **options})
+    equations = {name: value for name, value in options.items() if name != "rescale_residuals"}
+    reference = Reference(shapes, **{"decay": 0.999, "kept": 32, "chunk": 64, **equations})
     wrap(model, algorithm=DeMo(**options), optimizer=optimizer, bucket_cap_mb=cap)
     rates = [1e-3, 1e-3, 4e-3, 2e-3]
     largest = dict.fromkeys(shapes, 0.0)
@@ -173,7 +176,7 @@ def test_demo_follows_its_equations(kind: Any, options: dict[str, Any], cap: flo
         by_rank = gradients_of_all_ranks(model, kind, step)
         optimizer.zero_grad()
         model(data(step, *INPUTS[kind])).square().mean().backward()
-        lr_ratio = rates[(step - 1) % 4] / rates[step % 4]
+        lr_ratio = rates[(step - 1) % 4] / rates[step % 4] if rescale else 1.0
         expected = reference.step(by_rank, rests_of_all_ranks(model), lr_ratio)
         for name, gradient in flat_gradients(model).items():
             largest[name] = max(largest[name], np.abs(expected[name]).max())

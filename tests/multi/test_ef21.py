@@ -279,6 +279,7 @@ def test_state_of_the_other_kind_of_feedback_is_refused(ef21: float | None) -> N
         (lambda: TopK(ef21=0.5, exchange="balanced"), ("TopK.ef21", "balanced")),
         (lambda: EFQuantized(ef21=0.5, averaging=0.8), ("EFQuantized.ef21", "averaging=0.8")),
         (lambda: EFQuantized(ef21=0.5, reset_every=100), ("EFQuantized.ef21", "reset_every=100")),
+        (lambda: RandomK(ef21=0.5, rescale_residuals=True), ("RandomK.ef21", "rescale_residuals=True")),
         (lambda: SignSGD(feedback=False, ef21=0.5), ("SignSGD.ef21", "feedback=False")),
     ],
 )

@@ -23,6 +23,7 @@ from commlib.algorithms import (
     AllReduce,
     ByteGrad,
     CompressionPolicy,
+    DeMo,
     EFQuantized,
     OkTopK,
     PowerSGD,
@@ -615,23 +616,45 @@ def test_residuals_are_kept_without_the_loss_scale(name: str) -> None:
             assert np.abs(other[parameter] - gradient).max() <= 1e-5 * scale, (step, parameter)
 
 
-@on_ranks(2, 3)
-def test_residuals_follow_the_learning_rate() -> None:
+@on_ranks(2, slow=(3,))
+@pytest.mark.parametrize("rescale", [False, True])
+def test_residuals_follow_the_learning_rate_where_it_is_asked_for(rescale: bool) -> None:
     reference = QuantizedReference(BLOCK_CODECS["int4"], dist.get_world_size(), numels(), feedback=True)
     model = seeded(Mlp)
     optimizer = plain_sgd(model)
-    wrap(model, algorithm=EFQuantized(compress=EVERYTHING), optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
-    rates = [0.08, 0.08, 0.04, 0.04, 0.01, 0.16]
+    algorithm = EFQuantized(compress=EVERYTHING, rescale_residuals=rescale)
+    wrap(model, algorithm=algorithm, optimizer=optimizer, bucket_cap_mb=SMALL_BUCKET_MB)
+    rates = [0.08, 0.08, 0.04, 0.0, 0.01, 0.16]
     for step, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         by_rank = gradients_of_all_ranks(model, step)
         optimizer.zero_grad()
         mlp_loss(model, step).backward()
-        beta = rates[step - 1] / rate if step else 1.0
+        beta = rates[step - 1] / rate if rescale and step and rate and rates[step - 1] else 1.0
         expected = reference.step(step, by_rank, [b.parameters for b in commlib.stats(model).buckets], beta)
         for name, gradient in flat_gradients(model).items():
             assert np.array_equal(gradient.view(np.uint32), expected[name].view(np.uint32)), (step, name)
         optimizer.step()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "make", [partial(ByteGrad, feedback=True), EFQuantized, SignSGD, TopK, OkTopK, RandomK, PowerSGD, DeMo]
+)
+def test_rescaled_residuals_are_for_sgd(make: Callable[..., Algorithm]) -> None:
+    model = nn.Linear(64, 64)
+    for optimizer, got in ((None, "none"), (torch.optim.AdamW(model.parameters()), "AdamW")):
+        with pytest.raises(ConfigError, match=rf"rescale_residuals: expected optimizer=torch.optim.SGD\(.*, got {got}"):
+            commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=optimizer)
+    commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="got AdamW"):
+        commlib.set_optimizer(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_residuals_are_rescaled_with_feedback_only() -> None:
+    for make in (ByteGrad, partial(SignSGD, feedback=False)):
+        with pytest.raises(ConfigError, match="rescale_residuals: expected it with feedback only"):
+            make(rescale_residuals=True)
 
 
 @on_ranks(2)

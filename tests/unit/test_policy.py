@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,6 +194,18 @@ class _Scaler:
     def get_scale(self) -> float:
         self.num_asked += 1
         return 2.0**self.num_asked
+
+
+def test_residuals_follow_the_learning_rate_only_where_they_are_told_to() -> None:
+    rates = [0.1, 0.2, 0.2, 0.0, 0.0, 0.4, 0.1]
+    for rescale, expected in ((True, [1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 4.0]), (False, [1.0] * 7)):
+        units, optimizer = Units(rescale), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        units.follow(optimizer, None)
+        found = []
+        for step, rate in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = rate
+            found.append((units.decay(step), units.decay(step)))
+        assert found == [(each, each) for each in expected]
 
 
 def test_the_loss_scale_is_asked_for_once_a_round() -> None:

@@ -43,6 +43,10 @@ class Compressed(Algorithm, Generic[E]):
         compress: Which parameters are compressed.
         hierarchical: Whether gradients are first summed inside each node, in full precision, and compressed only across
             nodes; every local rank carries a part.
+        rescale_residuals: Whether residuals are multiplied by lr_then / lr_now (1 where either is 0) when the learning
+            rate changes, so that what an earlier step owes the weights is paid at that step's rate (Karimireddy et al.,
+            2019, algorithm 1). While the rate falls, residuals and `param.grad` grow: clip with care. Only for
+            `torch.optim.SGD`, given to `wrap`; other optimizers do not step in proportion to gradients.
     """
 
     channel = Gradients(idle_alone=True)
@@ -51,7 +55,14 @@ class Compressed(Algorithm, Generic[E]):
     #: The kinds of state that the workspaces keep.
     kinds: tuple[str, ...] = ("worker",)
 
-    def __init__(self, *, op: str, compress: Callable[[str, torch.Tensor], bool], hierarchical: bool) -> None:
+    def __init__(
+        self,
+        *,
+        op: str,
+        compress: Callable[[str, torch.Tensor], bool],
+        hierarchical: bool,
+        rescale_residuals: bool = False,
+    ) -> None:
         if op not in ("mean", "sum"):
             raise ConfigError(f"{type(self).__name__}.op: expected 'mean' or 'sum', got {op!r}")
         self.op = op
@@ -63,7 +74,8 @@ class Compressed(Algorithm, Generic[E]):
         self._workspaces: dict[int, E] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}
-        self._units = Units()
+        self.rescale_residuals = rescale_residuals
+        self._units = Units(rescale_residuals)
         self._num_terms = 1.0
 
     @abstractmethod
@@ -89,6 +101,16 @@ class Compressed(Algorithm, Generic[E]):
     @override
     def divisor(self, comm: Communicator) -> float:
         return 1.0 if self.op == "sum" else comm.num_active
+
+    @override
+    def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
+        own = [] if optimizer is None else list(getattr(optimizer, "optimizers", [optimizer]))
+        if self.rescale_residuals and not (own and all(isinstance(each, torch.optim.SGD) for each in own)):
+            got = ", ".join(type(each).__name__ for each in own) or "none"
+            raise ConfigError(
+                f"{type(self).__name__}.rescale_residuals: expected optimizer=torch.optim.SGD(...), got {got}; leave the "
+                "option out with other optimizers, which do not step in proportion to gradients"
+            )
 
     @override
     def setup(self, context: Context) -> None:

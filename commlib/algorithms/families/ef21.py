@@ -33,8 +33,15 @@ class EF21Option(Compressed[F]):
     #: The weight of a new gradient in the momentum; None is plain error feedback.
     ef21: float | None = None
 
-    def __init__(self, *, op: str, compress: Callable[[str, torch.Tensor], bool], hierarchical: bool = False) -> None:
-        super().__init__(op=op, compress=compress, hierarchical=hierarchical)
+    def __init__(
+        self,
+        *,
+        op: str,
+        compress: Callable[[str, torch.Tensor], bool],
+        hierarchical: bool = False,
+        rescale_residuals: bool = False,
+    ) -> None:
+        super().__init__(op=op, compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals)
         self._gradient_units = Units()
         self._estimates: dict[int, tuple[Sequence[Part], Estimate]] = {}
 
@@ -51,6 +58,7 @@ class EF21Option(Compressed[F]):
         if not 0 < weight <= 1:
             raise ConfigError(f"{name}.ef21: expected None or a number above 0 and at most 1, got {weight}")
         others["hierarchical=True"] = self.channel.wants_nodes
+        others["rescale_residuals=True"] = self.rescale_residuals
         given = [option for option, is_given in others.items() if is_given]
         if given:
             raise ConfigError(f"{name}.ef21: expected no other error feedback and no nodes with it, got {given[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -56,7 +57,9 @@ class QuantizedMomentum(Quantized):
         self._own: dict[int, list[tuple[Part, torch.nn.Parameter]]] = {}  # by bucket
 
     @override
-    def check_optimizer(self, optimizer: torch.optim.Optimizer, is_warming_up: bool) -> None:
+    def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
+        if optimizer is None:  # only its rounds are looked at
+            return
         own = self._expected(optimizer)
         if not is_warming_up and not all(group["frozen"] for group in own.param_groups):
             raise ConfigError(
@@ -64,7 +67,7 @@ class QuantizedMomentum(Quantized):
                 "new optimizer is not frozen. Load the old one's state into it: new.load_state_dict(old.state_dict())"
             )
 
-    def _expected(self, optimizer: torch.optim.Optimizer) -> FrozenVarianceAdam:
+    def _expected(self, optimizer: Any) -> FrozenVarianceAdam:
         if not isinstance(optimizer, FrozenVarianceAdam):
             raise ConfigError(
                 f"{type(self).__name__}: expected optimizer=commlib.optim.FrozenVarianceAdam(...), got "

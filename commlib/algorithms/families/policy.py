@@ -41,14 +41,16 @@ MATRICES = CompressionPolicy(min_numel=1024, min_dims=2)
 
 
 class Units:
-    """The units of residuals: those of the gradient without its loss scale, times the learning rate of its step.
+    """The units of residuals: those of the gradient without its loss scale; by option, times the learning rate.
 
-    A residual was lost from a step of another learning rate: what is owed is `lr_then * e`, so it is added as
-    `(lr_then / lr_now) * e` (Karimireddy et al., 2019, algorithm 1, keeps `lr * e`). Without an optimizer the learning
-    rate is not known and counts as constant; with several parameter groups the first one's counts.
+    Args:
+        rescale: Whether a residual e is added as `(lr_then / lr_now) * e`, since SGD owes `lr_then * e` to the weights
+            (Karimireddy et al., 2019, algorithm 1, keeps `lr * e`). With several parameter groups the learning rate of
+            the first one counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rescale: bool = False) -> None:
+        self.rescale = rescale
         self._optimizer: torch.optim.Optimizer | None = None
         self._scaler: Any = None
         self._step = self._scale_step = -1
@@ -70,11 +72,14 @@ class Units:
         return self._scale
 
     def decay(self, step: int) -> float:
-        """Return lr_then / lr_now for the round of number `step`; the same however often it is asked."""
-        if step != self._step and self._optimizer is not None:
+        """Return the factor of residuals in the round of number `step`; the same however often it is asked.
+
+        It is lr_then / lr_now with `rescale`, lr_then that of the round before; 1 where either is 0, and without.
+        """
+        if step != self._step and self._optimizer is not None and self.rescale:
             now = self._lr_of(self._optimizer.param_groups[0])
             self._decay = self._lr / now if self._lr and now else 1.0
-            self._lr = now or self._lr
+            self._lr = now
             self._step = step
         return self._decay
 

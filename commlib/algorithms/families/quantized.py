@@ -28,6 +28,7 @@ class Quantized(EF21Option[LowPrecisionWorkspace]):
         hierarchical: See `Compressed`.
         averaging: With feedback: the residual becomes `averaging * e + (1 - averaging) * lost`.
         reset_every: With feedback: residuals are set to zero every so many rounds.
+        rescale_residuals: With feedback: see `Compressed`.
     """
 
     kinds = ("worker", "owner")
@@ -43,8 +44,9 @@ class Quantized(EF21Option[LowPrecisionWorkspace]):
         hierarchical: bool = False,
         averaging: float = 0.0,
         reset_every: int | None = None,
+        rescale_residuals: bool = False,
     ) -> None:
-        super().__init__(op=op, compress=compress, hierarchical=hierarchical)
+        super().__init__(op=op, compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals)
         if seed is not None and not 0 <= seed < 1 << 64:
             raise ConfigError(f"{type(self).__name__}.seed: expected 0..2**64 - 1, got {seed}")
         if not 0 <= averaging < 1 or (reset_every is not None and reset_every < 1):
@@ -52,6 +54,8 @@ class Quantized(EF21Option[LowPrecisionWorkspace]):
                 f"{type(self).__name__}: expected 0 <= averaging < 1 and reset_every >= 1 or None, got "
                 f"{averaging=}, {reset_every=}"
             )
+        if rescale_residuals and not feedback:
+            raise ConfigError(f"{type(self).__name__}.rescale_residuals: expected it with feedback only")
         self.codec = block_codec(codec)
         self.exactness = "compensated" if feedback else "8bit" if _has_8_bits(self.codec) else "any"
         self.feedback = feedback

@@ -32,6 +32,7 @@ class Sparse(EF21Option[SparseWorkspace]):
         hierarchical: See `Compressed`.
         exchange: "gathered": every rank gathers everyone's choices; "balanced": they are summed by regions, and the
             largest sums gathered (`BalancedSum`; the codec is `TopK`).
+        rescale_residuals: See `Compressed`.
     """
 
     #: Whether a rank gathers everyone's payloads.
@@ -45,8 +46,9 @@ class Sparse(EF21Option[SparseWorkspace]):
         compress: Callable[[str, torch.Tensor], bool],
         hierarchical: bool = False,
         exchange: str = "gathered",
+        rescale_residuals: bool = False,
     ) -> None:
-        super().__init__(op=op, compress=compress, hierarchical=hierarchical)
+        super().__init__(op=op, compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals)
         self.codec = codec
         self.exchange = exchange
         self.is_balanced = is_balanced(type(self).__name__, exchange)
