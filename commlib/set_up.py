@@ -17,8 +17,9 @@ from commlib.engine.buckets.slot import name_some
 from commlib.errors import ConfigError
 from commlib.parallel import NAMES, as_made_by_the_user
 from commlib.replica import Replica, find, replicas
-from commlib.sharding.local import reshard
+from commlib.sharding.local import island_of, reshard
 from commlib.transport.base import Transport
+from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 
@@ -95,6 +96,12 @@ class SetUp:
         assert self.algorithm is not None
         if self.algorithm.channel.keeps_replicas_alike:
             optimizer_state.agree(transport, optimizer_state.digests(self.optimizer, self.parameters))
+
+    def join_island(self, transport: TorchTransport) -> None:
+        """Where the model is sharded, connect the ranks that have the parts of this replica. Collective over them."""
+        island = sorted(island_of(parameter.param for parameter in self.parameters))
+        if len(island) > 1 and transport.world_size > 1:
+            transport.join_island(island)
 
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield what must be alike on all ranks."""

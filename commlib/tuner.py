@@ -159,7 +159,9 @@ class Tuner:
         """
         found = {each.name: each for each in self._candidates()}
         if name not in found:
-            raise ConfigError(f"auto: the saved run had chosen {name!r}, which is not among {sorted(found)}")
+            raise ConfigError(
+                f"auto: the saved run had chosen the algorithm {name!r}, which is not among {sorted(found)}"
+            )
         self.times = Times(**times)
         self._use(Choice(found[name], {}, "as in the checkpoint"))
 

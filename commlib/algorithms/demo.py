@@ -239,9 +239,9 @@ class DeMo(Compressed[ComponentWorkspace]):
 
     Paper: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024, arXiv 2411.19870), algorithm 1.
     Deviations: the momentum is kept as its DCT, which is linear and orthonormal: one transform fewer. It has the units
-    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, which is `rescale_residuals` as long as
-    parameter groups change their learning rates in proportion. Where ranks choose different components, the authors' code divides each
-    component by the number of ranks that chose it, not by N. Values are bf16.
+    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, as `rescale_residuals` does as long as
+    parameter groups change their learning rates in proportion. Where ranks choose different components, the authors'
+    code divides each component by the number of ranks that chose it, not by N. Values are bf16.
     """
 
     made_for = "sgd"  # or its own sign descent; error feedback is analysed for SGD

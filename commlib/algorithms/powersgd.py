@@ -58,9 +58,7 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     ) -> None:
         if rank < 1 or min_compression < 1:
             raise ConfigError(f"PowerSGD: expected rank >= 1 and min_compression >= 1, got {rank=}, {min_compression=}")
-        super().__init__(
-            op="mean", compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals
-        )
+        super().__init__(op="mean", compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals)
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed

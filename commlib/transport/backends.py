@@ -207,19 +207,44 @@ class _Watch(Protocol):
     def close(self) -> None: ...
 
 
+class _Island(Protocol):
+    """`transport.island.Island`."""
+
+    @property
+    def failure(self) -> Exception | None: ...
+
+    def hear(self, group: Lifelines, is_waiting: bool) -> float | None: ...
+
+    def close(self, goodbye: Word) -> bool: ...
+
+
 class Connections:
-    """All of one transport: its backends by group, its lifelines (None for one rank alone), its watch (on NCCL)."""
+    """All of one transport.
+
+    Attributes:
+        by_group: Its backends.
+        watch: On NCCL.
+        lifelines: None for one rank alone.
+        island: Of a sharded model.
+        aborted_s: When all works were ended, `time.monotonic()`.
+    """
 
     def __init__(self) -> None:
         self.by_group: dict[str, Connection] = {}
         self.watch: _Watch | None = None
         self.lifelines: Lifelines | None = None
-        self.aborted_s: float | None = None  # when all works were ended, `time.monotonic()`
+        self.island: _Island | None = None
+        self.aborted_s: float | None = None
         self._pid = os.getpid()
 
     def react(self, lifelines: Lifelines) -> float | None:
         """End works that are in vain; return in how many seconds to look again. See [Note: lifelines]."""
         under_way = [work for each in self.by_group.values() for work in each.under_way()]
+        island_s = None if self.island is None else self.island.hear(lifelines, bool(under_way))
+        works_s = self._end_vain(lifelines, under_way)
+        return works_s if island_s is None else min(island_s, math.inf if works_s is None else works_s)
+
+    def _end_vain(self, lifelines: Lifelines, under_way: Sequence[TorchWork]) -> float | None:
         if not under_way:
             return None
         if self.aborted_s is None:
@@ -269,6 +294,8 @@ class Connections:
         if goodbye is Word.LEFT and self.aborted_s is None:
             for connection in self.by_group.values():
                 connection.finish(self._are_peers_well)
+        if self.island is not None and self.island.close(goodbye) and self.lifelines is not None:
+            self.lifelines.say(Word.ELSEWHERE)
         if self.lifelines is not None:
             self.lifelines.close(goodbye)
         for connection in self.by_group.values():

@@ -47,6 +47,8 @@ class Word(Enum):
     GAVE_UP = b"A"  # I end this communicator, for a reason of my own
     FAILED = b"E"  # goodbye: an exception ends my process
     LEFT = b"G"  # goodbye
+    ASKS = b"?"  # say that you are there
+    HERE = b"!"  # I am there
 
 
 _WORDS = {word.value: word for word in Word}
@@ -55,7 +57,7 @@ _WORDS = {word.value: word for word in Word}
 _ENDINGS = {Word.GAVE_UP: "gave up", Word.FAILED: "failed", Word.LEFT: "left"}
 KILLED = "killed"
 
-_HOW = {
+HOW = {
     KILLED: "was killed, or its machine is gone: its connection ended without a goodbye",
     "failed": "ended with an exception",
     "gave up": "ended this model's communication, after an error of its own or in commlib.unwrap",
@@ -73,6 +75,7 @@ class Peer:
         is_bystander: It said that another of its communicators broke because of a peer.
         ending: How it ended ("killed", "failed", "gave up", "left"); None while it has not.
         ended_s: When that was noticed, `time.monotonic()`.
+        heard_s: When it last said something.
     """
 
     has_reported: bool = False
@@ -80,11 +83,15 @@ class Peer:
     is_bystander: bool = False
     ending: str | None = None
     ended_s: float = 0.0
+    heard_s: float = 0.0
 
     def hear(self, word: Word) -> None:
         """Take a word."""
+        self.heard_s = time.monotonic()
         if word in _ENDINGS:
             self.end(_ENDINGS[word])
+        elif word in (Word.ASKS, Word.HERE):
+            return
         elif word is Word.ELSEWHERE:
             self.is_bystander = True
         else:
@@ -109,11 +116,16 @@ class Verdict(NamedTuple):
         timed_out: Whether ranks did not come in time; else a rank died or left.
         ranks: Those ranks, within the group; empty where they are not known.
         why: Words.
+        blames: Whether these ranks are to blame, and not only met by what another one did.
     """
 
     timed_out: bool
     ranks: list[int]
     why: str
+    blames: bool = True
+
+
+_ALL_WERE_THERE = "every other rank says that it was there"
 
 
 def judge(peers: Mapping[int, Peer], timed_out: bool) -> Verdict:
@@ -125,16 +137,18 @@ def judge(peers: Mapping[int, Peer], timed_out: bool) -> Verdict:
     if left := [rank for rank, peer in peers.items() if peer.is_to_blame]:
         return _ended(peers, left)
     if timed_out or any(peer.timed_out for peer in peers.values()):
-        silent = [rank for rank, peer in peers.items() if not peer.has_reported and peer.ending is None]
-        return Verdict(True, silent, "" if silent else "every other rank says that it was there")
+        absent = {rank: peer for rank, peer in peers.items() if not peer.has_reported and peer.ending is None}
+        if silent := [rank for rank, peer in absent.items() if not peer.is_bystander]:
+            return Verdict(True, silent, "")
+        return Verdict(True, [], "those who did not come say that others hold them up" if absent else _ALL_WERE_THERE)
     if followers := [r for r, peer in peers.items() if peer.ending and peer.is_bystander and not peer.has_reported]:
-        return Verdict(False, followers, "ended after a failure in another communicator of theirs")
+        return Verdict(False, followers, "ended after a failure in another communicator of theirs", False)
     return Verdict(False, [], "no rank is known to have ended; the connection between two of them broke")
 
 
 def _ended(peers: Mapping[int, Peer], ranks: list[int]) -> Verdict:
     endings = {peers[rank].ending for rank in ranks}
-    return Verdict(False, ranks, "; ".join(_HOW[ending] for ending in sorted(filter(None, endings))))
+    return Verdict(False, ranks, "; ".join(HOW[ending] for ending in sorted(filter(None, endings))))
 
 
 class Lifelines:
@@ -171,8 +185,13 @@ class Lifelines:
                 return
             self.said.add(word)
             for each in self._sockets.values():
-                with contextlib.suppress(OSError):
-                    each.send(word.value, socket.MSG_NOSIGNAL)
+                _send(each, word)
+
+    def ask(self) -> None:
+        """Have every peer say that it is there: `Peer.heard_s` is then later than now. Returns at once."""
+        with self._speaking:
+            for each in () if self._is_closed else self._sockets.values():
+                _send(each, Word.ASKS)
 
     def report(self, timed_out: bool) -> None:
         """Tell the peers that a collective broke; on other communicators, that a peer ended one of this process."""
@@ -216,7 +235,8 @@ class Lifelines:
         ends += [peer.ended_s + TOGETHER_S for peer in peers if peer.is_to_blame and peer.ending != "left"]
         if any(peer.is_to_blame for peer in peers):
             ends.append(began_s + SETTLE_S)
-        if all(peer.has_reported or peer.ending is not None for peer in peers):
+        late = Word.TIMED_OUT in self.said  # then a bystander that has not come is excused
+        if all(peer.has_reported or peer.ending is not None or (late and peer.is_bystander) for peer in peers):
             ends.append(began_s)
         return min(ends) - now_s
 
@@ -273,9 +293,16 @@ class Lifelines:
                 heard = b""
                 break
             self.peers[peer].hear(word)
+            if word is Word.ASKS:
+                _send(source, Word.HERE)
         if not heard:
             self.peers[peer].end(KILLED)
         return bool(heard)
+
+
+def _send(connection: socket.socket, word: Word) -> None:
+    with contextlib.suppress(OSError):
+        connection.send(word.value, socket.MSG_NOSIGNAL)
 
 
 _all: WeakMembers[Lifelines] = WeakMembers(locks.lock("lifelines", is_of_process=True))

@@ -37,6 +37,7 @@ from commlib.transport.base import (
 )
 from commlib.transport.closing import Finalizer
 from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
+from commlib.transport.island import join_island
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
 from commlib.transport.rendezvous import GRACE_S, all_said, meet, name_of, named
@@ -91,7 +92,7 @@ class TorchTransport(Transport):
         self.rank = group.rank()
         self.world_size = group.size()
         self.global_ranks = global_ranks(group)
-        self.timeout_s = (setup_timeout or timeout).total_seconds()  # until all ranks are connected
+        self._longest_s = self.timeout_s = (setup_timeout or timeout).total_seconds()  # until all ranks are connected
         self.bytes_sent = 0.0
         self._device = device
         self._connections = Connections()
@@ -100,7 +101,7 @@ class TorchTransport(Transport):
         self._timeout = timeout
         self._unseen: Exception | None = None  # what the watch has met
         self._watch: Watch | None = None  # on NCCL
-        self._staging = _staging_of(device)
+        self._staging = None if device.type == "cpu" else Staging(device)  # for Gloo
         self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
         self._place, self._turns = "", itertools.count()  # its name in the group's store; what is said there in turn
@@ -146,6 +147,11 @@ class TorchTransport(Transport):
         sent_before = self.bytes_sent
         self.gather_objects(None)
         self.bytes_sent = sent_before  # which counts what users send
+
+    def join_island(self, ranks: Sequence[int]) -> None:
+        """Connect this rank with those that have the other parts of its model (in the default group). Collective."""
+        store, rank = c10d._get_process_group_store(c10d._get_default_group()), self.global_ranks[self.rank]
+        self._connections.island = join_island(store, rank, ranks, self._longest_s, self._connections.abort)
 
     def _limit_exchanges(self) -> None:
         """Have `timeout` hold, now that all ranks are connected."""
@@ -363,6 +369,9 @@ class TorchTransport(Transport):
             return PeerFailure(f"{self._name}: {what} failed. Cause: {text}")
         lines.report(timed_out)
         self.abort()
+        island = self._connections.island
+        if island is not None and island.failure is not None and not lines.lost():
+            return kept(island.failure)
         verdict = lines.verdict(_DIAGNOSIS_S)
         if not verdict.ranks and suspects:
             verdict = verdict._replace(ranks=list(suspects))
@@ -378,7 +387,8 @@ class TorchTransport(Transport):
         else:
             reason, who = "a peer was lost", f"{named(ranks)} {verdict.why}" if ranks else verdict.why
         kind = PeerTimeout if verdict.timed_out else PeerFailure
-        return kind(f"{self._name}: {what} failed: {reason}; {who}. Cause: {text}", ranks)
+        blamed = ranks if verdict.blames else []
+        return kind(f"{self._name}: {what} failed: {reason}; {who}. Cause: {text}", blamed)
 
     @property
     @override
@@ -421,11 +431,6 @@ class TorchTransport(Transport):
     def close(self) -> None:
         if self._finalizer.detach():
             self._connections.end(Word.LEFT)
-
-
-def _staging_of(device: torch.device) -> Staging | None:
-    """Return how Gloo gets at tensors on `device`; None: as they are."""
-    return None if device.type == "cpu" else Staging(device)
 
 
 class _Place(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import commlib
 from commlib.engine.planning import plan as plans
@@ -178,7 +179,8 @@ def _failed(subject: Subject) -> Training:
             training.steps(2 * subject.period + 1)
     except Exception:
         has_failed = True
-    assert has_failed or not subject.on_gradients, "no error came of a collective that failed"
+    has_none = not subject.on_gradients or dist.get_world_size() == 1  # of the collectives in these steps
+    assert has_failed or has_none, "no error came of a collective that failed"
     return training
 
 

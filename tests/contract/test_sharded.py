@@ -37,6 +37,7 @@ def hold_sharded(algorithm: str, *names: str) -> None:
 NOT_BY_FSDP = {
     "copies": "it refuses to be copied",
     "local_evaluation": "it refuses to be copied",
+    "gradient_data_is_assigned": "assigning to `data` of a DTensor changes nothing",
     "dtypes_mixed": "its parameters have one dtype",
     "memory_formats": "it cannot change the memory format",
     "inputs_stay": "after a forward without gradients the model has its gathered parameters",

@@ -210,6 +210,7 @@ def test_ranks_are_held_to_the_cpu_and_survive_a_killed_one(tmp_path: Path) -> N
 def test_the_tests_for_a_gpu_are_collected_and_shared_out(tmp_path: Path) -> None:
     def collected(share: str) -> set[str]:
         env = {**machine.environment(tmp_path, tmp_path), "COMMLIB_GPU_SHARE": share}
+        env.pop("COMMLIB_TEST_SHARD", None)  # of this session
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT, check=True)
         return {line for line in done.stdout.splitlines() if "::" in line}

@@ -129,9 +129,20 @@ def test_a_peer_that_failed_on_another_communicator_is_excused_on_all() -> None:
     second.close()
 
 
+def test_a_peer_that_is_asked_answers_and_one_that_is_stopped_does_not(ranks: Ranks) -> None:
+    asked_s = time.monotonic()
+    ranks.lines[1].say(Word.LOST)
+    assert eventually(lambda: ranks.lines[0].peers[1].heard_s > asked_s)
+    asked_s = time.monotonic()
+    ranks.lines[0].ask()
+    assert eventually(lambda: all(peer.heard_s > asked_s for peer in ranks.lines[0].peers.values()))
+    assert [peer.has_reported for peer in ranks.lines[0].peers.values()] == [True, False, False]
+    assert all(peer.ending is None for peer in ranks.lines[1].peers.values())
+
+
 def test_what_is_no_word_ends_the_lifeline_with_a_log_line(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "commlib"):
-        ranks.sockets[2][0].send(b"?")
+        ranks.sockets[2][0].send(b"%")
         assert eventually(lambda: ranks.lines[0].peers[2].ending == KILLED)
     assert "dropped the lifeline of rank 2" in caplog.text
 
@@ -206,7 +217,8 @@ T, L, P, A, E, G = Word.TIMED_OUT, Word.LOST, Word.ELSEWHERE, Word.GAVE_UP, Word
         ([peer(A, E), peer(L), peer()], True, (False, [0])),
         ([peer(), peer(L), peer(T)], False, (True, [0])),
         ([peer(), peer(L), peer(L)], True, (True, [0])),
-        ([peer(), peer(T, E), peer(P)], False, (True, [0, 2])),
+        ([peer(), peer(T, E), peer(P)], False, (True, [0])),
+        ([peer(T), peer(P)], False, (True, [])),
         ([peer(L), peer(T)], True, (True, [])),
         ([peer(), peer(L)], False, (False, [])),
     ],

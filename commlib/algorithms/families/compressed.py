@@ -108,8 +108,8 @@ class Compressed(Algorithm, Generic[E]):
         if self.rescale_residuals and not (own and all(isinstance(each, torch.optim.SGD) for each in own)):
             got = ", ".join(type(each).__name__ for each in own) or "none"
             raise ConfigError(
-                f"{type(self).__name__}.rescale_residuals: expected optimizer=torch.optim.SGD(...), got {got}; leave the "
-                "option out with other optimizers, which do not step in proportion to gradients"
+                f"{type(self).__name__}.rescale_residuals: expected optimizer=torch.optim.SGD(...), got {got}; leave "
+                "the option out with other optimizers, which do not step in proportion to gradients"
             )
 
     @override

@@ -1,0 +1,163 @@
+"""The ranks that have the other parts of this rank's sharded model: how they fare, told to the ranks of its group.
+
+[Note: islands] The ranks of an island ([Note: replicas of shards]), mates, wait for each other in collectives of FSDP2
+or tensor parallelism, whose errors and time limits are not commlib's. So a rank whose mate is gone or stopped stays
+away from its own group's collectives, and would be blamed for it. Each rank therefore has lifelines to its mates, too:
+
+    a mate is gone            its process has ended: log it, say ELSEWHERE to the group, end the exchanges under way
+    a mate says ELSEWHERE     it has met a failure in its group: log it, say ELSEWHERE to the group
+    the group has a failure   say ELSEWHERE to the mates; where no exchange of this rank will raise, log it
+    the group missed us       a peer TIMED_OUT: ask the mates; if one does not answer it is stopped, or its machine is
+                              gone: log it, say ELSEWHERE to the group
+
+Nothing here ends a collective of another library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from commlib.errors import PeerFailure, PeerTimeout, TransportError
+from commlib.transport.base import EndedError
+from commlib.transport.lifelines import HOW, Lifelines, Peer, Word, blame_elsewhere
+from commlib.transport.rendezvous import all_said, meet
+
+_log = logging.getLogger("commlib")
+
+#: How long a mate that is asked whether it is there may take to answer, in seconds.
+_ANSWER_S = 1.0
+
+_MEANWHILE = "Collectives of FSDP2 or tensor parallelism with it end by the time limit of their own process group"
+
+
+class Island:
+    """This rank's lifelines to its mates; see [Note: islands].
+
+    Args:
+        sockets: Connected sockets, by the place of a mate in `ranks`; owned from here on.
+        rank: This rank, in the default group.
+        ranks: Those of the island, in the default group.
+        abort: Ends the exchanges with the group, on the thread of these lifelines.
+    """
+
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], rank: int, ranks: Sequence[int], abort: Callable[[], None]
+    ) -> None:
+        self.failure: TransportError | None = None  # what has become of a mate, once it is gone
+        self._rank, self._ranks, self._abort = rank, ranks, abort
+        self._noted: set[str] = set()
+        self._asked_s: float | None = None
+        self._lifelines = Lifelines(sockets, self._react)
+
+    def _react(self, mates: Lifelines) -> None:
+        """Take what mates say. On the thread of their lifelines."""
+        for place, peer in mates.peers.items():
+            if peer.ending not in (None, "left"):
+                self._lose(self._ranks[place], peer)
+            elif peer.is_bystander or peer.has_reported:
+                self._note(f"{self._mate(place)} has met a failure elsewhere, which its own error names. {_MEANWHILE}")
+                blame_elsewhere(mates)
+
+    def _lose(self, rank: int, peer: Peer) -> None:
+        how = HOW[peer.ending or ""] if peer.is_to_blame else "ended after a failure elsewhere, which its error names"
+        words = f"rank {rank}, which has other parts of this rank's sharded model, {how}"
+        self.failure = self.failure or PeerFailure(f"rank {self._rank}: {words}", [rank] if peer.is_to_blame else [])
+        self._note(f"{words}. {_MEANWHILE}")
+        blame_elsewhere(self._lifelines)
+        self._abort()
+
+    def hear(self, group: Lifelines, is_waiting: bool) -> float | None:
+        """Take what the ranks of the group say; return in how many seconds to be called again. On their thread.
+
+        Args:
+            group: The group's lifelines.
+            is_waiting: Whether an exchange of this rank is under way, which will raise.
+        """
+        ended = [peer for peer in group.peers.values() if peer.ending not in (None, "left")]
+        if not ended and not any(peer.has_reported or peer.is_bystander for peer in group.peers.values()):
+            return None
+        self._lifelines.say(Word.ELSEWHERE)
+        if not is_waiting:
+            self._note(
+                "a rank of this rank's group is gone, or has met a failure, which its own error names. This rank raises"
+                " in its next exchange; a collective of FSDP2 or tensor parallelism in which it waits ends by the time "
+                "limit of its own process group"
+            )
+        return self._ask(group) if any(peer.timed_out for peer in group.peers.values()) else None
+
+    def _ask(self, group: Lifelines) -> float | None:
+        """Find mates that are stopped, for which this rank may be waiting while its group waits for it."""
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+            self._lifelines.ask()
+        left_s = self._asked_s + _ANSWER_S - time.monotonic()
+        if left_s > 0:
+            return left_s
+        for place, peer in self._lifelines.peers.items():
+            if peer.ending is None and peer.heard_s < self._asked_s:
+                how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its machine is gone"
+                self._note(f"{self._mate(place)} {how}. {_MEANWHILE}")
+                group.say(Word.ELSEWHERE)
+        return None
+
+    def check(self) -> None:
+        """Raise `EndedError` if a mate is gone."""
+        if self.failure is not None:
+            raise EndedError(str(self.failure))
+
+    def close(self, goodbye: Word) -> bool:
+        """Say goodbye to the mates; return whether a failure among them is known, which excuses this rank."""
+        self._lifelines.close(goodbye)
+        return any(
+            peer.ending not in (None, "left") or peer.is_bystander or peer.has_reported
+            for peer in self._lifelines.peers.values()
+        )
+
+    def _mate(self, place: int) -> str:
+        return f"rank {self._ranks[place]}, which has other parts of this rank's sharded model,"
+
+    def _note(self, words: str) -> None:
+        """Log it, once."""
+        if words not in self._noted:
+            self._noted.add(words)
+            _log.error("rank %d: %s", self._rank, words)
+
+
+def join_island(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float, abort: Callable[[], None]
+) -> Island:
+    """Connect the ranks of an island. Collective over them.
+
+    Args:
+        store: The default group's.
+        rank: See `Island`.
+        ranks: See `Island`.
+        timeout_s: How long to wait for the others.
+        abort: See `Island`.
+
+    Raises:
+        PeerTimeout: Ranks did not come.
+        PeerFailure: Ranks died.
+        TransportError: The ranks cannot be connected.
+    """
+    name = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    place, store = list(ranks).index(rank), dist.PrefixStore(f"commlib/island/{name}", store)
+    _, part, made, accepted = meet(store, place, ranks, timeout_s, Word.LOST.value)
+    used = {mate: (made if place < mate else accepted)[mate] for mate in made}
+    island = Island(used, rank, ranks, abort)
+    try:  # a connection that ends before all are here is one of a rank that died
+        all_said(dist.PrefixStore("connected", part), place, ranks, "", timeout_s, island.check)
+    except (TimeoutError, EndedError) as error:
+        island.close(Word.GAVE_UP)
+        late = PeerTimeout(f"rank {rank}: connecting the ranks of an island failed: {error}")
+        raise island.failure or late from error
+    finally:
+        for each in {*made.values(), *accepted.values()}.difference(used.values()):
+            each.close()
+    return island
