@@ -56,7 +56,7 @@ def tree_of(optimizers: Sequence[Named]) -> dict[str, Any]:
     for each in optimizers:
         saved = each.optimizer.state_dict()
         present = {each.names[number]: values for number, values in saved["state"].items()}
-        absent = {} if len(present) == len(each.names) else _initial(each)
+        absent = {} if len(present) == len(each.names) else _initial(each, has_stepped=bool(present))
         state |= {**absent, **present}
         rest.append({"present": sorted(present), "param_groups": saved["param_groups"]})
     return {"state": state, "rest": blobs.packed(rest)}
@@ -77,8 +77,11 @@ def restore(optimizers: Sequence[Named], tree: Mapping[str, Any]) -> None:
         each.optimizer.load_state_dict({"state": state, "param_groups": own["param_groups"]})
 
 
-def _initial(named: Named) -> dict[str, Any]:
-    """Return the state that the optimizer would begin with, by the names of its parameters."""
+def _initial(named: Named, has_stepped: bool) -> dict[str, Any]:
+    """Return the state that the optimizer would begin with, by the names of its parameters.
+
+    One that has stepped and cannot begin here, such as LBFGS, has what it has: it keeps all of it at one parameter.
+    """
     optimizer = named.optimizer
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__ = {**optimizer.__dict__, **{name: type(getattr(optimizer, name))() for name in _HOOKS}}
@@ -91,6 +94,8 @@ def _initial(named: Named) -> dict[str, Any]:
         stand_in.step()
         found = stand_in.state_dict()["state"]
     except Exception as error:
+        if has_stepped:
+            return {}
         raise ConfigError(
             f"{type(optimizer).__name__}: its state is made in a step that asks for more than gradients ({error}). "
             "Make one step before it is saved or loaded, or leave it out of commlib.Checkpoint"

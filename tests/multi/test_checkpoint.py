@@ -373,6 +373,16 @@ def test_optimizers_whose_state_no_stand_in_can_make_say_so() -> None:
     with pytest.raises(ConfigError, match="LBFGS: its state is made in a step that asks for more than gradients"):
         commlib.Checkpoint(model, optimizer).state_dict()
     assert not optimizer.state
+    commlib.Checkpoint(model).state_dict()  # as the error says: without it, or after a step of it
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    commlib.Checkpoint(model, optimizer).state_dict()
     commlib.unwrap(model)
     with pytest.raises(ConfigError, match="not wrapped"):
         commlib.Checkpoint(model)

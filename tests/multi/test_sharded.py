@@ -439,6 +439,16 @@ def assert_same_anchor(saved: Any, loaded: Any, name: str) -> None:
             assert torch.equal(full(value), full(trees[1][kind][parameter])), f"{name}: {kind} of {parameter}"
 
 
+def follow_advice(model: Any, mesh: DeviceMesh, algorithm: str) -> None:
+    """Wrap and train a model that was refused before, as the error says."""
+    optimizer = momentum(model)
+    wrapped(model, mesh, algorithm, optimizer)
+    train(model, optimizer, range(2))
+    commlib.synchronize(model)
+    assert_replicas_alike(model, mesh, algorithm)
+    commlib.unwrap(model)
+
+
 @on_ranks(4)
 def test_what_cannot_be_wrapped_is_refused() -> None:
     mesh = mesh_of(2, 2)
@@ -451,6 +461,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     fully_shard(hybrid, mesh=mesh)
     with raises_on_every_rank(ConfigError, "DTensors", "several ranks of the group"):
         wrapped(hybrid, mesh, "allreduce", momentum(hybrid))
+    follow_advice(model, mesh, "allreduce")
 
 
 @on_ranks(4)
@@ -466,9 +477,12 @@ def test_what_would_go_wrong_unseen_is_refused() -> None:
     fully_shard(blocks.first, mesh=mesh["shard"])
     with raises_on_every_rank(ConfigError, "'second.weight'", "are not sharded", "on the whole model"):
         wrapped(blocks, mesh, "allreduce", momentum(blocks))
+    follow_advice(model, mesh, "allreduce")  # named, not chosen by "auto"
+    follow_advice(fully_shard(blocks, mesh=mesh["shard"]), mesh, "allreduce")
     copies = tensor_parallel(seeded(lambda: Net(32)), mesh)
     with raises_on_every_rank(ConfigError, "'second.bias'", "'async_averaging'", "by the clock"):
         wrapped(copies, mesh, "async_averaging", momentum(copies))
+    follow_advice(copies, mesh, "local_sgd")
 
 
 @on_ranks(4)

@@ -55,6 +55,11 @@ def step(model: nn.Module) -> None:
 def test_without_a_process_group_the_error_says_what_to_call() -> None:
     with pytest.raises(ConfigError, match="init_process_group"):
         commlib.wrap(net())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        step(commlib.wrap(net()))
+    finally:
+        dist.destroy_process_group()
 
 
 class Around(torch.Tensor):

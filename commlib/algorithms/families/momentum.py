@@ -82,20 +82,9 @@ class QuantizedMomentum(Quantized):
             self._optimizer = optimizer = self._expected(optimizer)
             self._groups = Groups(optimizer)
             self._own = {bucket.index: _own(bucket) for bucket in context.buckets}
-            self._check_groups(self._groups, context.rank)
         self._gradient_units.follow(None, context.scaler)
         # What is exchanged is the momentum: without a loss scale, and of no learning rate.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
-
-    def _check_groups(self, groups: Groups, rank: int) -> None:
-        own = [pair for pairs in self._own.values() for pair in pairs]
-        missing = sorted(part.name for part, parameter in own if groups.find(parameter) is None)
-        if missing:
-            raise ConfigError(
-                f"rank {rank}: {type(self).__name__}: {len(missing)} of {len(own)} parameters are in no group of the "
-                f"optimizer, which keeps the momentum that is averaged; the first is {missing[0]!r}. Give them to the "
-                "optimizer, or freeze them"
-            )
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
