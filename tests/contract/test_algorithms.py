@@ -24,6 +24,7 @@ FAMILIES = (
 #: Contracts about what the algorithm's own code makes: all algorithms are held to them in the fast part.
 OWN = (
     *("replicas_alike", "nonfinite_step_without_a_scaler", "change_of_plan", "state_dict_is_plain", "join"),
+    "falling_learning_rate",
     *CONCERNS,
 )
 #: The costliest of these: in the fast part, one algorithm of each family is held to it.

@@ -801,7 +801,7 @@ def optimizers_of_the_rank() -> None:
     trains(model, optimizer, 3)
 
 
-@follows("call commlib.set_optimizer(model, optimizers) with those that step")
+@follows("Call commlib.set_optimizer(model, optimizers) with those that step")
 def those_that_step() -> None:
     """Of a warning, not an error."""
     model: Any = seeded(Mlp)

@@ -638,17 +638,17 @@ def test_residuals_follow_the_learning_rate_where_it_is_asked_for(rescale: bool)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize(
-    "make", [partial(ByteGrad, feedback=True), EFQuantized, SignSGD, TopK, OkTopK, RandomK, PowerSGD, DeMo]
-)
-def test_rescaled_residuals_are_for_sgd(make: Callable[..., Algorithm]) -> None:
-    model = nn.Linear(64, 64)
-    for optimizer, got in ((None, "none"), (torch.optim.AdamW(model.parameters()), "AdamW")):
-        with pytest.raises(ConfigError, match=rf"rescale_residuals: expected optimizer=torch.optim.SGD\(.*, got {got}"):
-            commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=optimizer)
-    commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="got AdamW"):
-        commlib.set_optimizer(model, torch.optim.AdamW(model.parameters()))
+def test_rescaled_residuals_are_for_sgd() -> None:
+    for make in (partial(ByteGrad, feedback=True), EFQuantized, SignSGD, TopK, OkTopK, RandomK, PowerSGD, DeMo):
+        model = nn.Linear(64, 64)
+        for optimizer, got in ((None, "none"), (torch.optim.AdamW(model.parameters()), "AdamW")):
+            words = rf"rescale_residuals: expected optimizer=torch.optim.SGD\(.*, got {got}"
+            with pytest.raises(ConfigError, match=words):
+                commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=optimizer)
+        sgd_of_two = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+        commlib.wrap(model, algorithm=make(rescale_residuals=True), optimizer=sgd_of_two)
+        with pytest.raises(ConfigError, match="got AdamW"):
+            commlib.set_optimizer(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_residuals_are_rescaled_with_feedback_only() -> None:
