@@ -6,7 +6,7 @@ away from its own group's collectives, and would be blamed for it. Each rank the
 
     a mate is gone            its process has ended: log it, say ELSEWHERE to the group, end the exchanges under way
     a mate says ELSEWHERE     it has met a failure in its group: log it, say ELSEWHERE to the group
-    the group has a failure   say ELSEWHERE to the mates; where no exchange of this rank will raise, log it
+    the group has a failure   say ELSEWHERE to the mates; where no exchange of this rank is under way, log it
     the group missed us       a peer TIMED_OUT: ask the mates; if one does not answer it is stopped, or its machine is
                               gone: log it, say ELSEWHERE to the group
 
@@ -33,7 +33,10 @@ _log = logging.getLogger("commlib")
 #: How long a mate that is asked whether it is there may take to answer, in seconds.
 _ANSWER_S = 1.0
 
-_MEANWHILE = "Collectives of FSDP2 or tensor parallelism with it end by the time limit of their own process group"
+_MEANWHILE = (
+    "Its next exchange raises or times out; a collective of FSDP2 or tensor parallelism in which it waits may last as "
+    "long as the time limit of its process group"
+)
 
 
 class Island:
@@ -51,7 +54,7 @@ class Island:
     ) -> None:
         self.failure: TransportError | None = None  # what has become of a mate, once it is gone
         self._rank, self._ranks, self._abort = rank, ranks, abort
-        self._noted: set[str] = set()
+        self._logged: set[str] = set()
         self._asked_s: float | None = None
         self._lifelines = Lifelines(sockets, self._react)
 
@@ -61,14 +64,14 @@ class Island:
             if peer.ending not in (None, "left"):
                 self._lose(self._ranks[place], peer)
             elif peer.is_bystander or peer.has_reported:
-                self._note(f"{self._mate(place)} has met a failure elsewhere, which its own error names. {_MEANWHILE}")
+                self._pass_on(f"{_mate(self._ranks[place])}, has met a failure elsewhere, which its own error names")
                 blame_elsewhere(mates)
 
     def _lose(self, rank: int, peer: Peer) -> None:
         how = HOW[peer.ending or ""] if peer.is_to_blame else "ended after a failure elsewhere, which its error names"
-        words = f"rank {rank}, which has other parts of this rank's sharded model, {how}"
+        words = f"{_mate(rank)}, {how}"
         self.failure = self.failure or PeerFailure(f"rank {self._rank}: {words}", [rank] if peer.is_to_blame else [])
-        self._note(f"{words}. {_MEANWHILE}")
+        (self._log if peer.is_to_blame else self._pass_on)(words)
         blame_elsewhere(self._lifelines)
         self._abort()
 
@@ -84,11 +87,7 @@ class Island:
             return None
         self._lifelines.say(Word.ELSEWHERE)
         if not is_waiting:
-            self._note(
-                "a rank of this rank's group is gone, or has met a failure, which its own error names. This rank raises"
-                " in its next exchange; a collective of FSDP2 or tensor parallelism in which it waits ends by the time "
-                "limit of its own process group"
-            )
+            self._pass_on("a rank of this rank's group is gone, or has met a failure, which its own error names")
         return self._ask(group) if any(peer.timed_out for peer in group.peers.values()) else None
 
     def _ask(self, group: Lifelines) -> float | None:
@@ -102,7 +101,7 @@ class Island:
         for place, peer in self._lifelines.peers.items():
             if peer.ending is None and peer.heard_s < self._asked_s:
                 how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its machine is gone"
-                self._note(f"{self._mate(place)} {how}. {_MEANWHILE}")
+                self._log(f"{_mate(self._ranks[place])}, {how}")
                 group.say(Word.ELSEWHERE)
         return None
 
@@ -119,14 +118,20 @@ class Island:
             for peer in self._lifelines.peers.values()
         )
 
-    def _mate(self, place: int) -> str:
-        return f"rank {self._ranks[place]}, which has other parts of this rank's sharded model,"
+    def _pass_on(self, words: str) -> None:
+        """Log a failure that others have met, unless there was one before: more of it comes from all sides."""
+        if not self._logged:
+            self._log(words)
 
-    def _note(self, words: str) -> None:
+    def _log(self, words: str) -> None:
         """Log it, once."""
-        if words not in self._noted:
-            self._noted.add(words)
-            _log.error("rank %d: %s", self._rank, words)
+        if words not in self._logged:
+            self._logged.add(words)
+            _log.error("rank %d: %s. %s", self._rank, words, _MEANWHILE)
+
+
+def _mate(rank: int) -> str:
+    return f"rank {rank}, which has other parts of this rank's sharded model"
 
 
 def join_island(
