@@ -35,10 +35,10 @@ class RoundedFeedback(Algorithm):
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         residual = self._residuals[bucket.index]
-        scale, decay = self._units.scale(comm.step), self._units.decay(comm.step)
+        scale = self._units.scale(comm.step)
         sent = bucket.flat.bfloat16()
         if comm.contributes:  # else this rank has no data left (`model.join`) and adds zeros
-            value = bucket.flat.float() + residual * (scale * decay)
+            value = bucket.flat.float() + residual * scale
             sent = value.bfloat16()
             lost = (value - sent) / scale
             residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # an overflow leaves no trace
