@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from commlib import optim
 from commlib.algorithms.base import BucketView
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.families.compressed import Compressed
@@ -235,16 +236,18 @@ class DeMo(Compressed[ComponentWorkspace]):
         chunk: The side of a chunk, 1 to 181.
         sign: Whether sign(g) is left in the place of g, for optimizers that do not take it.
         compress: Which parameters are compressed; all by default. The others are averaged in full precision.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        rescale_residuals: Whether the momentum follows the learning rate of `commlib.optim.DeMo` or `torch.optim.SGD`:
+            m_r <- decay (lr_then / lr) m_r + g_r, as in the authors' code. See `Compressed`.
 
     Paper: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024, arXiv 2411.19870), algorithm 1.
     Deviations: the momentum is kept as its DCT, which is linear and orthonormal: one transform fewer. It has the units
-    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, as `rescale_residuals` does as long as
+    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, which `rescale_residuals` is as long as
     parameter groups change their learning rates in proportion. Where ranks choose different components, the authors'
     code divides each component by the number of ranks that chose it, not by N. Values are bf16.
     """
 
     made_for = "sgd"  # or its own sign descent; error feedback is analysed for SGD
+    rescaled_for = (torch.optim.SGD, optim.DeMo)
     channel = Gradients(accumulates=False)  # one rank alone has a momentum too
     kinds = ("momentum",)
 

@@ -52,6 +52,8 @@ class Compressed(Algorithm, Generic[E]):
     channel = Gradients(idle_alone=True)
     exactness = "compensated"
 
+    #: The optimizers with which residuals may follow the learning rate.
+    rescaled_for: tuple[type, ...] = (torch.optim.SGD,)
     #: The kinds of state that the workspaces keep.
     kinds: tuple[str, ...] = ("worker",)
 
@@ -105,11 +107,14 @@ class Compressed(Algorithm, Generic[E]):
     @override
     def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
         own = [] if optimizer is None else list(getattr(optimizer, "optimizers", [optimizer]))
-        if self.rescale_residuals and not (own and all(isinstance(each, torch.optim.SGD) for each in own)):
+        if self.rescale_residuals and not (own and all(isinstance(each, self.rescaled_for) for each in own)):
             got = ", ".join(type(each).__name__ for each in own) or "none"
+            expected = " or ".join(
+                f"{each.__module__.partition('.')[0]}.optim.{each.__name__}" for each in self.rescaled_for
+            )
             raise ConfigError(
-                f"{type(self).__name__}.rescale_residuals: expected optimizer=torch.optim.SGD(...), got {got}; leave "
-                "the option out with other optimizers, which do not step in proportion to gradients"
+                f"{type(self).__name__}.rescale_residuals: expected optimizer={expected}(...), got {got}; leave the "
+                "option out with other optimizers, which do not step in proportion to gradients"
             )
 
     @override
