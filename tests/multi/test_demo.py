@@ -164,7 +164,7 @@ def rests_of_all_ranks(model: nn.Module) -> list[dict[str, Doubles]]:
 def test_demo_follows_its_equations(kind: Any, options: dict[str, Any], cap: float) -> None:
     model = seeded(kind)
     rescale = options.get("rescale_residuals", False)
-    optimizer = (torch.optim.SGD if rescale else optim.DeMo)(model.parameters(), lr=1e-3)
+    optimizer = optim.DeMo(model.parameters(), lr=1e-3)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     equations = {name: value for name, value in options.items() if name != "rescale_residuals"}
     reference = Reference(shapes, **{"decay": 0.999, "kept": 32, "chunk": 64, **equations})
