@@ -33,7 +33,7 @@ def test_rank_0_is_warned_with_the_figure_the_command_and_a_way_out() -> None:
     assert len(found) == (1 if dist.get_rank() == 0 else 0)
     for each in found:
         text = str(each.message)
-        assert text.startswith("topk: 31% more loss than all-reduce with AdamW")
+        assert text.startswith("topk: 32% more loss than all-reduce with AdamW")
         assert "--model bytes-1m --optimizer adamw --steps 200" in text
         assert "bytegrad" in text
 
@@ -50,7 +50,7 @@ def test_nothing_is_said_of_what_keeps_up_or_loses_little_or_where_the_class_is_
 
 @on_ranks(2)
 def test_auto_says_what_it_left_out_and_what_is_known_of_candidates_that_are_named() -> None:
-    for candidates, words in ((None, "; left out: signsgd: 22% more"), (["allreduce", "topk"], "named as candidates")):
+    for candidates, words in ((None, "; left out: signsgd: 23% more"), (["allreduce", "topk"], "named as candidates")):
         with logged() as lines:
             model = seeded(Mlp)
             optimizer = adamw(model)
@@ -59,6 +59,6 @@ def test_auto_says_what_it_left_out_and_what_is_known_of_candidates_that_are_nam
         text = "\n".join(lines)
         if dist.get_rank() == 0:
             assert words in text
-            assert "topk: 31% more loss than all-reduce with AdamW" in text
+            assert "topk: 32% more loss than all-reduce with AdamW" in text
         if candidates is None:
             assert commlib.stats(model).algorithm in ("allreduce", "bytegrad", "ef_quantized")

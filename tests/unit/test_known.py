@@ -119,7 +119,7 @@ def test_what_is_made_for_another_optimizer_is_doubted_unless_it_was_measured():
     assert doubt(made("dgc"), "adam") == "made for SGD, not measured with AdamW"
     assert doubt(made("sparse_loco"), "sgd") == "made for AdamW, not measured with SGD"
     assert doubt(made("diloco"), "sgd") == ""  # made for AdamW, but keeps up
-    assert doubt(made("topk"), "adam").startswith("31% more loss than all-reduce with AdamW")
+    assert doubt(made("topk"), "adam").startswith("32% more loss than all-reduce with AdamW")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -206,5 +206,5 @@ def test_auto_honours_candidates_that_are_named():
     auto = Auto(allow="compensated", candidates=["allreduce", "topk"])
     found = candidates_of(auto, torch.optim.AdamW(parameters()))
     assert [each.name for each in found] == ["allreduce", "topk"]
-    assert doubts(found, "adam").startswith("topk: 31% more loss than all-reduce with AdamW")
+    assert doubts(found, "adam").startswith("topk: 32% more loss than all-reduce with AdamW")
     assert doubts(found, "sgd") == ""
