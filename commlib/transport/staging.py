@@ -140,3 +140,8 @@ class StagedWork:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the data is in the buffers, or will never be."""
         self._work.add_done_callback(callback)
+
+
+def staging_of(device: torch.device) -> Staging | None:
+    """Return how Gloo gets at tensors on `device`; None: as they are."""
+    return None if device.type == "cpu" else Staging(device)

@@ -41,7 +41,7 @@ from commlib.transport.island import join_island
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
 from commlib.transport.rendezvous import GRACE_S, all_said, meet, name_of, named
-from commlib.transport.staging import Staged, StagedWork, Staging
+from commlib.transport.staging import Staged, StagedWork, staging_of
 from commlib.transport.watch import Watch
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -101,7 +101,7 @@ class TorchTransport(Transport):
         self._timeout = timeout
         self._unseen: Exception | None = None  # what the watch has met
         self._watch: Watch | None = None  # on NCCL
-        self._staging = None if device.type == "cpu" else Staging(device)  # for Gloo
+        self._staging = staging_of(device)
         self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
         self._place, self._turns = "", itertools.count()  # its name in the group's store; what is said there in turn

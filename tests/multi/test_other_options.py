@@ -137,6 +137,7 @@ ALTERNATIVES: dict[str, list[Any] | None] = {
     "rank": [1],
     "ratio": [0.5],
     "ratio_warmup_steps": [4],
+    "rescale_residuals": [True],
     "reset_every": [3],
     "rest": [1.0],
     "seed": [3],

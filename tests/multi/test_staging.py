@@ -57,7 +57,7 @@ def staged() -> Iterator[tuple[TorchTransport, Communicator, Spy]]:
     """A transport whose backend is given nothing but buffers."""
     Spy.made.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "_staging_of", Spy)
+        patch.setattr(torch_dist, "staging_of", Spy)
         transport = TorchTransport(resolve_group(None), torch.device("cpu"), timedelta(seconds=60))
         (spy,) = Spy.made
         issue = transport._issue
@@ -152,7 +152,7 @@ def test_training_through_buffers_is_training_without_them() -> None:
     plain = train()
     Spy.made.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_dist, "_staging_of", Spy)
+        patch.setattr(torch_dist, "staging_of", Spy)
         through_buffers = train()
     assert Spy.made
     assert Spy.made[0].num_waits > 3
@@ -172,8 +172,8 @@ def test_a_peer_that_leaves_is_named_and_outputs_stay_as_they_were() -> None:
 
 
 def test_a_device_other_than_the_host_is_staged() -> None:
-    assert torch_dist._staging_of(torch.device("cpu")) is None
-    made = torch_dist._staging_of(torch.device("cuda", 0))
+    assert torch_dist.staging_of(torch.device("cpu")) is None
+    made = torch_dist.staging_of(torch.device("cuda", 0))
     assert isinstance(made, Staging)
     assert made.is_staged(torch.empty(2, device="meta"))
     assert not made.is_staged(torch.empty(2))
