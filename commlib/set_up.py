@@ -18,7 +18,6 @@ from commlib.errors import ConfigError
 from commlib.parallel import NAMES, as_made_by_the_user
 from commlib.replica import Replica, find, replicas
 from commlib.sharding.local import island_of, reshard
-from commlib.transport.base import Transport
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
@@ -81,8 +80,8 @@ class SetUp:
         except Exception as error:
             self.error = error
 
-    def agree(self, transport: Transport, options: dict[str, Any], error: Exception | None) -> None:
-        """Check that all ranks have the same of what they must have in common. Collective.
+    def agree(self, transport: TorchTransport, options: dict[str, Any], error: Exception | None) -> None:
+        """Check that all ranks have the same of what they must have in common; connect a sharded model's. Collective.
 
         Args:
             transport: Carries it.
@@ -96,9 +95,6 @@ class SetUp:
         assert self.algorithm is not None
         if self.algorithm.channel.keeps_replicas_alike:
             optimizer_state.agree(transport, optimizer_state.digests(self.optimizer, self.parameters))
-
-    def join_island(self, transport: TorchTransport) -> None:
-        """Where the model is sharded, connect the ranks that have the parts of this replica. Collective over them."""
         island = sorted(island_of(parameter.param for parameter in self.parameters))
         if len(island) > 1 and transport.world_size > 1:
             transport.join_island(island)

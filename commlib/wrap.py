@@ -107,7 +107,6 @@ def wrap(
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         setup.agree(transport, options, error)
-        setup.join_island(transport)
         assert setup.algorithm is not None
         if transport.rank == 0 and transport.world_size > 1:
             _warn_of_losses(setup.algorithm, setup.optimizer)

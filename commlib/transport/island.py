@@ -7,8 +7,9 @@ away from its own group's collectives, and would be blamed for it. Each rank the
     a mate is gone            its process has ended: log it, say ELSEWHERE to the group, end the exchanges under way
     a mate says ELSEWHERE     it has met a failure in its group: log it, say ELSEWHERE to the group
     the group has a failure   say ELSEWHERE to the mates; where no exchange of this rank is under way, log it
-    the group missed us       a peer TIMED_OUT: ask the mates; if one does not answer it is stopped, or its machine is
-                              gone: log it, say ELSEWHERE to the group
+    the group missed us       a peer TIMED_OUT: say LOOKS to the group, whose verdict then waits, and ask the mates; if
+                              one does not answer it is stopped, or its machine is gone: log it, say ELSEWHERE to the
+                              group, else HERE
 
 Nothing here ends a collective of another library.
 """
@@ -31,7 +32,9 @@ from commlib.transport.rendezvous import all_said, meet
 _log = logging.getLogger("commlib")
 
 #: How long a mate that is asked whether it is there may take to answer, in seconds.
-_ANSWER_S = 1.0
+_ANSWER_S = 3.0
+#: How often to look whether they have answered, in seconds.
+_LOOK_S = 0.05
 
 _MEANWHILE = (
     "Its next exchange raises or times out; a collective of FSDP2 or tensor parallelism in which it waits may last as "
@@ -82,27 +85,27 @@ class Island:
             group: The group's lifelines.
             is_waiting: Whether an exchange of this rank is under way, which will raise.
         """
-        ended = [peer for peer in group.peers.values() if peer.ending not in (None, "left")]
-        if not ended and not any(peer.has_reported or peer.is_bystander for peer in group.peers.values()):
+        if not group.lost() and not group.bystanders():
             return None
         self._lifelines.say(Word.ELSEWHERE)
         if not is_waiting:
             self._pass_on("a rank of this rank's group is gone, or has met a failure, which its own error names")
-        return self._ask(group) if any(peer.timed_out for peer in group.peers.values()) else None
+        return self._look(group) if any(peer.timed_out for peer in group.peers.values()) else None
 
-    def _ask(self, group: Lifelines) -> float | None:
+    def _look(self, group: Lifelines) -> float | None:
         """Find mates that are stopped, for which this rank may be waiting while its group waits for it."""
         if self._asked_s is None:
             self._asked_s = time.monotonic()
+            group.say(Word.LOOKS)
             self._lifelines.ask()
-        left_s = self._asked_s + _ANSWER_S - time.monotonic()
-        if left_s > 0:
-            return left_s
-        for place, peer in self._lifelines.peers.items():
-            if peer.ending is None and peer.heard_s < self._asked_s:
-                how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its machine is gone"
-                self._log(f"{_mate(self._ranks[place])}, {how}")
-                group.say(Word.ELSEWHERE)
+        mates = self._lifelines.peers.items()
+        silent = [place for place, peer in mates if peer.ending is None and peer.heard_s < self._asked_s]
+        if silent and time.monotonic() < self._asked_s + _ANSWER_S:
+            return _LOOK_S
+        for place in silent:
+            how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its machine is gone"
+            self._log(f"{_mate(self._ranks[place])}, {how}")
+        group.say(Word.ELSEWHERE if silent else Word.HERE)
         return None
 
     def check(self) -> None:
@@ -113,10 +116,7 @@ class Island:
     def close(self, goodbye: Word) -> bool:
         """Say goodbye to the mates; return whether a failure among them is known, which excuses this rank."""
         self._lifelines.close(goodbye)
-        return any(
-            peer.ending not in (None, "left") or peer.is_bystander or peer.has_reported
-            for peer in self._lifelines.peers.values()
-        )
+        return bool(self._lifelines.lost() or self._lifelines.bystanders())
 
     def _pass_on(self, words: str) -> None:
         """Log a failure that others have met, unless there was one before: more of it comes from all sides."""

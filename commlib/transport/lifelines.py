@@ -34,6 +34,8 @@ _log = logging.getLogger("commlib")
 TOGETHER_S = 0.1
 #: How long a rank that left in good order is not blamed yet, as the word on another may be on its way, in seconds.
 SETTLE_S = 0.5
+#: How much longer a verdict waits for a rank that looks for the one that holds it up, in seconds.
+LOOKING_S = 10.0
 #: How long closing waits for the thread, in seconds.
 _JOIN_S = 5.0
 
@@ -49,6 +51,7 @@ class Word(Enum):
     LEFT = b"G"  # goodbye
     ASKS = b"?"  # say that you are there
     HERE = b"!"  # I am there
+    LOOKS = b"W"  # I look whether a rank outside this group holds me up; ELSEWHERE or HERE follows
 
 
 _WORDS = {word.value: word for word in Word}
@@ -73,6 +76,7 @@ class Peer:
         has_reported: It said that a collective of this communicator broke, so that it is not to blame.
         timed_out: That, after the whole timeout.
         is_bystander: It said that another of its communicators broke because of a peer.
+        is_looking: It said that it looks for a rank that holds it up, and not yet what it found.
         ending: How it ended ("killed", "failed", "gave up", "left"); None while it has not.
         ended_s: When that was noticed, `time.monotonic()`.
         heard_s: When it last said something.
@@ -81,6 +85,7 @@ class Peer:
     has_reported: bool = False
     timed_out: bool = False
     is_bystander: bool = False
+    is_looking: bool = False
     ending: str | None = None
     ended_s: float = 0.0
     heard_s: float = 0.0
@@ -88,9 +93,10 @@ class Peer:
     def hear(self, word: Word) -> None:
         """Take a word."""
         self.heard_s = time.monotonic()
+        self.is_looking = word is Word.LOOKS or (self.is_looking and word is Word.ASKS)
         if word in _ENDINGS:
             self.end(_ENDINGS[word])
-        elif word in (Word.ASKS, Word.HERE):
+        elif word in (Word.ASKS, Word.HERE, Word.LOOKS):
             return
         elif word is Word.ELSEWHERE:
             self.is_bystander = True
@@ -100,6 +106,7 @@ class Peer:
 
     def end(self, ending: str) -> None:
         """Note how it ended; the first word counts."""
+        self.is_looking = False
         if self.ending is None:
             self.ending, self.ended_s = ending, time.monotonic()
 
@@ -221,7 +228,10 @@ class Lifelines:
         return {rank for rank, peer in self.peers.items() if peer.has_reported or peer.is_bystander}
 
     def verdict(self, limit_s: float) -> Verdict:
-        """Return who is to blame for a collective that broke, as soon as it is clear, at the latest after `limit_s`."""
+        """Return who is to blame for a collective that broke, as soon as it is clear.
+
+        At the latest after `limit_s`, and `LOOKING_S` more while a rank looks for the one that holds it up.
+        """
         began_s = time.monotonic()
         with self._news:
             while (left_s := self._unsettled_s(began_s, limit_s)) > 0:
@@ -231,7 +241,7 @@ class Lifelines:
     def _unsettled_s(self, began_s: float, limit_s: float) -> float:
         """Return how much longer words may come that change the verdict, in seconds."""
         now_s, peers = time.monotonic(), self.peers.values()
-        ends = [began_s + limit_s]
+        ends = [began_s + limit_s + LOOKING_S * any(peer.is_looking for peer in peers)]
         ends += [peer.ended_s + TOGETHER_S for peer in peers if peer.is_to_blame and peer.ending != "left"]
         if any(peer.is_to_blame for peer in peers):
             ends.append(began_s + SETTLE_S)

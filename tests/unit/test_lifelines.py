@@ -140,6 +140,20 @@ def test_a_peer_that_is_asked_answers_and_one_that_is_stopped_does_not(ranks: Ra
     assert all(peer.ending is None for peer in ranks.lines[1].peers.values())
 
 
+@pytest.mark.parametrize(("word", "blamed"), [(Word.ELSEWHERE, []), (Word.HERE, [1])])
+def test_a_verdict_waits_for_what_a_rank_finds_that_looks_for_one_that_holds_it_up(
+    ranks: Ranks, word: Word, blamed: list[int]
+) -> None:
+    for reporting in (0, 2, 3):
+        ranks.lines[reporting].report(True)
+    ranks.lines[1].say(Word.LOOKS)
+    assert eventually(lambda: ranks.lines[0].peers[1].is_looking and len(ranks.lines[0].bystanders()) == 2)
+    threading.Timer(0.5, ranks.lines[1].say, [word]).start()
+    verdict = ranks.lines[0].verdict(0.1)
+    assert (verdict.timed_out, verdict.ranks) == (True, blamed)
+    assert not ranks.lines[0].peers[1].is_looking
+
+
 def test_what_is_no_word_ends_the_lifeline_with_a_log_line(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "commlib"):
         ranks.sockets[2][0].send(b"%")
