@@ -53,6 +53,21 @@ std::int64_t pack(const PackPlan& plan, py::handle dst, const py::list& srcs, do
   return -1;
 }
 
+// Whether every tensor is its slot of `dst`. Tensors without elements are anywhere.
+bool are_in_place(const PackPlan& plan, py::handle dst, const py::list& tensors) {
+  TensorView flat;
+  if (tensors.size() != plan.size() || !read_tensor(dst.ptr(), plan.type(), &flat) || flat.count < plan.extent()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < plan.size(); ++i) {
+    TensorView view;
+    PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+    if (!read_tensor(object, plan.type(), &view) || view.count != plan.count(i)) return false;
+    if (view.count != 0 && view.data != plan.place(flat.data, i)) return false;
+  }
+  return true;
+}
+
 // Copies the bytes of the tensors, one after the other, into `flat` or out of it. Returns false, and nothing was
 // written, if a tensor is not a contiguous one on the CPU, or `flat` too small.
 bool copy_bytes(py::handle flat, const py::list& tensors, bool gathers) {
@@ -95,5 +110,6 @@ PYBIND11_MODULE(_native, module) {
   py::class_<commlib::PackPlan>(module, "PackPlan")
       .def(py::init(&commlib::make_plan), py::arg("offsets"), py::arg("counts"), py::arg("type"))
       .def_property_readonly("extent", &commlib::PackPlan::extent)
+      .def("are_in_place", &commlib::are_in_place, py::arg("dst"), py::arg("tensors"))
       .def("pack", &commlib::pack, py::arg("dst"), py::arg("srcs"), py::arg("factor"));
 }

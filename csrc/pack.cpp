@@ -39,6 +39,10 @@ PackPlan::PackPlan(std::vector<Slot> slots, DType type) : slots_(std::move(slots
   for (const Slot& slot : slots_) extent_ = std::max(extent_, slot.offset + slot.count);
 }
 
+const void* PackPlan::place(const void* dst, std::size_t index) const {
+  return static_cast<const char*>(dst) + slots_[index].offset * element_bytes(type_);
+}
+
 std::size_t PackPlan::find_overlap(const void* dst, const void* const* srcs) const {
   const auto base = reinterpret_cast<std::uintptr_t>(dst);
   const std::size_t bytes = element_bytes(type_);

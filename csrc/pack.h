@@ -27,6 +27,9 @@ class PackPlan {
   // The number of elements that the flat buffer must have.
   std::size_t extent() const { return extent_; }
 
+  // Where the tensor's slot begins in the flat buffer that begins at `dst`.
+  const void* place(const void* dst, std::size_t index) const;
+
   // The index of a source that overlaps the buffer elsewhere than exactly in its own place, or size() if there is none.
   std::size_t find_overlap(const void* dst, const void* const* srcs) const;
 

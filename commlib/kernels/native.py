@@ -112,6 +112,16 @@ class PackPlan:
         """The number of elements that the flat buffer must have."""
         return self._native.extent
 
+    def are_in_place(self, dst: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+        """Return whether every tensor is the view of `dst` at its place.
+
+        Args:
+            dst: As in `pack`.
+            tensors: One for each size of the plan. One without elements is at its place wherever it is; one that `pack`
+                would refuse is not.
+        """
+        return self._native.are_in_place(dst, tensors)
+
     def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], factor: float = 1.0) -> None:
         """Write every source, times `factor`, to its place in `dst`.
 

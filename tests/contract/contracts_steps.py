@@ -147,6 +147,21 @@ def contract_nonfinite_step_with_a_scaler(subject: Subject) -> None:
     assert spread(training.model) == 0
 
 
+def contract_loss_scales_that_part(subject: Subject) -> None:
+    """Ranks that share gradients notice in the next backward that one scales its loss by another factor."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    training = subject.start(scaler=scaler)
+    for _ in range(3):
+        _scaled_step(training, scaler)
+    scaler.update(128.0 if dist.get_rank() == 0 else 256.0)
+    if not subject.on_gradients or dist.get_world_size() == 1:
+        _scaled_step(training, scaler)
+        training.assert_trains_on()
+        return
+    with raises_alike(ConfigError, "the loss scale differs between ranks"):
+        _scaled_step(training, scaler)
+
+
 def contract_nonfinite_step_without_a_scaler(subject: Subject) -> None:
     """A gradient that is infinite on one rank is seen by all that share gradients; a skipped step leaves no trace."""
     training = subject.start()

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import commlib
 from commlib import algorithms
 from commlib.optim import FrozenVarianceAdam
-from tests.multi.common import Mlp, OneParameter, assert_replicas_identical, data, mlp_loss, seeded
+from tests.multi.common import Averaging, Mlp, OneParameter, assert_replicas_identical, data, mlp_loss, seeded
 
 #: By a part of the message, the function that follows it on two ranks.
 FOLLOWED: dict[str, Callable[[], None]] = {}
@@ -396,6 +396,30 @@ def unscaled() -> None:
     step(is_fused=False, is_unscaled=False)
 
 
+@follows("Load the same state into the scaler on all ranks")
+def scaled_alike() -> None:
+    def train(scaler: Any, of_local: Any) -> None:
+        model, local = seeded(Mlp), torch.nn.Linear(1, 1)
+        optimizer, of_rank = sgd(model), sgd(local)
+        commlib.wrap(model, "allreduce", optimizer=optimizer, scaler=scaler)
+        for step in range(3):
+            scaler.scale(mlp_loss(model, step)).backward()
+            overflows = dist.get_rank() == 0 and step == 1
+            of_local.scale(local(torch.full((1, 1), float("inf") if overflows else 1.0)).sum()).backward()
+            for each, owner in ((optimizer, scaler), (of_rank, of_local)):
+                owner.step(each)
+                each.zero_grad()
+            for each in {scaler, of_local}:
+                each.update()
+        assert_replicas_identical(model)
+
+    both = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with refused("the loss scale differs between ranks"):
+        train(both, both)
+    both.load_state_dict(torch.amp.GradScaler("cpu", init_scale=64.0).state_dict())
+    train(both, torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
 @follows("Load the old one's state into it")
 def state_of_the_old() -> None:
     model, optimizer = made(algorithm=algorithms.OneBitAdam(warmup_steps=2), make=frozen_variance)
@@ -571,46 +595,25 @@ def told_of_the_other() -> None:
     trains(model, other, 4)
 
 
-class Outer:
-    """Changes the weights after the inner step."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def zero_grad(self) -> None:
-        self.inner.zero_grad()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.inner.step()
-        for group in self.inner.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(0.99)
-
-
-class Whole(torch.optim.SGD):
-    """Makes the same step in one."""
+class AveragingInOne(torch.optim.SGD):
+    """Makes the step of `Averaging` in one."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(0.99)
+                parameter.lerp_(self.state[parameter].setdefault("mean", parameter.clone()), 0.1)
 
 
 @follows("Use an optimizer that makes its whole step in a torch.optim.Optimizer, or an algorithm on gradients")
 def one_whole_step() -> None:
     model, optimizer = made(algorithm=algorithms.LocalSGD(period=2))
-    outer: Any = Outer(optimizer)
+    outer: Any = Averaging(optimizer)
     with refused("changes the weights after it"):
         trains(model, outer, 20)
     commlib.unwrap(model)
-    whole = Whole(model.parameters(), lr=0.05)
+    whole = AveragingInOne(model.parameters(), lr=0.05)
     trains(commlib.wrap(model, algorithms.LocalSGD(period=2), optimizer=whole), whole, 20)
     commlib.unwrap(model)
     commlib.wrap(model, "allreduce", optimizer=optimizer)

@@ -70,6 +70,29 @@ class OneParameter(nn.Module):
         return (self.weight * inputs.to(self.weight.dtype)).abs().pow(2).sum() * self.scale.sum()
 
 
+class Averaging:
+    """A wrapper of an optimizer that is none of torch's: it averages the weights after each step of the inner one."""
+
+    def __init__(self, base: torch.optim.Optimizer, *, changes: bool = True) -> None:
+        self.base = base
+        self.changes = changes
+        self._means: dict[Tensor, Tensor] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.base.step()
+        for group in self.param_groups if self.changes else ():
+            for parameter in group["params"]:
+                parameter.lerp_(self._means.setdefault(parameter, parameter.clone()), 0.1)
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
     """Build a model that is the same on all ranks."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes three stacks for a GPU that is not there

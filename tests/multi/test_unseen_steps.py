@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import commlib
 from commlib.algorithms import OneBitAdam
@@ -16,6 +16,7 @@ from commlib.engine.unseen import NUM_CHANGES
 from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam
 from tests.multi.common import (
+    Averaging,
     Mlp,
     assert_replicas_identical,
     data,
@@ -27,29 +28,6 @@ from tests.multi.common import (
     wrap,
 )
 from tests.multi.pool import on_ranks
-
-
-class Averaging:
-    """A wrapper of an optimizer that is none of torch's: it averages the weights after each step of the inner one."""
-
-    def __init__(self, base: torch.optim.Optimizer, *, changes: bool = True) -> None:
-        self.base = base
-        self.changes = changes
-        self._means: dict[Tensor, Tensor] = {}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.base.param_groups
-
-    def zero_grad(self) -> None:
-        self.base.zero_grad()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.base.step()
-        for group in self.param_groups if self.changes else ():
-            for parameter in group["params"]:
-                parameter.lerp_(self._means.setdefault(parameter, parameter.clone()), 0.1)
 
 
 def steps_with(model: nn.Module, optimizer: Any, count: int) -> None:

@@ -162,6 +162,20 @@ def test_pack_multiplies_in_place_where_the_source_is_its_own_place():
     assert torch.equal(dst, torch.arange(6.0) * (1 / 3))
 
 
+def test_views_are_in_place_until_their_memory_is_exchanged():
+    dst = torch.zeros(12)
+    plan = native.PackPlan([4, 0, 4], torch.float32, offsets=[6, 6, 1])
+    views = [dst[6:10].view(2, 2), torch.empty(0), dst[1:5]]
+    assert plan.are_in_place(dst, views)
+    assert not plan.are_in_place(dst, views[:2])
+    assert not plan.are_in_place(dst[:8], views)
+    assert not plan.are_in_place(dst.double(), views)
+    assert not plan.are_in_place(dst, [views[0].t(), *views[1:]])
+    assert not plan.are_in_place(dst, [*views[:2], dst[2:6]])
+    views[0].data = views[0].data.clone()
+    assert not plan.are_in_place(dst, views)
+
+
 def test_pack_takes_parameters_and_tensors_that_require_grad():
     dst = torch.empty(4)
     native.PackPlan([2, 2], torch.float32).pack(

@@ -40,20 +40,21 @@ class FlatSegment(Segment):
         self._offsets = offsets
         self._plan = _pack_plan(part, slots, offsets)
         self.is_plain = True
-        self._note_views()
-
-    def _note_views(self) -> None:
-        self._views = [slot.view for slot in self.slots]
+        self._views = [slot.view for slot in slots]
         self._addresses = list(map(_address, self._views))
 
     def _restore_views(self) -> None:
         """Make views again whose memory the user has exchanged: `p.grad.data = ...` does so, and keeps the object."""
-        if list(map(_address, self._views)) == self._addresses:
+        if self._are_views_in_place():
             return
-        for slot, offset, address in zip(self.slots, self._offsets, self._addresses, strict=True):
-            if slot.view.data_ptr() != address:
-                slot.view = _view(self._part, slot, offset)
-        self._note_views()
+        for slot, offset in zip(self.slots, self._offsets, strict=True):
+            slot.view = _view(self._part, slot, offset)
+        self._views = [slot.view for slot in self.slots]
+
+    def _are_views_in_place(self) -> bool:
+        if self._plan is not None:
+            return self._plan.are_in_place(self._part, self._views)
+        return list(map(_address, self._views)) == self._addresses
 
     @override
     def place(self) -> None:
@@ -132,7 +133,7 @@ class Bucket:
         flat: [numel] The values. Complex parameters take two real elements each.
         payload: [numel + num_flags] `flat`, then the flags.
         flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
-            any rank had a gradient. Empty in the others.
+            any rank had a gradient; then the marks of the loss scale, if there are any. Empty in the others.
         left: How many segments are not complete in this backward; see [Note: what is left] in `slot.py`.
         predivisor: By what gradients are divided while they are gathered.
     """

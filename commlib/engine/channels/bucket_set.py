@@ -53,7 +53,7 @@ class BucketSet:
         for slot in self.slots:
             slot.hook(listener)
 
-    def build(self, plan: Plan) -> tuple[list[Bucket | SparseBucket], list[Bucket]]:
+    def build(self, plan: Plan, num_marks: int = 0) -> tuple[list[Bucket | SparseBucket], list[Bucket]]:
         """Return the buckets of a plan, and the dense ones of them; gradients that exist are moved into them."""
         existing = [slot for slot in self.slots if slot.param.grad is not None]
         parked = {slot: _parked(slot) for slot in existing if self._parks and slot.param.grad is slot.view}
@@ -61,7 +61,7 @@ class BucketSet:
             self._memory = Memory()
         for slot in parked:
             slot.param.grad = None
-        buckets = plans.build(plan, self._parameters, self.slots, self._memory)
+        buckets = plans.build(plan, self._parameters, self.slots, self._memory, num_marks)
         for slot, gradient in parked.items():
             slot.param.grad = slot.view.copy_(gradient)
         dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]

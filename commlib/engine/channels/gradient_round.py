@@ -11,6 +11,7 @@ from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import TAKEN
 from commlib.engine.line import Line
+from commlib.engine.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.task import Round, Task
 from commlib.primitives.centralized import centralized_full_precision, sparse_sum
@@ -28,6 +29,7 @@ class GradientRound:
         algorithm: What to do with a bucket.
         line: Carries the round.
         tail: What is communicated beside the buckets, once backward has ended.
+        loss_scale: What compares it, where the ranks share one: the plan's buckets have marks for it.
 
     Attributes:
         left: How many buckets have not been given to the driver; see [Note: what is left] in `slot.py`.
@@ -39,6 +41,7 @@ class GradientRound:
         algorithm: Algorithm,
         line: Line,
         tail: Sequence[Task] = (),
+        loss_scale: LossScale | None = None,
     ) -> None:
         channel = algorithm.channel
         assert isinstance(channel, Gradients)
@@ -46,6 +49,7 @@ class GradientRound:
         self._dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._last = self._dense[-1] if self._dense else None
         self._algorithm = algorithm
+        self._loss_scale = loss_scale
         self._comm = line.comm
         self._driver = line.driver
         self.left = len(buckets)
@@ -114,6 +118,9 @@ class GradientRound:
             self._driver.ready(self._round, len(self._buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
+        if self._loss_scale is not None:
+            self._loss_scale.mark(flags[-NUM_LEVELS:])
+            flags = flags[:-NUM_LEVELS]
         had = [slot.had_gradient for bucket in self._dense for slot in bucket.slots]
         if all(had):
             flags.fill_(1)
@@ -139,7 +146,13 @@ class GradientRound:
         self._driver.discard(self._round)
 
     def publish(self) -> frozenset[int]:
-        """Make the results the parameters' gradients; return the places of parameters that do not require one now."""
+        """Make the results the parameters' gradients; return the places of parameters that do not require one now.
+
+        Raises:
+            ConfigError: The loss scale differs between ranks.
+        """
+        if self._loss_scale is not None and self._last is not None:
+            self._loss_scale.take(self._last.flags[-NUM_LEVELS:])
         divisor = self._algorithm.divisor(self._comm)
         is_used: list[bool] | None = None
         frozen: set[int] = set()

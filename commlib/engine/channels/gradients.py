@@ -24,6 +24,7 @@ from commlib.engine.channels.gradient_round import GradientRound
 from commlib.engine.channels.idle import Idle
 from commlib.engine.channels.streamed import StreamedBackward
 from commlib.engine.line import Line
+from commlib.engine.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
@@ -131,6 +132,9 @@ class GradientChannel(OpenChannel):
         self._is_own = isinstance(declared, Gradients)  # else it is there for the warm-up
         # Without buffers, to measure with: what communicates gradients.
         self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
+        scaler = self._settings.scaler
+        shares_scale = scaler is not None and scaler.is_enabled() and declared.keeps_replicas_alike
+        self._loss_scale = LossScale(scaler, self.line.comm.rank) if shares_scale else None
         if declared.wants_nodes:
             self.line.find_nodes()
         self.adopt(parameters)
@@ -155,7 +159,7 @@ class GradientChannel(OpenChannel):
 
     def _install(self, plan: Plan) -> None:
         """Make the buckets of `plan`, and move gradients that exist into them; then let the old ones go."""
-        buckets, dense = ([], []) if self.is_idle else self._set.build(plan)
+        buckets, dense = ([], []) if self.is_idle else self._set.build(plan, self._num_marks)
         if not self.is_idle:
             context = Context(self.line.comm, dense, self._device, self._settings.optimizer, self._settings.scaler)
             self._warm_up.setup(context)
@@ -164,6 +168,10 @@ class GradientChannel(OpenChannel):
         self.search.installed(plan)
         self._set.take(buckets, dense)
         self.last = LastRound(exposed_s=self.last.exposed_s, waited=self.last.waited)
+
+    @property
+    def _num_marks(self) -> int:
+        return 0 if self._loss_scale is None else NUM_LEVELS
 
     def install_pending(self) -> None:
         """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
@@ -217,6 +225,8 @@ class GradientChannel(OpenChannel):
             CommlibError: The communication has ended.
         """
         self.line.check()
+        if self._loss_scale is not None:
+            self._loss_scale.check()
         self.install_pending()
         self._refuse_communicated()
         return self.current_algorithm.predivisor(self.line.comm)
@@ -259,7 +269,7 @@ class GradientChannel(OpenChannel):
         tail = self.search.tasks(comm)
         if self.buffers.tensors():
             tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.line), True, True))
-        return GradientRound(self.buckets, self.current_algorithm, self.line, tail)
+        return GradientRound(self.buckets, self.current_algorithm, self.line, tail, self._loss_scale)
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round and make its results the gradients, or leave those as they are."""

@@ -156,7 +156,11 @@ def make_slots(parameters: Sequence[Parameter]) -> list[Slot]:
 
 
 def build(
-    plan: Plan, parameters: Sequence[Parameter], slots: Sequence[Slot], memory: Memory | None = None
+    plan: Plan,
+    parameters: Sequence[Parameter],
+    slots: Sequence[Slot],
+    memory: Memory | None = None,
+    num_marks: int = 0,
 ) -> list[Bucket | SparseBucket]:
     """Make the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket.
 
@@ -165,9 +169,10 @@ def build(
         parameters: All parameters.
         slots: Theirs.
         memory: Where the buckets are to lie; memory of their own if it is not given.
+        num_marks: How many further flags there are.
     """
     dense = [idx for idx, members in enumerate(plan.buckets) if not parameters[members[0]].sparse]
-    num_flags = sum(len(plan.buckets[idx]) for idx in dense)
+    num_flags = sum(len(plan.buckets[idx]) for idx in dense) + num_marks
     own_slots = [[slots[member] for member in members] for members in plan.buckets]
     wanted = [
         (layout_key(own_slots[idx][0].param), flat_numel(own_slots[idx]) + (num_flags if idx == dense[-1] else 0))
