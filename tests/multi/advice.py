@@ -617,7 +617,7 @@ def one_whole_step() -> None:
     trains(commlib.wrap(model, algorithms.LocalSGD(period=2), optimizer=whole), whole, 20)
     commlib.unwrap(model)
     commlib.wrap(model, "allreduce", optimizer=optimizer)
-    trains(model, outer, 20)
+    trains(model, Averaging(optimizer), 20)  # whose means begin at weights that all ranks have
 
 
 @follows("commlib.wrap was given no optimizer")
