@@ -252,7 +252,6 @@ def serve(fd: int, stack_path: str) -> None:
     """Serve jobs from the socket `fd` until it closes; SIGUSR1 lets this process write its stacks to a file."""
     connection = Connection(fd)
     stack_file: io.TextIOBase = open(stack_path, "w")  # noqa: SIM115 (open for the life of the process)
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     background = BackgroundFailures()
     connection.send_bytes(b"ready")
     while True:
@@ -260,6 +259,8 @@ def serve(fd: int, stack_path: str) -> None:
             job = Job(*pickle.loads(connection.recv_bytes()))
         except EOFError:
             return
+        faulthandler.unregister(signal.SIGUSR1)  # a trainer in the job before may have set the signal's default action
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         outcome = run_job(job, background)
         connection.send_bytes(encode(outcome._replace(num_loops=num_loops())))
 

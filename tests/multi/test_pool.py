@@ -45,6 +45,13 @@ def sleep_on(rank: int, path: str) -> None:
         time.sleep(60)
 
 
+def reset_signals() -> None:
+    """Do what Lightning does at the end of a training."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+
+
 def die() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -104,6 +111,7 @@ def test_a_hang_names_ranks_and_stacks_and_the_pool_recovers(tmp_path: Path, mon
             pass
         return ready
 
+    run_ranks(reset_signals, 2)
     monkeypatch.setattr(pool, "wait", wait_for_sleep)
     before = POOL.pids()
     with pytest.raises(RankHang, match=r"rank 1 hung in sleep_on(.|\n)*in sleep_on"):
