@@ -154,19 +154,22 @@ class Segment:
         self.bucket = bucket
         self.slots = list(slots)
         self.left = len(self.slots)
+        self._hooks: list[dict[int, Any]] | None = None  # of each slot's gradient, once there are any
         for slot in self.slots:
             slot.segment = self
 
     def start_backward(self) -> bool:
         """Expect every gradient anew; return whether gradients have hooks of others, too."""
         self.left = len(self.slots)
-        has_others = False
         for slot in self.slots:
             slot.left = slot.expected
+        self._hooks = self._hooks or [slot.hooks for slot in self.slots]
+        if max(map(len, self._hooks)) <= 1:
+            return False
+        for slot in self.slots:
             if len(slot.hooks) > 1:
-                has_others = True
                 slot.come_last()
-        return has_others
+        return True
 
     def place(self) -> None:
         """Bring the gradients into the bucket's buffer, if it has one, and count as taken."""
