@@ -18,15 +18,15 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.context import BucketView, Context
 from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.demo import DeMo
 from commlib.algorithms.dgc import DGC
 from commlib.algorithms.diloco import DiLoCo
 from commlib.algorithms.ef_quantized import EFQuantized
-from commlib.algorithms.families.policy import CompressionPolicy
 from commlib.algorithms.gossip import Gossip
 from commlib.algorithms.hierarchical_local_sgd import HierarchicalLocalSGD
 from commlib.algorithms.hogwild import Hogwild
@@ -37,6 +37,7 @@ from commlib.algorithms.noloco import NoLoCo
 from commlib.algorithms.ok_topk import OkTopK
 from commlib.algorithms.onebit_adam import OneBitAdam
 from commlib.algorithms.passive_gossip import PassiveGossip
+from commlib.algorithms.policy import CompressionPolicy
 from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
@@ -98,6 +99,11 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "commlib.algorithms"
 
+#: Files of this folder that are not algorithms.
+_SHARED = frozenset(
+    ("base", "channels", "compressed", "context", "known", "momentum", "neighbours", "outer", "policy", "state")
+)
+
 
 def list() -> builtins.list[str]:
     """Return the names that `wrap(..., algorithm=name)` takes, sorted."""
@@ -139,7 +145,7 @@ def create(algorithm: str | Algorithm) -> Algorithm:
 @functools.cache
 def _own_names() -> frozenset[str]:
     files = [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
-    return frozenset(name for name in files if name not in ("base", "channels", "known") and not name.startswith("_"))
+    return frozenset(name for name in files if name not in _SHARED and not name.startswith("_"))
 
 
 def _entry_points() -> dict[str, EntryPoint]:

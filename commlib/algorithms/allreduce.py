@@ -8,8 +8,9 @@ import math
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
+from commlib.algorithms.context import BucketView, Context
 from commlib.errors import ConfigError
 from commlib.primitives import hierarchical as nodes
 from commlib.primitives.centralized import centralized_full_precision

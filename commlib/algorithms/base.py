@@ -5,46 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from commlib.algorithms.channels import Channel, Gradients
+from commlib.algorithms.context import BucketView, Context
+from commlib.algorithms.state import State
 from commlib.arguments import Recorded
 from commlib.errors import ConfigError
-from commlib.primitives.parts import Part
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.mailbox import Answer, Mailbox
-
-
-class BucketView(Protocol):
-    """A bucket as an algorithm sees it.
-
-    Attributes:
-        index: The bucket's place in the plan; the same on all ranks.
-        group: What `Algorithm.group` returned for the parameters in it.
-        parts: The parameters' places, in the order in which they lie in `flat`; computed when asked for.
-        parameters: The parameters themselves, in that order; none for the scratch buckets of measurements.
-        flat: [numel] The bucket's values, one after the other; of the parameters' dtype (complex ones as pairs).
-        payload: [numel + num_flags] `flat` and, in the plan's last bucket, the engine's flags behind it; what an
-            algorithm sums that reduces in full precision (`Gradients.reduces_flags`).
-    """
-
-    index: int
-    group: Hashable
-    flat: torch.Tensor
-    payload: torch.Tensor
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """See above."""
-        ...
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """See above."""
-        ...
-
 
 #: What an algorithm may do to the optimisation, each class wider than the one before: "exact", the full-precision mean
 #: of the gradients in every step; "8bit", that mean rounded to no less than 8 bits per element; "compensated", what is
@@ -56,35 +27,6 @@ EXACTNESS = ("exact", "8bit", "compensated", "any")
 def keeps_momentum(optimizer: Any) -> bool:
     """Return whether an optimizer has a momentum of its own, as SGD's option is called; None has none."""
     return optimizer is not None and any(group.get("momentum") for group in optimizer.param_groups)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What an algorithm is told when its buckets exist.
-
-    Attributes:
-        comm: The group, as `communicate` will see it.
-        buckets: The buckets, in plan order.
-        device: The device of the buckets.
-        optimizer: The user's optimizer, or None.
-        scaler: The user's GradScaler, or None.
-    """
-
-    comm: Communicator
-    buckets: Sequence[BucketView]
-    device: torch.device
-    optimizer: torch.optim.Optimizer | None = None
-    scaler: Any = None
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.comm.world_size
 
 
 @dataclass(frozen=True)
@@ -224,6 +166,9 @@ class Algorithm(Recorded):
     #: reason. What the channel tells is not said again; the use itself is refused with a `ConfigError` on all ranks.
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
+    #: The state that it is composed of, set in `__init__`; the methods below set up, save and load each in turn.
+    states: Sequence[State] = ()
+
     def __init__(self) -> None:
         """Take no options; a subclass that has some defines its own."""
 
@@ -232,7 +177,12 @@ class Algorithm(Recorded):
         return None
 
     def setup(self, context: Context) -> None:
-        """Make per-bucket state for `context.buckets`. Called again after the buckets change: carry state over."""
+        """Create per-bucket state for `context.buckets`. Called again after the buckets change: carry state over.
+
+        The base class does this for `states`; so do `begin`, `forget`, `state_dict` and the methods that load.
+        """
+        for state in self.states:
+            state.setup(context)
 
     def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
         """Refuse the optimizer of `wrap`, or one in the place of the one that was followed so far. `setup` comes after.
@@ -251,12 +201,16 @@ class Algorithm(Recorded):
         That is the first optimizer step after the warm-up, when all ranks hold what `wrap` broadcast or was loaded
         since. Called again for all buckets, before the next step, after they were made anew or state was loaded.
         """
+        for state in self.states:
+            state.begin(bucket)
 
     def forget(self) -> None:
         """The user has loaded other weights, on all ranks; forget what is of the old ones.
 
         For weights: `begin` follows before the next step that is counted.
         """
+        for state in self.states:
+            state.forget()
 
     def representatives(self, comm: Communicator) -> Sequence[int]:
         """Return, for each rank, one that has as much to do in every round; few in all. What is simulated.
@@ -313,7 +267,7 @@ class Algorithm(Recorded):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the algorithm's own state, tensors included."""
-        return {}
+        return {key: value for state in self.states for key, value in state.save().items()}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse a state from which a run with these options cannot go on. Nothing changes; called after `setup`.
@@ -321,14 +275,18 @@ class Algorithm(Recorded):
         Raises:
             ConfigError: It is such a one, and why.
         """
+        for own in self.states:
+            own.check(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; called after `setup`, and of a saved run, once it has been checked."""
+        for own in self.states:
+            own.load(state)
 
     @property
     def shaped_state(self) -> Sequence[str]:
         """The entries of a portable state that hold one piece for each whole parameter: sharded as that, if it is."""
-        return ()
+        return [kind for state in self.states for kind in state.shaped]
 
 
 def by_place(nodes: Sequence[int], ranks_per_node: int) -> list[int]:

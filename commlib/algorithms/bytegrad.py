@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.policy import EVERYTHING
-from commlib.algorithms.families.quantized import Quantized
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
+from commlib.codecs.registry import block_codec
+from commlib.primitives.aggregators import LowPrecision
 
 
-class ByteGrad(Quantized):
+class ByteGrad(Compressed):
     """8-bit averaging of gradients: quantized before they are exchanged, and again after they were summed.
 
     With C the codec and g_r the gradients of rank r, cut into a chunk per rank:
@@ -44,12 +46,12 @@ class ByteGrad(Quantized):
         compress: Callable[[str, torch.Tensor], bool] = EVERYTHING,
         rescale_residuals: bool = False,
     ) -> None:
+        self.codec = block_codec(codec or Int8())
         super().__init__(
-            codec or Int8(),
+            LowPrecision(self.codec, feedback=feedback),
             op=op,
-            feedback=feedback,
-            seed=None,
             compress=compress,
             hierarchical=hierarchical,
             rescale_residuals=rescale_residuals,
         )
+        self.feedback = feedback

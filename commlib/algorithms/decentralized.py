@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from typing_extensions import override
-
-from commlib.algorithms.families.neighbours import NeighbourAveraging
-from commlib.primitives.decentralized import FullWorkspace, decentralized_full_precision
-from commlib.primitives.topology import Neighbours, Topology
-from commlib.transport.base import Communication, Communicator
+from commlib.algorithms.neighbours import NeighbourAveraging
+from commlib.primitives.mixers import FullPrecisionMixer
+from commlib.primitives.topology import Topology
 
 
-class Decentralized(NeighbourAveraging[FullWorkspace]):
+class Decentralized(NeighbourAveraging):
     """Each rank trains on its own gradients and averages its weights with its neighbours', in full precision.
 
     With W the doubly stochastic mixing matrix of the topology, which may change from step to step, and overlap:
@@ -44,14 +40,4 @@ class Decentralized(NeighbourAveraging[FullWorkspace]):
         overlap: bool = True,
         hierarchical: bool = False,
     ) -> None:
-        super().__init__(topology, period=period, overlap=overlap, hierarchical=hierarchical)
-
-    @override
-    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullWorkspace:
-        return FullWorkspace(like.numel(), like.dtype, like.device)
-
-    @override
-    def _mix(
-        self, tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, peers: Communicator
-    ) -> Communication:
-        yield from decentralized_full_precision(tensor, workspace, neighbours, peers)
+        super().__init__(topology, FullPrecisionMixer(), period=period, overlap=overlap, hierarchical=hierarchical)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.outer import MakeOptimizer, OuterAveraging
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import SparseCodec
 
 
-class DiLoCo(OuterSGD):
+class DiLoCo(OuterAveraging):
     """Every `period` local steps, one step of Nesterov SGD along the mean of what the ranks moved.
 
     With x the global weights and x_r those that rank r came to from them, C the codec, u the outer momentum m:
@@ -59,8 +59,8 @@ class DiLoCo(OuterSGD):
         error_decay: float = 1.0,
     ) -> None:
         super().__init__(
-            lr=outer_lr,
-            momentum=outer_momentum,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             nesterov=nesterov,
             outer=outer,
             codec=codec,

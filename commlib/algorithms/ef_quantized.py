@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.policy import MATRICES
-from commlib.algorithms.families.quantized import Quantized
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int4
+from commlib.codecs.registry import block_codec
+from commlib.errors import ConfigError
+from commlib.primitives.aggregators import LowPrecision
 
 
-class EFQuantized(Quantized):
+class EFQuantized(Compressed):
     """Quantized averaging that remembers, on both sides, what the codec lost, and adds it to the next round.
 
     With C the codec, e_r the residual of rank r and f that of a chunk's owner, lambda = `averaging`:
@@ -56,15 +59,20 @@ class EFQuantized(Quantized):
         ef21: float | None = None,
         rescale_residuals: bool = False,
     ) -> None:
+        if not 0 <= averaging < 1 or (reset_every is not None and reset_every < 1):
+            raise ConfigError(
+                "EFQuantized: expected 0 <= averaging < 1 and reset_every >= 1 or None, got "
+                f"{averaging=}, {reset_every=}"
+            )
+        self.codec = block_codec(codec or Int4())
         super().__init__(
-            codec or Int4(),
+            LowPrecision(self.codec, feedback=True, averaging=averaging, reset_every=reset_every),
             op=op,
-            feedback=True,
-            seed=None,
             compress=compress,
             hierarchical=hierarchical,
-            averaging=averaging,
-            reset_every=reset_every,
             rescale_residuals=rescale_residuals,
+            ef21=ef21,
+            ef21_excludes={f"{averaging=}": averaging != 0, f"{reset_every=}": reset_every is not None},
         )
-        self._set_ef21(ef21, **{f"{averaging=}": averaging != 0, f"{reset_every=}": reset_every is not None})
+        self.averaging = averaging
+        self.reset_every = reset_every

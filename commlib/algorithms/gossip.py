@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from typing_extensions import override
-
-from commlib.algorithms.families.neighbours import NeighbourAveraging
+from commlib.algorithms.neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
-from commlib.primitives.decentralized import (
-    FullWorkspace,
-    QuantizedWorkspace,
-    decentralized_full_precision,
-    decentralized_quantized,
-)
-from commlib.primitives.topology import Neighbours, RandomMatching
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.mixers import FullPrecisionMixer, QuantizedMixer
+from commlib.primitives.topology import RandomMatching
 
 
-class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
+class Gossip(NeighbourAveraging):
     """Every `period` steps the ranks are paired at random, and the two of each pair average their weights.
 
     With i and j a pair; of an odd number of ranks one rests:
@@ -52,27 +43,7 @@ class Gossip(NeighbourAveraging["FullWorkspace | QuantizedWorkspace"]):
         overlap: bool = True,
         hierarchical: bool = False,
     ) -> None:
-        super().__init__(RandomMatching(seed), period=period, overlap=overlap, hierarchical=hierarchical)
         self.codec = None if codec is None else block_codec(codec)
+        mixer = FullPrecisionMixer() if self.codec is None else QuantizedMixer(self.codec)
+        super().__init__(RandomMatching(seed), mixer, period=period, overlap=overlap, hierarchical=hierarchical)
         self.portable = codec is None
-
-    @override
-    def _make_workspace(
-        self, like: torch.Tensor, begin: int, peers: Communicator
-    ) -> FullWorkspace | QuantizedWorkspace:
-        if self.codec is None:
-            return FullWorkspace(like.numel(), like.dtype, like.device)
-        return QuantizedWorkspace(like.numel(), like.dtype, like.device, self.codec)
-
-    @override
-    def _mix(
-        self,
-        tensor: torch.Tensor,
-        workspace: FullWorkspace | QuantizedWorkspace,
-        neighbours: Neighbours,
-        peers: Communicator,
-    ) -> Communication:
-        if isinstance(workspace, FullWorkspace):
-            yield from decentralized_full_precision(tensor, workspace, neighbours, peers)
-        else:
-            yield from decentralized_quantized(tensor, workspace, neighbours, peers)

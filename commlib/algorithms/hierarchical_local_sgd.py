@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.context import BucketView
 from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
 from commlib.transport.base import Communication, Communicator

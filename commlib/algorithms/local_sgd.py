@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import OuterSGD
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.outer import OuterAveraging
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import SparseCodec
 
 
-class LocalSGD(OuterSGD):
+class LocalSGD(OuterAveraging):
     """Averages the weights every `period` optimizer steps; in between nothing is communicated.
 
     With x_r the weights of rank r after its `period` steps:

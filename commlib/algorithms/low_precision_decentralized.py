@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from typing_extensions import override
 
-from commlib.algorithms.families.neighbours import NeighbourAveraging
+from commlib.algorithms.neighbours import NeighbourAveraging
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
-from commlib.primitives.decentralized import DifferenceWorkspace, choco, dcd
-from commlib.primitives.topology import Neighbours, Topology
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.mixers import DifferenceMixer
+from commlib.primitives.topology import Topology
 
 
-class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
+class LowPrecisionDecentralized(NeighbourAveraging):
     """Each rank trains on its own gradients and averages its weights with its neighbours', sending differences.
 
     With C the codec, W the mixing matrix, x_i the weights after the optimizer's step, and x^_j what the neighbours of j
@@ -60,7 +58,9 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
         overlap: bool = True,
         hierarchical: bool = False,
     ) -> None:
-        super().__init__(topology, period=period, overlap=overlap, hierarchical=hierarchical)
+        self.codec = block_codec(codec or Int8())
+        mixer = DifferenceMixer(self.codec, consensus_step if method == "choco" else None)
+        super().__init__(topology, mixer, period=period, overlap=overlap, hierarchical=hierarchical)
         if not self.topology.is_static:
             raise ConfigError(
                 f"LowPrecisionDecentralized.topology: {self.topology} changes from step to step, and neighbours keep "
@@ -71,53 +71,20 @@ class LowPrecisionDecentralized(NeighbourAveraging[DifferenceWorkspace]):
                 "LowPrecisionDecentralized: expected method 'choco' with 0 < consensus_step <= 1, or 'dcd', which has "
                 f"none; got {method!r} with {consensus_step}"
             )
-        self.codec = block_codec(codec or Int8())
         self.method = method
         self.keeps_mean = method == "choco"  # what one is given the other gives; in dcd both are rounded
         self.consensus_step = consensus_step
 
     @override
-    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> DifferenceWorkspace:
-        neighbours = self._neighbours(peers, 0)
-        return DifferenceWorkspace(like.numel(), like.dtype, like.device, self.codec, neighbours, begin=begin)
-
-    @override
-    def _mix(
-        self, tensor: torch.Tensor, workspace: DifferenceWorkspace, neighbours: Neighbours, peers: Communicator
-    ) -> Communication:
-        if self.method == "dcd":
-            yield from dcd(tensor, workspace, peers)
-        else:
-            yield from choco(tensor, workspace, peers, self.consensus_step)
-
-    @override
-    def forget(self) -> None:
-        self.load_state_dict({"replica": {}, "pull": {}})  # the next round makes the new weights known
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {"replica": {}, "pull": {}, "weights": self._weights()}
-        for index, workspace in self._workspaces.items():
-            for kind, pieces in workspace.save(self._parts[index]).items():
-                saved[kind].update(pieces)
-        return saved
-
-    def _weights(self) -> dict[int, float]:
-        """Return this rank's row of W, in which the pulls are; empty before there are any."""
-        workspace = next(iter(self._workspaces.values()), None)
-        return {} if workspace is None else dict(workspace.neighbours.sources)
+        return {**super().state_dict(), "weights": self.mixing.weights}
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> None:
         super().check_state_dict(state)
-        if state["replica"] and state["weights"] != self._weights():
+        if state["replica"] and state["weights"] != self.mixing.weights:
             raise ConfigError(
                 "LowPrecisionDecentralized: expected the graph with which the state was saved (topology, "
                 "hierarchical), as neighbours keep replicas of each other: weights "
-                f"{state['weights']}, got {self._weights()}"
+                f"{state['weights']}, got {self.mixing.weights}"
             )
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for index, workspace in self._workspaces.items():
-            workspace.load(state, self._parts[index])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.neighbours import NeighbourAveraging
-from commlib.algorithms.families.outer import OuterStep
-from commlib.primitives.decentralized import FullWorkspace, decentralized_full_precision
-from commlib.primitives.topology import Neighbours, RandomMatching
+from commlib.algorithms.context import BucketView
+from commlib.algorithms.neighbours import NeighbourAveraging
+from commlib.algorithms.outer import OuterStep
+from commlib.primitives.mixers import FullPrecisionMixer
+from commlib.primitives.topology import RandomMatching
 from commlib.transport.base import Communication, Communicator
 
 
-class NoLoCo(OuterStep, NeighbourAveraging[FullWorkspace]):
+class NoLoCo(NeighbourAveraging):
     """Every `period` local steps the ranks are paired at random, and each makes an outer step with the pair's weights.
 
     With f_i the slow weights of rank i, x_i those that it came to from them, j its partner, m_i its outer momentum a:
@@ -49,21 +48,14 @@ class NoLoCo(OuterStep, NeighbourAveraging[FullWorkspace]):
         seed: int = 0,
         overlap: bool = False,
     ) -> None:
-        super().__init__(RandomMatching(seed), period=period, overlap=overlap, hierarchical=False)
-        self._set_outer(lr=outer_lr, momentum=outer_momentum)
-
-    @override
-    def _make_workspace(self, like: torch.Tensor, begin: int, peers: Communicator) -> FullWorkspace:
-        return FullWorkspace(like.numel(), like.dtype, like.device)
-
-    @override
-    def _mix(
-        self, tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, peers: Communicator
-    ) -> Communication:
-        yield from decentralized_full_precision(tensor, workspace, neighbours, peers)
+        super().__init__(RandomMatching(seed), FullPrecisionMixer(), period=period, overlap=overlap, hierarchical=False)
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
+        self.outer_step = OuterStep("NoLoCo", lr=outer_lr, momentum=outer_momentum)
+        self.states = (self.mixing, self.outer_step)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        yield from super().communicate(bucket, comm)
-        torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
-        self._step(bucket)
+        yield from self.mixing.average(bucket, comm)
+        self.outer_step.subtract(bucket)
+        self.outer_step.step(bucket)

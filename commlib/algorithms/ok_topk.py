@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.policy import MATRICES
-from commlib.algorithms.topk import TopK
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import MATRICES
+from commlib.codecs import sparse as codecs
+from commlib.primitives.aggregators import Balanced
 
 
-class OkTopK(TopK):
+class OkTopK(Compressed):
     """As `TopK`, but for many ranks: what a rank sends and receives hardly grows with their number N.
 
         v_r = g_r + e_r,   u = sum_r top_k(v_r),   g = 1/N T(u),   e_r <- v_r - (top_k(v_r) where T(u) has the element)
@@ -50,11 +52,12 @@ class OkTopK(TopK):
         compress: Callable[[str, torch.Tensor], bool] = MATRICES,
         rescale_residuals: bool = False,
     ) -> None:
+        self.codec = codecs.TopK(ratio)
         super().__init__(
-            ratio,
+            Balanced(self.codec),
             op=op,
-            hierarchical=hierarchical,
             compress=compress,
-            exchange="balanced",
+            hierarchical=hierarchical,
             rescale_residuals=rescale_residuals,
         )
+        self.ratio = ratio

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.momentum import QuantizedMomentum
-from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.momentum import AveragedMomentum
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs.floats import OneBit
 
 
-class OneBitAdam(QuantizedMomentum):
+class OneBitAdam(AveragedMomentum):
     """Adam whose variance is frozen after a warm-up; then the momentum is averaged in one bit with error feedback.
 
     After the warm-up, with C the one-bit codec, m the common momentum, e_r and f the residuals:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import OuterSGD
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.outer import OuterAveraging
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import SparseCodec
 
 
-class PostLocalSGD(OuterSGD):
+class PostLocalSGD(OuterAveraging):
     """Averages gradients in every one of the first `warmup_steps` steps; after them it is `LocalSGD`.
 
     Args:

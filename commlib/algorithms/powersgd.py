@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.channels import Gradients
-from commlib.algorithms.families.compressed import Compressed
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import EVERYTHING
 from commlib.errors import ConfigError
-from commlib.primitives.low_rank import LowRankWorkspace, centralized_low_rank, matrix_shape
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.aggregators import LowRank
+from commlib.primitives.low_rank import matrix_shape
 
 
-class PowerSGD(Compressed[LowRankWorkspace]):
+class PowerSGD(Compressed):
     """One step of power iteration per round gives each gradient matrix as P Q', with error feedback.
 
         M_r = G_r + E_r,   P = orth(sum_r M_r Q),   Q = 1/N sum_r M_r' P,   G = P Q',   E_r = M_r - G
@@ -43,8 +41,6 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     """
 
     made_for = "sgd"
-    channel = Gradients(idle_alone=True)
-    kinds = ("errors", "factors")
 
     def __init__(
         self,
@@ -58,7 +54,9 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     ) -> None:
         if rank < 1 or min_compression < 1:
             raise ConfigError(f"PowerSGD: expected rank >= 1 and min_compression >= 1, got {rank=}, {min_compression=}")
-        super().__init__(op="mean", compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals)
+        super().__init__(
+            LowRank(rank, seed), compress=compress, hierarchical=hierarchical, rescale_residuals=rescale_residuals
+        )
         self.rank = rank
         self.min_compression = min_compression
         self.seed = seed
@@ -72,36 +70,3 @@ class PowerSGD(Compressed[LowRankWorkspace]):
     def _becomes_smaller(self, parameter: torch.Tensor) -> bool:
         rows, columns = matrix_shape(parameter.shape, parameter.is_complex())
         return (rows + columns) * min(self.rank, rows, columns) * self.min_compression <= rows * columns
-
-    @override
-    def _make_workspace(
-        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> LowRankWorkspace:
-        own = [
-            dataclasses.replace(part, start=part.start - begin)
-            for part in bucket.parts
-            if begin <= part.start < begin + numel
-        ]
-        return LowRankWorkspace(own, device, self.rank, self.seed)
-
-    @override
-    def _cuts(self, bucket: BucketView) -> Sequence[int]:
-        return [part.start for part in bucket.parts]
-
-    @override
-    def _average(
-        self,
-        tensor: torch.Tensor,
-        workspace: LowRankWorkspace,
-        bucket: BucketView,
-        comm: Communicator,
-        peers: Communicator,
-    ) -> Communication:
-        yield from centralized_low_rank(
-            tensor,
-            workspace,
-            peers,
-            divisor=self.divisor(comm),
-            scale=self._units.scale(comm.step),
-            decay=self._units.decay(comm.step),
-        )

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.momentum import QuantizedMomentum
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.momentum import AveragedMomentum
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.integer import Int8
 
 
-class QAdam(QuantizedMomentum):
+class QAdam(AveragedMomentum):
     """Adam whose variance is frozen after a warm-up; then the momentum is averaged in 8 bits.
 
     After the warm-up, with C the codec and m the common momentum:

@@ -6,15 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.policy import EVERYTHING
-from commlib.algorithms.families.quantized import Quantized
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.integer import Int2, Int4, Int8
 from commlib.errors import ConfigError
+from commlib.primitives.aggregators import LowPrecision
 
 _CODECS = {2: Int2, 4: Int4, 8: Int8}
 
 
-class QSGD(Quantized):
+class QSGD(Compressed):
     """Unbiased quantization to 2, 4 or 8 bits: E[g] is the mean of the gradients, and nothing is remembered.
 
     With Q_b rounding x / s up or down at random so that its expectation is x / s, s the block's scale:
@@ -48,7 +49,11 @@ class QSGD(Quantized):
     ) -> None:
         if bits not in _CODECS:
             raise ConfigError(f"QSGD.bits: expected 2, 4 or 8, got {bits!r}")
+        if not 0 <= seed < 1 << 64:
+            raise ConfigError(f"QSGD.seed: expected 0..2**64 - 1, got {seed}")
+        self.codec = _CODECS[bits]()
         super().__init__(
-            _CODECS[bits](), op=op, feedback=False, seed=seed, compress=compress, hierarchical=hierarchical
+            LowPrecision(self.codec, feedback=False, seed=seed), op=op, compress=compress, hierarchical=hierarchical
         )
         self.bits = bits
+        self.seed = seed

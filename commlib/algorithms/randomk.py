@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.policy import MATRICES
-from commlib.algorithms.families.sparse import Sparse
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs import sparse as codecs
-from commlib.codecs.base import Random
 from commlib.errors import ConfigError
-from commlib.primitives.sparse import SparseWorkspace, centralized_aligned_sparse
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.aggregators import Aligned
 
 
-class RandomK(Sparse):
+class RandomK(Compressed):
     """All ranks send the same random elements of each bucket, by all-reduce, and remember the others.
 
         v_r = g_r + e_r,   g = 1/N sum_r R_t(v_r),   e_r <- v_r - R_t(v_r)
@@ -45,7 +41,6 @@ class RandomK(Sparse):
     """
 
     made_for = "sgd"
-    gathers = False
 
     def __init__(
         self,
@@ -57,36 +52,16 @@ class RandomK(Sparse):
         ef21: float | None = None,
         rescale_residuals: bool = False,
     ) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise ConfigError(f"RandomK.seed: expected 0..2**64 - 1, got {seed}")
+        self.codec = codecs.RandomK(ratio)
         super().__init__(
-            codecs.RandomK(ratio),
+            Aligned(self.codec, seed),
             op=op,
             compress=compress,
             hierarchical=hierarchical,
             rescale_residuals=rescale_residuals,
+            ef21=ef21,
         )
-        if not 0 <= seed < 1 << 64:
-            raise ConfigError(f"RandomK.seed: expected 0..2**64 - 1, got {seed}")
         self.ratio = ratio
         self.seed = seed
-        self._set_ef21(ef21)
-
-    @override
-    def _average(
-        self,
-        tensor: torch.Tensor,
-        workspace: SparseWorkspace,
-        bucket: BucketView,
-        comm: Communicator,
-        peers: Communicator,
-    ) -> Communication:
-        assert isinstance(self.codec, codecs.RandomK)
-        yield from centralized_aligned_sparse(
-            tensor,
-            workspace,
-            self.codec,
-            peers,
-            Random(self.seed, comm.step, stage=bucket.index % 256),
-            divisor=self.divisor(comm),
-            scale=self._units.scale(comm.step),
-            decay=self._units.decay(comm.step),
-        )

@@ -6,17 +6,14 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.policy import MATRICES
-from commlib.algorithms.families.quantized import Quantized
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs.floats import OneBit
-from commlib.primitives.low_precision import LowPrecisionWorkspace
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.aggregators import LowPrecision, MajorityVote
 
 
-class SignSGD(Quantized):
+class SignSGD(Compressed):
     """Signs with error feedback, or the majority vote of signs.
 
     With feedback (the default), C(v) = mean|v| sign(v) by blocks of 512, compensated on both sides:
@@ -60,36 +57,16 @@ class SignSGD(Quantized):
         ef21: float | None = None,
         rescale_residuals: bool = False,
     ) -> None:
+        self.codec = OneBit()
         super().__init__(
-            OneBit(),
-            op="mean",
-            feedback=feedback,
-            seed=None,
+            LowPrecision(self.codec, feedback=True) if feedback else MajorityVote(self.codec),
             compress=compress,
             hierarchical=hierarchical,
             rescale_residuals=rescale_residuals,
+            ef21=ef21,
+            ef21_excludes={"feedback=False": not feedback},
         )
-        self.made_for = "sgd" if feedback else "any"  # error feedback is analysed for SGD, a sign is one to any
-        self.channel = dataclasses.replace(self.channel, accumulates=feedback)  # a vote is no gradient
-        self._set_ef21(ef21, **{"feedback=False": not feedback})
-
-    @override
-    def _average(
-        self,
-        tensor: torch.Tensor,
-        workspace: LowPrecisionWorkspace,
-        bucket: BucketView,
-        comm: Communicator,
-        peers: Communicator,
-    ) -> Communication:
-        if not self.feedback:
-            to_signs(tensor)
-        yield from super()._average(tensor, workspace, bucket, comm, peers)
-        if not self.feedback:
-            to_signs(tensor)
-
-
-def to_signs(x: torch.Tensor) -> None:
-    """Replace finite values by 1 or -1 (the sign bit decides), others by NaN."""
-    signs = torch.copysign(torch.ones((), dtype=x.dtype, device=x.device), x)
-    x.mul_(0).add_(signs)
+        self.feedback = feedback
+        if not feedback:
+            self.made_for = "any"  # error feedback is analysed for SGD; a sign suits any optimizer
+            self.channel = dataclasses.replace(self.channel, accumulates=False)  # a vote is no gradient

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.outer import OuterSGD
-from commlib.algorithms.families.policy import EVERYTHING
-from commlib.algorithms.families.sparse import is_balanced
-from commlib.codecs.sparse import BlockTopK, SparseCodec, TopK
+from commlib.algorithms.outer import OuterAveraging
+from commlib.algorithms.policy import EVERYTHING
+from commlib.codecs.sparse import BlockTopK, TopK
 from commlib.errors import ConfigError
-from commlib.primitives.sparse import SparseWorkspace
-from commlib.transport.base import Communicator
+from commlib.primitives.aggregators import Balanced
 
 
-class SparseLoCo(OuterSGD):
+class SparseLoCo(OuterAveraging):
     """Every `period` local steps, a step of SGD along the mean of the largest elements of what the ranks moved.
 
     With x the global weights, x_r those that rank r came to from them, e_r its error feedback, and C the largest `kept`
@@ -67,10 +63,13 @@ class SparseLoCo(OuterSGD):
     ) -> None:
         if not 1 <= kept <= BlockTopK.block:
             raise ConfigError(f"SparseLoCo.kept: expected 1 to {BlockTopK.block}, got {kept}")
-        balanced = is_balanced("SparseLoCo", exchange)
+        if exchange not in ("gathered", "balanced"):
+            raise ConfigError(f"SparseLoCo.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
+        largest = TopK(kept / BlockTopK.block)
         super().__init__(
-            lr=outer_lr,
-            codec=TopK(kept / BlockTopK.block) if balanced else BlockTopK(kept),
+            outer_lr=outer_lr,
+            codec=largest if exchange == "balanced" else BlockTopK(kept),
+            aggregator=Balanced(largest) if exchange == "balanced" else None,
             error_decay=error_decay,
             compress=compress,
             period=period,
@@ -79,13 +78,3 @@ class SparseLoCo(OuterSGD):
         )
         self.kept = kept
         self.exchange = exchange
-        if balanced:
-            self.kinds = (*self.kinds, "regions")
-
-    @override
-    def _make_workspace(
-        self, bucket: BucketView, numel: int, begin: int, comm: Communicator, device: torch.device
-    ) -> SparseWorkspace:
-        assert isinstance(self.codec, SparseCodec)
-        balanced = self.exchange == "balanced"
-        return SparseWorkspace(numel, device, self.codec, comm, begin=begin, balanced=balanced)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from commlib.algorithms.families.outer import MakeOptimizer, OuterSGD
-from commlib.algorithms.families.policy import EVERYTHING
+from commlib.algorithms.outer import MakeOptimizer, OuterAveraging
+from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import SparseCodec
 from commlib.errors import ConfigError
 
 
-class StreamingDiLoCo(OuterSGD):
+class StreamingDiLoCo(OuterAveraging):
     """DiLoCo by fragments: every `period / fragments` steps the next one is sent, and merged `delay` steps later.
 
     With x_p the global weights of fragment p, x_rp those of rank r, C the codec, u_p the outer momentum m:
@@ -78,8 +78,8 @@ class StreamingDiLoCo(OuterSGD):
         if not 0 <= mixing < 1:
             raise ConfigError(f"StreamingDiLoCo.mixing: expected 0 <= mixing < 1, got {mixing}")
         super().__init__(
-            lr=outer_lr,
-            momentum=outer_momentum,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             nesterov=nesterov,
             outer=outer,
             codec=codec,

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
-from commlib.algorithms.base import BucketView
-from commlib.algorithms.families.policy import MATRICES
-from commlib.algorithms.families.sparse import Sparse
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs import sparse as codecs
-from commlib.primitives.sparse import SparseWorkspace, centralized_sparse
-from commlib.transport.base import Communication, Communicator
+from commlib.primitives.aggregators.sparse import gathered_or_balanced
 
 
-class TopK(Sparse):
+class TopK(Compressed):
     """Each rank sends the elements of largest magnitude of each bucket and remembers the others.
 
         v_r = g_r + e_r,   g = 1/N sum_r top_k(v_r),   e_r <- v_r - top_k(v_r)
@@ -57,33 +54,15 @@ class TopK(Sparse):
         ef21: float | None = None,
         rescale_residuals: bool = False,
     ) -> None:
-        codec = codecs.TopK(ratio)
+        self.codec = codecs.TopK(ratio)
         super().__init__(
-            codec,
+            gathered_or_balanced("TopK", self.codec, exchange),
             op=op,
             compress=compress,
             hierarchical=hierarchical,
-            exchange=exchange,
             rescale_residuals=rescale_residuals,
+            ef21=ef21,
+            ef21_excludes={f"{exchange=}": exchange != "gathered"},
         )
         self.ratio = ratio
-        self._set_ef21(ef21, **{f"{exchange=}": exchange != "gathered"})
-
-    @override
-    def _average(
-        self,
-        tensor: torch.Tensor,
-        workspace: SparseWorkspace,
-        bucket: BucketView,
-        comm: Communicator,
-        peers: Communicator,
-    ) -> Communication:
-        yield from centralized_sparse(
-            tensor,
-            workspace,
-            self.codec,
-            peers,
-            divisor=self.divisor(comm),
-            scale=self._units.scale(comm.step),
-            decay=self._units.decay(comm.step),
-        )
+        self.exchange = exchange

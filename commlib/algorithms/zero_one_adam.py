@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context
 from commlib.algorithms.channels import LocalSteps
-from commlib.algorithms.families.momentum import QuantizedMomentum
-from commlib.algorithms.families.policy import MATRICES, Units
+from commlib.algorithms.context import BucketView, Context
+from commlib.algorithms.momentum import AveragedMomentum
+from commlib.algorithms.policy import MATRICES, Units
 from commlib.codecs.floats import OneBit
 from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
@@ -22,7 +22,7 @@ from commlib.transport.base import Communication, Communicator
 _STEADY_DOUBLINGS = 10
 
 
-class ZeroOneAdam(QuantizedMomentum):
+class ZeroOneAdam(AveragedMomentum):
     """Adam whose variance is updated at growing intervals; at all other steps what moved is averaged in one bit.
 
     With lr_t the learning rate, t' the last step with a round, and C the one-bit codec with error feedback on both
@@ -87,7 +87,8 @@ class ZeroOneAdam(QuantizedMomentum):
             local = LocalSteps(after=local_after, doubling_every=interval_doubling, longest=longest_interval)
         varies_until = warmup_steps * ((1 << _STEADY_DOUBLINGS) - 1) + 1 if local is None else 0
         self.channel = dataclasses.replace(self.channel, local=local, varies_until=varies_until)
-        self._units = _RoundUnits(rescale=True)
+        self.units = _RoundUnits(rescale=True)
+        self.states = (self.units, self.aggregation)
 
     def updates_variance(self, step: int) -> bool:
         """Return whether the variance is updated in a step, from 0 on."""
@@ -104,7 +105,7 @@ class ZeroOneAdam(QuantizedMomentum):
                 "skip steps by itself. Train in bf16, or with local_after=None"
             )
         super().setup(context)
-        self._units.follow(context.optimizer, None)
+        self.units.follow(context.optimizer, None)
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:

@@ -28,8 +28,9 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.allreduce import AllReduce
-from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, Weights
+from commlib.algorithms.context import BucketView, Context
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.floats import OneBit
 from commlib.codecs.integer import UInt8Bagua, UInt8MinMax

@@ -85,6 +85,11 @@ class Estimate:
             self._values = torch.zeros_like(self.momentum)
         return self._values
 
+    def forget(self) -> None:
+        """Set momentum and estimate to zero."""
+        self.momentum.zero_()
+        self.estimate.zero_()
+
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of the state by kind and parameter."""
         return {self._kind: cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}

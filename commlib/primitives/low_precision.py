@@ -37,6 +37,8 @@ class LowPrecisionWorkspace:
         begin: Where the stretch begins in its bucket.
         feedback: Whether errors are fed back.
         averaging: How much of an old residual stays in the new one (LoCo); 0 is plain error feedback.
+        segments: The first element of each parameter in the tensor and in the model, for stochastic rounding
+            (`Random`).
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class LowPrecisionWorkspace:
         begin: int = 0,
         feedback: bool,
         averaging: float = 0.0,
+        segments: Sequence[tuple[int, int]] = ((0, 0),),
     ) -> None:
         rank, world_size = comm.rank, comm.world_size
         self.codec = codec
         self.begin = begin
+        self.segments = segments
         self.numel = numel
         self.chunk = -(-numel // (world_size * _CHUNK_STEP)) * _CHUNK_STEP or 1
         self.first = min(rank * self.chunk, numel)

@@ -97,6 +97,12 @@ class LowRankWorkspace:
         """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
         torch.where(all_finite(self.q), self.q, self._first_q, out=self.q)
 
+    def forget(self) -> None:
+        """Set errors to zero and Q to its first value."""
+        for batch in self.batches:
+            batch.error.zero_()
+        self.q.copy_(self._first_q)
+
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
         """Return copies of errors and of Q by parameter."""
         errors: Pieces = {}

@@ -23,8 +23,9 @@ from statistics import median
 
 import torch
 
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.context import Context
 from commlib.engine.planning.cost import Scratch, as_square, scratch_buckets
 from commlib.engine.planning.plan import Parameter, main_group
 from commlib.engine.planning.readiness import Clock

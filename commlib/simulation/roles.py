@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.context import BucketView, Context
 from commlib.errors import CommlibError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import Cost, Links, TransportProfile

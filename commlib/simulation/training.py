@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from commlib.algorithms.allreduce import AllReduce
-from commlib.algorithms.base import Algorithm, BucketView, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, Weights
+from commlib.algorithms.context import BucketView, Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.gradient_round import GradientRound

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import commlib
 from commlib.algorithms import Auto, ByteGrad
-from commlib.algorithms.base import Context
+from commlib.algorithms.context import Context
 from commlib.errors import CommlibError, ConfigError
 from commlib.replica import replica_of
 from commlib.tuner import Tuner

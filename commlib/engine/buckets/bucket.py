@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Part
 from commlib.engine.buckets.slot import NO_VIEW, TAKEN, Segment, Slot, explaining_sizes, name_some
 from commlib.errors import ConfigError
 from commlib.kernels.native import PackPlan
 from commlib.primitives.order import is_dense, order_of, strides_in
+from commlib.primitives.parts import Part
 from commlib.sharding.local import local_of
 
 _PACKABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

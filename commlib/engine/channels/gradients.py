@@ -13,8 +13,9 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.allreduce import AllReduce
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
+from commlib.algorithms.context import Context
 from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channels.backward import Backward, Phase

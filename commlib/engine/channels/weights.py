@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import Algorithm, Context
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
+from commlib.algorithms.context import Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channels.base import OpenChannel, Settings
 from commlib.engine.channels.votes import Votes

@@ -11,11 +11,13 @@ from statistics import median
 
 import torch
 
-from commlib.algorithms.base import Algorithm, Context, Part
+from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
+from commlib.algorithms.context import Context
 from commlib.engine.line import Line
 from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.task import Task
+from commlib.primitives.parts import Part
 
 #: Bytes of the scratch buckets, and how many of them are in flight at once.
 SCRATCH_SIZES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))

@@ -1,4 +1,4 @@
-"""What the algorithms that average a compressed momentum share."""
+"""Algorithms that average the momentum of Adam, quantized: `AveragedMomentum`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.base import BucketView, Context
-from commlib.algorithms.families.policy import Units
-from commlib.algorithms.families.quantized import Quantized
+from commlib.algorithms.compressed import Compressed
+from commlib.algorithms.context import BucketView, Context
+from commlib.algorithms.policy import Units
 from commlib.codecs.base import BlockCodec
+from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
 from commlib.optim import FrozenVarianceAdam
 from commlib.optim.groups import Groups
+from commlib.primitives.aggregators import LowPrecision
 from commlib.primitives.order import flattened
 from commlib.primitives.parts import Part
 from commlib.sharding.local import local_of
 from commlib.transport.base import Communication, Communicator
 
 
-class QuantizedMomentum(Quantized):
+class AveragedMomentum(Compressed):
     """Plain averaging of gradients first; then the variance of Adam is frozen and its momentum averaged, quantized.
 
     Args:
@@ -46,7 +48,9 @@ class QuantizedMomentum(Quantized):
     ) -> None:
         if warmup_steps < 1:
             raise ConfigError(f"{type(self).__name__}.warmup_steps: expected at least 1, got {warmup_steps}")
-        super().__init__(codec, op="mean", feedback=feedback, seed=None, compress=compress, hierarchical=hierarchical)
+        self.codec = block_codec(codec)
+        super().__init__(LowPrecision(self.codec, feedback=feedback), compress=compress, hierarchical=hierarchical)
+        self.feedback = feedback
         self.exactness = "any"  # another optimizer
         self.channel = dataclasses.replace(
             self.channel, warmup_steps=warmup_steps, reads_optimizer=True, idle_alone=False, accumulates=False

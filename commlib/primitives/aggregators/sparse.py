@@ -1,0 +1,105 @@
+"""Aggregators that send some elements of each bucket and keep the others as a residual."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from commlib.codecs.base import Random
+from commlib.codecs.sparse import RandomK, SparseCodec, TopK
+from commlib.errors import ConfigError
+from commlib.primitives.aggregators.base import Aggregator, Round, Stretch
+from commlib.primitives.sparse import SparseWorkspace, centralized_aligned_sparse, centralized_sparse
+from commlib.transport.base import Communication
+
+
+class Gathered(Aggregator[SparseWorkspace]):
+    """Each rank gathers the chosen elements of all ranks; see `centralized_sparse`.
+
+    Args:
+        codec: Chooses the elements; the codec with the largest payload if it changes from round to round.
+    """
+
+    kinds = ("worker",)
+
+    def __init__(self, codec: SparseCodec) -> None:
+        self.codec = codec
+
+    @override
+    def workspace(self, stretch: Stretch) -> SparseWorkspace:
+        return SparseWorkspace(stretch.numel, stretch.device, self.codec, stretch.comm, begin=stretch.begin)
+
+    @override
+    def average(self, tensor: torch.Tensor, workspace: SparseWorkspace, of: Round) -> Communication:
+        yield from centralized_sparse(
+            tensor, workspace, self.codec, of.peers, divisor=of.divisor, scale=of.scale, decay=of.decay
+        )
+
+
+class Balanced(Gathered):
+    """The chosen elements are summed by regions and the largest sums gathered; see `BalancedSum`.
+
+    Args:
+        codec: Chooses the elements.
+    """
+
+    kinds = ("worker", "regions")
+
+    def __init__(self, codec: TopK) -> None:
+        super().__init__(codec)
+
+    @override
+    def workspace(self, stretch: Stretch) -> SparseWorkspace:
+        return SparseWorkspace(
+            stretch.numel, stretch.device, self.codec, stretch.comm, begin=stretch.begin, balanced=True
+        )
+
+
+class Aligned(Aggregator[SparseWorkspace]):
+    """All ranks send the same random elements, by all-reduce; see `centralized_aligned_sparse`.
+
+    Args:
+        codec: Chooses the elements.
+        seed: Seed of the choice, 0 to 2**64 - 1; the same on all ranks.
+    """
+
+    kinds = ("worker",)
+
+    def __init__(self, codec: RandomK, seed: int) -> None:
+        self.codec = codec
+        self.seed = seed
+
+    @override
+    def workspace(self, stretch: Stretch) -> SparseWorkspace:
+        return SparseWorkspace(
+            stretch.numel, stretch.device, self.codec, stretch.comm, begin=stretch.begin, gathers=False
+        )
+
+    @override
+    def average(self, tensor: torch.Tensor, workspace: SparseWorkspace, of: Round) -> Communication:
+        yield from centralized_aligned_sparse(
+            tensor,
+            workspace,
+            self.codec,
+            of.peers,
+            Random(self.seed, of.comm.step, stage=of.bucket_idx % 256),
+            divisor=of.divisor,
+            scale=of.scale,
+            decay=of.decay,
+        )
+
+
+def gathered_or_balanced(owner: str, codec: TopK, exchange: str) -> Gathered:
+    """Return the aggregator that an algorithm's option `exchange` names.
+
+    Args:
+        owner: The algorithm's name, for errors.
+        codec: Chooses the elements.
+        exchange: "gathered" or "balanced".
+
+    Raises:
+        ConfigError: `exchange` is neither.
+    """
+    if exchange not in ("gathered", "balanced"):
+        raise ConfigError(f"{owner}.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
+    return Balanced(codec) if exchange == "balanced" else Gathered(codec)

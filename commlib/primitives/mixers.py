@@ -1,0 +1,111 @@
+"""Mixers: how a tensor is averaged with those of the neighbours in a graph, and the state that this keeps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+from typing_extensions import override
+
+from commlib.codecs.base import BlockCodec
+from commlib.primitives.decentralized import (
+    DifferenceWorkspace,
+    FullWorkspace,
+    QuantizedWorkspace,
+    choco,
+    dcd,
+    decentralized_full_precision,
+    decentralized_quantized,
+)
+from commlib.primitives.topology import Neighbours
+from commlib.transport.base import Communication, Communicator
+
+M = TypeVar("M")
+
+
+class Mixer(Generic[M]):
+    """Replaces a tensor by the weighted mean of this rank's and its neighbours', in place.
+
+    A mixer holds options only; buffers and state of each bucket are in a workspace.
+    """
+
+    #: The kinds of state that workspaces save and load; the workspaces of a mixer without any have neither method.
+    kinds: tuple[str, ...] = ()
+
+    @abstractmethod
+    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> M:
+        """Create the workspace of a tensor.
+
+        Args:
+            like: [numel] Of the dtype and on the device of the tensors that are mixed.
+            begin: First element in the bucket.
+            neighbours: The neighbours of this rank in the first round.
+        """
+
+    @abstractmethod
+    def mix(self, tensor: torch.Tensor, workspace: M, neighbours: Neighbours, peers: Communicator) -> Communication:
+        """Average `tensor` [numel] with the neighbours among `peers`."""
+
+
+class FullPrecisionMixer(Mixer[FullWorkspace]):
+    """Sends values as they are; see `decentralized_full_precision`."""
+
+    @override
+    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> FullWorkspace:
+        return FullWorkspace(like.numel(), like.dtype, like.device)
+
+    @override
+    def mix(
+        self, tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, peers: Communicator
+    ) -> Communication:
+        yield from decentralized_full_precision(tensor, workspace, neighbours, peers)
+
+
+class QuantizedMixer(Mixer[QuantizedWorkspace]):
+    """Sends encoded values; see `decentralized_quantized`.
+
+    Args:
+        codec: Encodes them.
+    """
+
+    def __init__(self, codec: BlockCodec) -> None:
+        self.codec = codec
+
+    @override
+    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> QuantizedWorkspace:
+        return QuantizedWorkspace(like.numel(), like.dtype, like.device, self.codec)
+
+    @override
+    def mix(
+        self, tensor: torch.Tensor, workspace: QuantizedWorkspace, neighbours: Neighbours, peers: Communicator
+    ) -> Communication:
+        yield from decentralized_quantized(tensor, workspace, neighbours, peers)
+
+
+class DifferenceMixer(Mixer[DifferenceWorkspace]):
+    """Sends encoded differences to replicas; see `choco` and `dcd`. The neighbours are the same in every round.
+
+    Args:
+        codec: Encodes them.
+        consensus_step: Step size of `choco`, in (0, 1]; None for `dcd`.
+    """
+
+    kinds = ("replica", "pull")
+
+    def __init__(self, codec: BlockCodec, consensus_step: float | None) -> None:
+        self.codec = codec
+        self.consensus_step = consensus_step
+
+    @override
+    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> DifferenceWorkspace:
+        return DifferenceWorkspace(like.numel(), like.dtype, like.device, self.codec, neighbours, begin=begin)
+
+    @override
+    def mix(
+        self, tensor: torch.Tensor, workspace: DifferenceWorkspace, neighbours: Neighbours, peers: Communicator
+    ) -> Communication:
+        if self.consensus_step is None:
+            yield from dcd(tensor, workspace, peers)
+        else:
+            yield from choco(tensor, workspace, peers, self.consensus_step)
