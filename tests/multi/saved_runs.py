@@ -2,8 +2,9 @@
 
     python -m tests.multi.saved_runs --write [names]    records runs that are new, or those that are named, as they are
 
-The model's gradients need no sum over more than one element, so a run without matrix products repeats itself bit for
-bit on every processor with fused multiply-adds. `golden/runs/<name>.pt.gz` has for each rank what is saved after
+The model's gradients need no sum over more than one element, and optimizers' square roots are rounded correctly
+(`ExactSquareRoots`), so a run without matrix products repeats itself bit for bit on every processor with fused
+multiply-adds. `golden/runs/<name>.pt.gz` has for each rank what is saved after
 `SAVED_AT` steps, and the weights after `NUM_STEPS`.
 """
 
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import commlib
 from commlib import algorithms, codecs
@@ -65,8 +67,8 @@ class Run(NamedTuple):
         return self.name in ("powersgd", "demo")
 
 
-def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.05)
+def _adamax(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(parameters, lr=0.05)
 
 
 _SPARSE = {"ratio": 0.25, "compress": MATRICES}
@@ -93,7 +95,7 @@ RUNS: dict[str, Run] = {
     "diloco": Run("diloco", {"period": 3}),
     "diloco-int4": Run("diloco", {**_OUTER, "codec": "int4"}),
     "diloco-topk": Run("diloco", {**_OUTER, "codec": codecs.TopK(0.25), "error_decay": 0.9}),
-    "diloco-outer": Run("diloco", {**_OUTER, "outer": _adam}),
+    "diloco-outer": Run("diloco", {**_OUTER, "outer": _adamax}),
     "ef_quantized": Run("ef_quantized", {"compress": MATRICES}),
     "ef_quantized-ef21": Run("ef_quantized", {"compress": MATRICES, "ef21": 0.5}),
     "ef_quantized-loco": Run("ef_quantized", {"compress": MATRICES, "averaging": 0.5, "reset_every": 4}),
@@ -156,6 +158,18 @@ class Quadratic(nn.Module):
         return sum((0.5 * (weight - target).square().sum() for weight, target in pairs), torch.zeros(()))
 
 
+class ExactSquareRoots(TorchFunctionMode):
+    """Rounds square roots of fp32 tensors correctly, which torch's vector library does on some processors only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.sqrt, torch.sqrt):
+            return args[0].double().sqrt().to(args[0].dtype)
+        if func is torch._foreach_sqrt:
+            return [each.double().sqrt().to(each.dtype) for each in args[0]]
+        assert "sqrt" not in func.__name__, f"{func} is not rounded correctly"
+        return func(*args, **(kwargs or {}))
+
+
 class Training:
     """A run under way on this rank."""
 
@@ -174,7 +188,8 @@ class Training:
                 self.optimizer.param_groups[0]["lr"] = 0.05 / (1 + step % 4)
             self.optimizer.zero_grad()
             self.model(100 * step + 10 * dist.get_rank()).backward()
-            self.optimizer.step()
+            with ExactSquareRoots():
+                self.optimizer.step()
 
     def save(self) -> dict[str, Any]:
         """Return copies of what is saved by hand."""
