@@ -173,7 +173,9 @@ def main() -> None:
     """Print the surface, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {GOLDEN.relative_to(ROOT)}")
+    warnings.simplefilter("ignore", DeprecationWarning)  # of names that moved
     found = {name: describe(resolve(name)) for name in names()}
+    warnings.simplefilter("ignore", DeprecationWarning)  # of names at their former places
     text = "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()) + "\n}\n"
     if parser.parse_args().write:
         Path(GOLDEN).write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
+from commlib.algorithms.compressed import Compressed
 from commlib.algorithms.context import BucketView, Context
 from commlib.algorithms.decentralized import Decentralized
 from commlib.algorithms.demo import DeMo
@@ -33,11 +34,13 @@ from commlib.algorithms.hogwild import Hogwild
 from commlib.algorithms.known import Known, loses_with
 from commlib.algorithms.local_sgd import LocalSGD
 from commlib.algorithms.low_precision_decentralized import LowPrecisionDecentralized
+from commlib.algorithms.neighbours import NeighbourAveraging
 from commlib.algorithms.noloco import NoLoCo
 from commlib.algorithms.ok_topk import OkTopK
 from commlib.algorithms.onebit_adam import OneBitAdam
+from commlib.algorithms.outer import OuterAveraging, OuterStep
 from commlib.algorithms.passive_gossip import PassiveGossip
-from commlib.algorithms.policy import CompressionPolicy
+from commlib.algorithms.policy import CompressionPolicy, Units
 from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.algorithms.qadam import QAdam
@@ -45,6 +48,7 @@ from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
 from commlib.algorithms.signsgd import SignSGD
 from commlib.algorithms.sparse_loco import SparseLoCo
+from commlib.algorithms.state import PerElement, State
 from commlib.algorithms.streaming_diloco import StreamingDiLoCo
 from commlib.algorithms.topk import TopK
 from commlib.algorithms.zero_one_adam import ZeroOneAdam
@@ -61,6 +65,7 @@ __all__ = [
     "BucketView",
     "ByteGrad",
     "Channel",
+    "Compressed",
     "CompressionPolicy",
     "Context",
     "DeMo",
@@ -75,11 +80,15 @@ __all__ = [
     "LocalSGD",
     "LocalSteps",
     "LowPrecisionDecentralized",
+    "NeighbourAveraging",
     "NoLoCo",
     "OkTopK",
     "OneBitAdam",
     "OptimizerState",
+    "OuterAveraging",
+    "OuterStep",
     "PassiveGossip",
+    "PerElement",
     "PostLocalSGD",
     "PowerSGD",
     "QAdam",
@@ -87,8 +96,10 @@ __all__ = [
     "SelfRunning",
     "SignSGD",
     "SparseLoCo",
+    "State",
     "StreamingDiLoCo",
     "TopK",
+    "Units",
     "Weights",
     "ZeroOneAdam",
     "create",

@@ -21,10 +21,10 @@ from commlib.primitives.decentralized import (
 from commlib.primitives.topology import Neighbours
 from commlib.transport.base import Communication, Communicator
 
-M = TypeVar("M")
+_M = TypeVar("_M")
 
 
-class Mixer(Generic[M]):
+class Mixer(Generic[_M]):
     """Replaces a tensor by the weighted mean of this rank's and its neighbours', in place.
 
     A mixer holds options only; buffers and state of each bucket are in a workspace.
@@ -34,7 +34,7 @@ class Mixer(Generic[M]):
     kinds: tuple[str, ...] = ()
 
     @abstractmethod
-    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> M:
+    def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> _M:
         """Create the workspace of a tensor.
 
         Args:
@@ -44,7 +44,7 @@ class Mixer(Generic[M]):
         """
 
     @abstractmethod
-    def mix(self, tensor: torch.Tensor, workspace: M, neighbours: Neighbours, peers: Communicator) -> Communication:
+    def mix(self, tensor: torch.Tensor, workspace: _M, neighbours: Neighbours, peers: Communicator) -> Communication:
         """Average `tensor` [numel] with the neighbours among `peers`."""
 
 

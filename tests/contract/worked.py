@@ -1,12 +1,8 @@
 """The algorithm of docs/how-to/write-an-algorithm.md, word for word."""
 
-from typing import Any
-
 import torch
 
-from commlib.algorithms import Algorithm, BucketView, Context
-from commlib.algorithms.families.policy import Units
-from commlib.primitives.parts import cut, pasted
+from commlib.algorithms import Algorithm, BucketView, PerElement, Units
 from commlib.transport.base import Communication, Communicator
 
 
@@ -22,20 +18,13 @@ class RoundedFeedback(Algorithm):
     exactness = "compensated"
 
     def __init__(self) -> None:
-        self._units = Units()
-        self._parts: dict[int, Any] = {}
-        self._residuals: dict[int, torch.Tensor] = {}
-
-    def setup(self, context: Context) -> None:
-        saved = self.state_dict()  # of the buckets before
-        self._units.follow(context.optimizer, context.scaler)
-        self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
-        self._residuals = {b.index: torch.zeros_like(b.flat, dtype=torch.float32) for b in context.buckets}
-        self.load_state_dict(saved)
+        self.residual = PerElement("residual")
+        self.units = Units()
+        self.states = (self.residual, self.units)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        residual = self._residuals[bucket.index]
-        scale = self._units.scale(comm.step)
+        residual = self.residual[bucket]
+        scale = self.units.scale(comm.step)
         sent = bucket.flat.bfloat16()
         if comm.contributes:  # else this rank has no data left (`model.join`) and adds zeros
             value = bucket.flat.float() + residual * scale
@@ -44,18 +33,3 @@ class RoundedFeedback(Algorithm):
             residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # an overflow leaves no trace
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent).div_(self.divisor(comm))
-
-    def forget(self) -> None:
-        for residual in self._residuals.values():
-            residual.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        pieces: dict[str, Any] = {}
-        for index, residual in self._residuals.items():
-            pieces.update(cut(residual, 0, self._parts[index]))
-        return {"residual": pieces, "units": self._units.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._units.load_state_dict(state["units"])
-        for index, residual in self._residuals.items():
-            residual.copy_(pasted(state["residual"], self._parts[index], residual))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commlib.algorithms import Algorithm, BucketView, Context, Weights
-from commlib.algorithms.families.policy import Units
+from commlib.algorithms.policy import Units
 from commlib.primitives.parts import cut, paste
 from commlib.transport.base import Communication, Communicator
 

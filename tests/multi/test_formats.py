@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib import algorithms
-from commlib.algorithms.families.policy import MATRICES
+from commlib.algorithms.policy import MATRICES
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import by_name
 from commlib.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.algorithms import Channel, Gradients, OptimizerState, SelfRunning, Weights
-from commlib.algorithms.families.policy import Units
+from commlib.algorithms.policy import Units
 from commlib.engine.rounds.order import Do, Event, IssueOrder
 from commlib.engine.rounds.schedule import Progress, Schedule, StepActions
 from commlib.errors import ConfigError
@@ -216,3 +217,9 @@ def test_the_loss_scale_is_asked_for_once_a_round() -> None:
     units.load_state_dict({"lr": None})
     assert units.scale(1) == 8.0, "a checkpoint may be of another scale"
     assert scaler.num_asked == 3
+
+
+def test_the_former_place_of_the_policies_warns() -> None:
+    former = importlib.import_module("commlib.algorithms.families.policy")
+    with pytest.warns(DeprecationWarning, match="import Units from commlib.algorithms.policy"):
+        assert former.Units is Units

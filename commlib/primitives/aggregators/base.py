@@ -85,10 +85,10 @@ class Workspace(Protocol):
         ...
 
 
-W = TypeVar("W", bound=Workspace)
+_W = TypeVar("_W", bound=Workspace)
 
 
-class Aggregator(Generic[W]):
+class Aggregator(Generic[_W]):
     """Replaces a tensor by the sum over all ranks, divided, in place and identical on all ranks.
 
     An aggregator holds options only; the state of each bucket is in a workspace.
@@ -106,11 +106,11 @@ class Aggregator(Generic[W]):
         return None
 
     @abstractmethod
-    def workspace(self, stretch: Stretch) -> W | None:
+    def workspace(self, stretch: Stretch) -> _W | None:
         """Create the workspace of a stretch; None if there is no state."""
 
     @abstractmethod
-    def average(self, tensor: torch.Tensor, workspace: W, of: Round) -> Communication:
+    def average(self, tensor: torch.Tensor, workspace: _W, of: Round) -> Communication:
         """Replace `tensor` [numel], of the stretch's dtype, by the sum over `of.peers`, divided by `of.divisor`."""
 
 

@@ -19,10 +19,10 @@ class FeedbackWorkspace(Workspace, RestartingWorkspace, Protocol):
     """A workspace with error feedback."""
 
 
-F = TypeVar("F", bound=FeedbackWorkspace)
+_F = TypeVar("_F", bound=FeedbackWorkspace)
 
 
-class EF21Workspace(Generic[F]):
+class EF21Workspace(Generic[_F]):
     """Momentum and estimate of one bucket, with the workspace of the aggregator inside.
 
     Args:
@@ -30,7 +30,7 @@ class EF21Workspace(Generic[F]):
         inner: Workspace of the inner aggregator.
     """
 
-    def __init__(self, estimate: Estimate, inner: F) -> None:
+    def __init__(self, estimate: Estimate, inner: _F) -> None:
         self.estimate = estimate
         self.inner = inner
 
@@ -49,7 +49,7 @@ class EF21Workspace(Generic[F]):
         self.estimate.forget()
 
 
-class EF21(Aggregator[EF21Workspace[F]]):
+class EF21(Aggregator[EF21Workspace[_F]]):
     """Averages the changes of a momentum with another aggregator; see `commlib.primitives.ef21.ef21`. Without nodes.
 
     Args:
@@ -57,20 +57,20 @@ class EF21(Aggregator[EF21Workspace[F]]):
         weight: Weight of a new gradient in the momentum, in (0, 1].
     """
 
-    def __init__(self, inner: Aggregator[F], weight: float) -> None:
+    def __init__(self, inner: Aggregator[_F], weight: float) -> None:
         self.inner = inner
         self.weight = weight
         self.kinds = (*inner.kinds, "momentum", "estimate")
         self.exactness = inner.exactness
 
     @override
-    def workspace(self, stretch: Stretch) -> EF21Workspace[F]:
+    def workspace(self, stretch: Stretch) -> EF21Workspace[_F]:
         inner = self.inner.workspace(stretch)
         assert inner is not None, "error feedback has state"
         return EF21Workspace(Estimate(stretch.numel, stretch.device, self.weight), inner)
 
     @override
-    def average(self, tensor: torch.Tensor, workspace: EF21Workspace[F], of: Round) -> Communication:
+    def average(self, tensor: torch.Tensor, workspace: EF21Workspace[_F], of: Round) -> Communication:
         unscaled = dataclasses.replace(of, scale=1.0, decay=1.0)
         yield from ef21(
             tensor,
