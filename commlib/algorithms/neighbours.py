@@ -23,6 +23,8 @@ from commlib.transport.base import Communication, Communicator
 class Mixing(State):
     """Averages buckets with the neighbours of this rank, or of its node; holds the mixer's state.
 
+    State is shared with the neighbours: with another communicator it begins again.
+
     Args:
         mixer: Exchanges values with the neighbours.
         topology: The graph.
@@ -34,10 +36,12 @@ class Mixing(State):
         self._workspaces: dict[int, Any] = {}
         self._stages: dict[int, NodeStage] = {}
         self._parts: dict[int, Sequence[Part]] = {}
+        self._comm: Communicator | None = None
 
     @override
     def setup(self, context: Context) -> None:
-        saved = self.save()
+        saved = self.save() if context.comm is self._comm else {}
+        self._comm = context.comm
         nodes = context.comm.nodes
         peers = context.comm if nodes is None else nodes.across
         self._stages.clear()

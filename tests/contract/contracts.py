@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from commlib.errors import ConfigError
 from tests.contract import (
     contracts_faults,
+    contracts_groups,
     contracts_model,
     contracts_state,
     contracts_steps,
@@ -33,6 +34,7 @@ Contract = Callable[[Subject], None]
 
 _MODULES: tuple[ModuleType, ...] = (
     contracts_faults,
+    contracts_groups,
     contracts_model,
     contracts_state,
     contracts_steps,
@@ -77,6 +79,12 @@ def hold(algorithm: str, *names: str) -> None:
         if any(each is not None for each in everyone):
             where = [rank for rank, each in enumerate(everyone) if each is not None]
             raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error
+
+
+def hold_each(algorithms: Sequence[str], *names: str) -> None:
+    """Hold several algorithms to contracts; see `hold`."""
+    for algorithm in algorithms:
+        hold(algorithm, *names)
 
 
 def _outcome(subject: Subject, name: str, group: Any) -> Exception | None:

@@ -6,7 +6,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 import commlib
-from tests.contract.contracts import CONTRACTS, hold
+from tests.contract.contracts import CONTRACTS, hold, hold_each
 from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import REPRESENTATIVES, Subject
 from tests.multi.pool import run_ranks
@@ -29,6 +29,8 @@ OWN = (
 )
 #: The costliest of these: in the fast part, one algorithm of each family is held to it.
 RESUME = "resume_at_any_step"
+#: Set-up with other groups: all algorithms are held to it, on 5 ranks.
+GROUPS = "other_groups"
 #: Contracts that depend on the number of ranks, and are quick.
 QUICK = (
     *(*OWN, RESUME),
@@ -45,8 +47,9 @@ def pairs() -> list[ParameterSet]:
     for algorithm in ALGORITHMS:
         subject = Subject(algorithm)
         is_foreign = not subject.cls.__module__.startswith("commlib.")
-        marks = () if algorithm in FAST or is_foreign else pytest.mark.slow
         for contract in CONTRACTS:
+            is_fast = is_foreign or (algorithm in FAST and contract != GROUPS)
+            marks = () if is_fast else pytest.mark.slow
             if contract not in CONCERNS or CONCERNS[contract](subject):
                 found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
     return found
@@ -79,6 +82,14 @@ VARIANTS = {
     "SparseStreamingDiLoCo": True,
     "BalancedSparseLoCo": True,
 }
+
+
+@pytest.mark.parametrize(
+    "names", [ALGORITHMS[::2], ALGORITHMS[1::2], [f"tests.contract.variants:{v}" for v in VARIANTS]]
+)
+def test_other_groups(names: list[str]) -> None:
+    """All algorithms on 4, then 3, then 5 ranks; in few jobs, as each is short."""
+    run_ranks(hold_each, 5, names, GROUPS)
 
 
 @pytest.mark.parametrize("cls", [name for name, is_slow in VARIANTS.items() if not is_slow])

@@ -128,6 +128,21 @@ class AsksOnOneRankOnly(Careful):
             yield comm.all_reduce(torch.zeros(7, device=bucket.flat.device))
 
 
+class DividesByItsFirstGroup(Careful):
+    """Divides by the number of ranks that there were at the first set-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: int | None = None
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        self._first = self._first or context.world_size
+
+    def _divisor(self, comm: Communicator) -> int:
+        return self._first or comm.num_active
+
+
 class KeepsStateByBucket(Careful):
     """Saves residuals by the bucket's place, which another plan gives to other parameters."""
 
