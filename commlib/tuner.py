@@ -110,7 +110,7 @@ class Tuner:
         self.times: Times | None = None
         self._expected_s: float | None = None
         self._bias: dict[str, float] = {}
-        self._steps_left = -1  # of the window under way; -1 before there is a choice
+        self._steps_left = -1  # in the current window; -1 before a choice
         self.choice: Choice | None = None
         candidates = self._candidates()
         self._has_choice = len(candidates) > 1

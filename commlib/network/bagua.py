@@ -51,7 +51,7 @@ CEILINGS_GBPS = {
 
 #: Delay after an operation until the host knows that it has ended.
 _HOST_SYNC_US = 20.0
-#: Read rate of one thread block: 256 loads of 16 bytes in flight, which take about 1.6 us including the arithmetic.
+#: Read rate of one thread block: 256 loads of 16 bytes in flight, which take about 1.6 us including processing.
 _BLOCK_GBYTES_S = 2.5
 
 

@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 
-#: Linux's default for the largest send buffer of a socket (`net.ipv4.tcp_wmem`).
+#: Linux's default for the largest send buffer of a socket (`net.ipv4.tcp_wmem`), MiB.
 WINDOW_MB = 4.0
 
 
@@ -40,7 +40,7 @@ class Network:
         intra_gbps: Full-duplex rate of each rank to the other ranks of its node.
         intra_latency_us: Time of an empty message between two ranks of a node.
         efficiency: Fraction of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
-        ceiling_gbps: Maximum rate of the transport with any adapter. The processor limits TCP.
+        ceiling_gbps: Maximum rate of the transport, whatever the adapter's rate. The processor limits TCP.
         window_mb: Maximum data in flight on a connection between nodes, MiB. For TCP, the sender's largest buffer.
         source: Source of the figures.
     """
@@ -110,7 +110,7 @@ class Device:
         contention: Seconds that the computation loses per second of concurrent local communication work (0: none, 1:
             all, so that they do not overlap). Ignored with `shares_compute`.
         shares_compute: Whether collectives run on the processor that computes.
-        cpu_s_per_byte: Processor seconds of a rank per byte sent and byte received at the same time.
+        cpu_s_per_byte: Processor seconds of a rank per byte sent, including the byte received at the same time.
         cpu_s_per_message: Processor seconds of a rank per message sent.
         cores: Number of cores of the machine.
         ranks_per_machine: Number of ranks that share the cores.
@@ -199,7 +199,7 @@ class Workload:
         backward_s: Seconds of backward per step on `device`, divided among the layers by `Layer.weight` in reverse
             order.
         optimizer_s: Seconds of an optimizer step.
-        device: Name of the device of the times.
+        device: Name of the device on which the times hold.
         dtype: Dtype of parameters and gradients: a key of `DTYPES`.
         optimizer: "sgd" or "adam"; determines the state tensors.
         samples_per_epoch: Samples per epoch over all ranks; 0 if unknown.

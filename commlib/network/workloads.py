@@ -136,7 +136,7 @@ def get(name: str) -> Workload:
 
 
 def with_optimizer(workload: Workload, optimizer: str) -> Workload:
-    """Return a workload on a preset device with another optimizer, "sgd" or "adam", and its step time."""
+    """Return a workload on a preset device with another optimizer, "sgd" or "adam", and that optimizer's time."""
     optimizer_s = _optimizer_s(optimizer, workload.nbytes, workload.device)
     return dataclasses.replace(workload, optimizer=optimizer, optimizer_s=optimizer_s)
 

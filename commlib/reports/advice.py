@@ -21,7 +21,7 @@ def advice(comparison: Comparison) -> str:
     share = f"{exposed:.0%} of DDP's step is not computation"
     if not best:
         if exposed < 1 - 1 / _ALIKE:
-            return f"Use allreduce, as DDP does: computation hides communication here ({share}), so none is faster."
+            return f"Use allreduce, as DDP does: computation hides communication here ({share}), so none pays off."
         return f"Use allreduce, as DDP does: none of these is more than {_ALIKE - 1:.0%} faster, although {share}."
     names = [kept(without_auto(row.algorithm)) for row in best]
     fastest = "; ".join(

@@ -46,10 +46,10 @@ def speedups(
 ) -> None:
     """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on logarithmic axes.
 
-    Labels are placed at the end of the lines with the larger spread.
+    Labels are placed at the end, left or right, at which the lines are further apart.
 
     Args:
-        by_algorithm: Speed-ups, one for each value; NaN if unknown.
+        by_algorithm: Speed-ups, one for each value; NaN if it could not be simulated.
         values: Bandwidths or latencies.
         axis: Label of the axis, with the unit.
         title: Title of the plot.

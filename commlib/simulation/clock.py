@@ -56,7 +56,7 @@ class Span:
 
 @dataclass
 class Load:
-    """A load on the computation from `start_s` to `end_s`, which loses `share` seconds in each second."""
+    """Slows the computation down between `start_s` and `end_s`: it loses `share` seconds per second."""
 
     start_s: np.ndarray
     end_s: np.ndarray
@@ -65,7 +65,7 @@ class Load:
 
 @dataclass
 class _Progress:
-    """Progress of a round: the next collective's turn, the end so far, and when tasks were ready and had issued."""
+    """Progress of a round: the next collective's turn, the end so far, and when tasks were ready and made requests."""
 
     turn_s: Any = -np.inf
     end_s: Any = -np.inf
@@ -82,7 +82,7 @@ class VirtualDriver(Driver):
         device: The device of each rank.
         pace: [num_clocks] Factor on the device's times for local work.
         traced: Ranks whose spans are recorded.
-        roles: The ranks whose work the meter counts. They have the clocks, unless every rank has its own.
+        roles: The ranks whose work the meter counts. Each has a clock, unless every rank of the group has its own.
 
     Attributes:
         now_s: [num_clocks] Current time of the computation.

@@ -57,7 +57,7 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Skip the check for dynamo: nothing is compiled here, and the check would import the compiler."""
+        """Return False: nothing is compiled here, so torch need not import its compiler and query it at every call."""
         return False
 
     @contextlib.contextmanager

@@ -215,7 +215,7 @@ def _all_to_all(group: Group, nbytes: float, flow: float) -> Move:
 
 
 def exchange(group: Group, messages: Sequence[tuple[int, float]]) -> Move:
-    """Return an exchange of (distance, bytes) messages: every rank sends all of them at once, to ranks further on."""
+    """Return an exchange in which every rank sends (distance, bytes) messages, all at once."""
     crossing = [min(distance, group.q) if group.p > 1 else 0 for distance, _ in messages]
     adapter = sum(c * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
     local = sum((1 - c / group.q) * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))

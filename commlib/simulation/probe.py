@@ -173,8 +173,8 @@ def work_factor(
 def beside_nothing(device: Device) -> Device:
     """Return a device whose processor is free for communication, because the computation uses an accelerator or waits.
 
-    Local work is slowed down on a rank whose share of the cores is below one. The rates were measured with the
-    processor time per byte included.
+    A rank whose share of the cores is below one does its local work slower by that factor. The measured rates already
+    include the processor time per byte.
     """
     own = scaled(device, 1.0 / min(1.0, device.share))
     return dataclasses.replace(own, cores=2 * device.ranks_per_machine, cpu_s_per_byte=0.0)
@@ -379,7 +379,7 @@ def _share_of_cores() -> float:
 
 
 def _rate(run: Callable[[], object], amount: float, clock: Clock) -> float:
-    """Return `amount` over the least seconds of a few runs, as for a rank without others."""
+    """Return `amount` over the least seconds of a few runs, which approximates a rank that runs alone."""
     run()
     found = []
     for _ in range(_REPETITIONS):
@@ -396,7 +396,7 @@ def _describe_device(device: torch.device) -> tuple[float, float, float]:
 
     On CUDA, the last is the time in which the host queues the operation.
     """
-    nbytes, width = (32 << 20, 512) if device.type == "cpu" else (256 << 20, 4096)  # larger than caches and launches
+    nbytes, width = (32 << 20, 512) if device.type == "cpu" else (256 << 20, 4096)  # exceeds caches and launch times
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target, square, small = torch.empty_like(source), source.new_ones(width, width), source.new_ones(16)
     product = torch.empty_like(square)
