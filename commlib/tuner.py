@@ -1,14 +1,14 @@
-"""What `algorithm="auto"` does: it measures, simulates the candidates, and changes the algorithm between two steps.
+"""The tuner of `algorithm="auto"`: measures, simulates the candidates, and switches the algorithm between two steps.
 
-[Note: the life of a choice] All ranks count the same steps, and come here at the start of the same forward:
+[Note: the life of a choice] All ranks count the same steps and change state at the start of the same forward:
 
-    profiling   the engine's first synchronised backwards, without overlap, give the time of each gradient
-    choosing    the network is probed, rank 0 simulates and decides, everyone adopts
-    settling    the engine plans the buckets of the choice
-    watching    windows of steps are compared with what was expected; a departure leads back to choosing
+    profiling   the engine's first synchronised backwards, without overlap, measure when each gradient is ready
+    choosing    the ranks probe the network, rank 0 simulates and decides, and all ranks adopt the choice
+    settling    the engine plans the buckets of the chosen algorithm
+    watching    windows of steps are compared with the expected time; a departure leads back to choosing
 
-What an algorithm turned out to take, relative to its prediction, corrects its later predictions. A single candidate is
-adopted at once, before the first step, and nothing is measured for a choice that there is not.
+The ratio of the measured to the predicted time of an algorithm scales its later predictions. A single candidate is
+adopted before the first step, without any measurement.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ CANDIDATES = (
     *("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd"),
     *("decentralized", "low_precision_decentralized", "local_sgd", "async_averaging"),
 )
-#: Candidates within this fraction of the fastest are equally fast: predictions are no better than that.
+#: Candidates within this fraction of the fastest count as equally fast, given the accuracy of the predictions.
 TOLERANCE = 0.03
-#: A step may take this fraction more or less than expected.
+#: Relative deviation from the expected step time that triggers a new choice.
 DEPARTURE = 0.2
-#: Synchronised backwards that the choice rests on; the first is cold.
+#: Number of synchronised backwards in the profile; the first is cold.
 MIN_PROFILED = 3
-#: Parts of a window that is compared with what was expected, and the least steps in each. The median part counts:
-#: a pause between two steps (an evaluation, a checkpoint) is no slow step.
+#: Number of parts of a watched window, and minimum number of steps of a part. The median part is compared, so that a
+#: pause between two steps (an evaluation, a checkpoint) does not count as a slow step.
 _PARTS, _PART_STEPS = 5, 8
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step without communication, and of its parts, on the slowest rank."""
+    """Seconds of a step without communication, and of its phases, on the slowest rank."""
 
     forward_s: float
     backward_s: float
@@ -71,12 +71,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Choice:
-    """What rank 0 decided.
+    """The decision of rank 0.
 
     Attributes:
-        algorithm: The algorithm.
-        predicted_s: Seconds of a step, by algorithm name.
-        reason: One line.
+        algorithm: The chosen algorithm.
+        predicted_s: Predicted seconds per step, by algorithm name.
+        reason: One line of text.
     """
 
     algorithm: Algorithm
@@ -85,13 +85,13 @@ class Choice:
 
 
 class Tuner:
-    """Chooses for one wrapped model.
+    """Chooses the algorithm of one wrapped model.
 
     Args:
-        engine: The model's engine, which runs `Auto` as an all-reduce at first.
+        engine: The model's engine, which initially runs `Auto` as an all-reduce.
         auto: The user's options.
-        connect: Makes a communicator for rounds over weights. Collective.
-        synchronize: Makes the replicas alike. Collective.
+        connect: Creates a communicator for algorithms that communicate weights. Collective.
+        synchronize: Makes the replicas identical. Collective.
     """
 
     def __init__(
@@ -110,30 +110,30 @@ class Tuner:
         self.times: Times | None = None
         self._expected_s: float | None = None
         self._bias: dict[str, float] = {}
-        self._steps_left = -1  # of the window under way; -1 before there is a choice
+        self._steps_left = -1  # in the current window; -1 before a choice
         self.choice: Choice | None = None
         candidates = self._candidates()
         self._has_choice = len(candidates) > 1
         if auto.candidates and engine.comm.rank == 0 and (reasons := self._doubts()):
-            _log.warning("commlib auto: named as candidates all the same: %s", reasons)
+            _log.warning("commlib auto: not recommended, but named in `candidates`: %s", reasons)
         if self._has_choice:
             engine.gradients.search.num_recorded = MIN_PROFILED
-            engine.gradients.search.may_settle = False  # the choice rests on the profile, which a checkpoint would end
+            engine.gradients.search.may_settle = False  # settling ends the profile, which the choice needs
         else:
             self._use(Choice(candidates[0], {}, "the only candidate"))
             if engine.comm.rank == 0:
                 _log.warning("commlib auto: %s: the only candidate; nothing is measured", candidates[0].name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the choice rests on, so that a resumed run may choose anew as this one may."""
+        """Return the measured times, from which a resumed run can choose again."""
         return {} if self.times is None else dataclasses.asdict(self.times)
 
     def forward_begins(self) -> None:
-        """Take note that a training step begins; choose where that is due. All ranks alike."""
+        """Record the start of a training step, and choose if a choice is due. All ranks call it in the same steps."""
         if not self._has_choice:
             return
         if self.choice is not None and not self._engine.algorithm.channel.keeps_step:
-            return  # ranks do not keep step, so they cannot meet
+            return  # ranks run asynchronously, without a step at which they could synchronise
         self._watch.step_begins(self._engine.gradients.last.waited)
         if self.choice is None:
             if self._engine.gradients.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
@@ -143,19 +143,19 @@ class Tuner:
             self._continue_window()
 
     def forward_ends(self) -> None:
-        """Take note that the forward of a training step has ended."""
+        """Record the end of the forward of a training step."""
         if self._has_choice:
             self._watch.forward_ends()
 
     def adopt(self, name: str, times: Mapping[str, Any]) -> None:
-        """Go on with the algorithm of that name: what a checkpoint says was chosen. Collective.
+        """Continue with the algorithm that the saved run had chosen. Collective.
 
         Args:
-            name: The algorithm's.
-            times: What `state_dict` returned.
+            name: Name of the algorithm in the checkpoint.
+            times: The dictionary that `state_dict` returned.
 
         Raises:
-            ConfigError: It is not among the candidates.
+            ConfigError: No candidate has this name.
         """
         found = {each.name: each for each in self._candidates()}
         if name not in found:
@@ -177,11 +177,11 @@ class Tuner:
         return Times(forward_s, backward_s, optimizer_s, ready_s)
 
     def _is_settled(self) -> bool:
-        """Return whether buckets are final."""
+        """Return whether the buckets are final."""
         return self._engine.is_settled
 
     def _continue_window(self) -> None:
-        """Count a step; at the end of a window compare it with what was expected."""
+        """Count a step; at the end of a window, compare its step time with the expected one."""
         if self._steps_left < 0:
             self._begin_window()
             return
@@ -204,7 +204,7 @@ class Tuner:
         self._watch.begin_window()
 
     def _part_steps(self) -> int:
-        """Return the steps in a part of a window: whole periods, of which not all steps are alike."""
+        """Return the number of steps in a part of a window: whole periods, because steps within a period differ."""
         cycle = self._engine.algorithm.channel.cycle
         return -(-_PART_STEPS // cycle) * cycle
 
@@ -214,17 +214,17 @@ class Tuner:
         return candidates_of(self._auto, self._engine.optimizer, self._engine.comm.nodes is not None)
 
     def _doubts(self) -> str:
-        """Return which of the candidates, those left out included, should not be used with the optimizer, and why."""
+        """Return which candidates, including excluded ones, should not be used with the optimizer, and why."""
         optimizer, has_nodes = self._engine.optimizer, self._engine.comm.nodes is not None
         return doubts(_usable(self._auto, optimizer, has_nodes), optimizers.kind_of(optimizer))
 
     def _find_nodes(self) -> None:
-        """Let the engine know the nodes, if they have as many ranks each. Collective."""
-        with contextlib.suppress(ConfigError):  # which all ranks raise alike: then as if each were a node of its own
+        """Detect the nodes, if all of them have equally many ranks. Collective."""
+        with contextlib.suppress(ConfigError):  # raised on all ranks; each rank then counts as a node
             self._engine.line.find_nodes()
 
     def _choose(self, why: str = "") -> None:
-        """Probe, decide on rank 0, adopt on all ranks. Collective."""
+        """Probe the network, decide on rank 0, and adopt the choice on all ranks. Collective."""
         engine = self._engine
         self._synchronize()
         nodes = engine.comm.nodes
@@ -241,17 +241,17 @@ class Tuner:
             _log.warning("commlib auto: %s%s", f"{why}; " if why else "", reason)
 
     def _decide(self, found: Probe) -> tuple[str, dict[str, float], str] | str:
-        """Return the chosen name, the predicted seconds of each candidate, and the reason, or what went wrong."""
+        """Return the chosen name, the predicted seconds of each candidate, and the reason; or the error as a string."""
         try:
             return self._simulate_all(found)
-        except Exception as error:  # in a candidate of the user's, say; the other ranks wait to be told
+        except Exception as error:  # for example in a user's candidate; the other ranks wait for the result
             return repr(error)
 
     def _simulate_all(self, found: Probe) -> tuple[str, dict[str, float], str]:
         assert self.times is not None
         workload = workload_of(self._engine.parameters, self.times)
         candidates = self._candidates()
-        # Corrected or not, no step is shorter than one without communication.
+        # Even a corrected prediction is no shorter than a step without communication.
         predicted_s = {
             c.name: max(workload.step_s, self._predict(c, workload, found) * self._bias.get(c.name, 1.0))
             for c in candidates
@@ -281,7 +281,7 @@ class Tuner:
         return simulate(workload, found.network, device, candidate, options).step_s
 
     def _use(self, choice: Choice) -> None:
-        """Let the engine go on with a choice."""
+        """Switch the engine to a choice."""
         engine = self._engine
         engine.gradients.search.may_settle = True
         self.choice = choice
@@ -294,11 +294,12 @@ class Tuner:
 def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool = False) -> list[Algorithm]:
     """Return the candidates of the allowed class that can be used with an optimizer.
 
-    Where nodes have several ranks each, those of commlib's own choice are hierarchical, if they can be. They are none
-    that is known to lose with the optimizer, or made for another and not measured with it (`known.doubt`).
+    If nodes have several ranks each, commlib's own candidates take their hierarchical form, where one exists. They
+    exclude algorithms that are known to lose with the optimizer, and algorithms made for another optimizer and not
+    measured with this one (`known.doubt`).
 
     Raises:
-        ConfigError: A candidate is not registered, two have one name, or none is left.
+        ConfigError: A candidate is not registered, two candidates have the same name, or no candidate remains.
     """
     found = _usable(auto, optimizer, has_nodes)
     if not auto.candidates:
@@ -315,13 +316,13 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
 
 
 def _usable(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool) -> list[Algorithm]:
-    """Return the candidates of the allowed class that can work with an optimizer, however well."""
+    """Return the candidates of the allowed class that can run with an optimizer, recommended or not."""
     allowed = EXACTNESS[: EXACTNESS.index(auto.allow) + 1]
     return [
         each
         for each in map(algorithms.create, auto.candidates or _own_candidates(has_nodes))
         if each.exactness in allowed
-        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # which has no buckets to plan for
+        and not (isinstance(each, Auto) or not each.channel.has_rounds)  # without rounds there are no buckets to plan
         and (optimizer is not None or not each.channel.needs_optimizer)
         and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
         and not (each.has_momentum and keeps_momentum(optimizer))
@@ -329,17 +330,17 @@ def _usable(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool
 
 
 def doubts(candidates: Iterable[Algorithm], kind: str) -> str:
-    """Return the candidates that should not be used with a kind of optimizer, and why; "" where there are none."""
+    """Return the candidates that are not recommended with a kind of optimizer, and why; "" without any."""
     reasons = [(each.name, doubt(each, kind)) for each in candidates]
     return "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
 
 
 def preferred(candidates: Sequence[Algorithm], predicted_s: Mapping[str, float]) -> str:
-    """Return the name of the most exact candidate within `TOLERANCE` of the fastest; of equally exact ones the first.
+    """Return the most exact candidate within `TOLERANCE` of the fastest, by name; the first of equally exact ones.
 
     Args:
-        candidates: In order of preference.
-        predicted_s: Seconds of a step, by name.
+        candidates: Candidates in order of preference.
+        predicted_s: Predicted seconds per step, by name.
     """
     bound_s = min(predicted_s.values()) * (1 + TOLERANCE)
     close = [each for each in candidates if predicted_s[each.name] <= bound_s]
@@ -352,7 +353,7 @@ def _own_candidates(has_nodes: bool) -> list[Algorithm]:
 
 
 def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:
-    """Return the model in training as a workload: a layer for each dense parameter, the last to be ready first.
+    """Return the trained model as a workload: one layer per dense parameter, in reverse order of readiness.
 
     Raises:
         CommlibError: No parameter is dense.
@@ -380,10 +381,10 @@ def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:
 
 
 class _Watch:
-    """The times of steps on this rank.
+    """Step times on this rank.
 
     Args:
-        clock: The model's: on CUDA moments are events of its stream, which are read when a figure is asked for.
+        clock: The model's clock. On CUDA, a moment is an event of its stream and is read only on request.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -395,39 +396,39 @@ class _Watch:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were seen whole."""
+        """Number of complete steps recorded."""
         return max(0, len(self._begins) - 1)
 
     def step_begins(self, waited: tuple[Any, Any] | None) -> None:
-        """A forward begins; `waited`: between which moments the step before it waited for communication."""
+        """Record the start of a forward; `waited` holds when the last step started and stopped waiting for rounds."""
         self._begins.append(self._clock.now())
         self._processor_s.append(time.thread_time())
         self._waits.append(waited)
 
     def forward_ends(self) -> None:
-        """A forward has ended."""
+        """Record the end of a forward."""
         self._forwards.append((self._begins[-1], self._clock.now()))
 
     def _seconds(self, spans: Iterable[tuple[Any, Any] | None]) -> list[float]:
-        self._clock.arrive(self._begins[-1])  # the youngest of all
+        self._clock.arrive(self._begins[-1])  # the latest moment
         return [0.0 if span is None else self._clock.seconds(*span) for span in spans]
 
     @property
     def uses_processor(self) -> bool:
-        """Whether this thread was busy for most of a step, waiting for communication apart."""
+        """Whether this thread was busy for most of a step, excluding the wait for communication."""
         spent_s = self._processor_s[-1] - self._processor_s[0]
         (all_s,) = self._seconds([(self._begins[0], self._begins[-1])])
         return spent_s > 0.5 * (all_s - sum(self._seconds(self._waits[1:])))
 
     def forward_and_rest_s(self, backward_s: float) -> tuple[float, float]:
-        """Return the medians of forward, and of what is left of a step without backward and waiting."""
+        """Return the medians of forward, and of the rest of a step without backward and waiting."""
         steps_s = self._seconds(itertools.pairwise(self._begins))
         rests_s = [step_s - waited_s for step_s, waited_s in zip(steps_s, self._seconds(self._waits[1:]), strict=True)]
         forward_s = median(self._seconds(self._forwards))
         return forward_s, max(0.0, median(rests_s) - forward_s - backward_s)
 
     def begin_window(self) -> None:
-        """Forget what was before now."""
+        """Discard the records before now."""
         self._begins, self._processor_s = self._begins[-1:], self._processor_s[-1:]
         self._waits, self._forwards = [], []
 

@@ -1,4 +1,4 @@
-"""Networks, devices and models as data: known ones, and those that were measured here."""
+"""Networks, devices and models as data: presets, and models profiled on this machine."""
 
 from commlib.network.profiling import profile_model
 

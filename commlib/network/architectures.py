@@ -1,8 +1,9 @@
 """The layers of well-known models: names and shapes as in the usual PyTorch implementations, and their arithmetic.
 
-Every function returns layers in the order of forward; `Layer.weight` is the layer's floating-point operations in the
-forward of one sample, a multiplication and an addition counted as two. Norms, activations, embeddings and softmax count
-as none: matrix products and convolutions take most of the time, and what is left is spread evenly among them.
+Every function returns layers in the order of forward. `Layer.weight` is the number of floating-point operations of the
+layer in the forward of one sample; a multiplication and an addition count as two. Norms, activations, embeddings and
+softmax count as 0: matrix products and convolutions dominate the time, and the remaining time is spread evenly among
+them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def vgg16() -> tuple[Layer, ...]:
     for stage in ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)):
         for width in stage:
             layers.append(_conv(f"features.{place}", channels, width, 3, size))
-            channels, place = width, place + 2  # a ReLU follows
-        size, place = size // 2, place + 1  # and a max-pool ends the stage
+            channels, place = width, place + 2  # followed by a ReLU
+        size, place = size // 2, place + 1  # a max-pool ends the stage
     for place, width, outputs in ((0, 512 * 7 * 7, 4096), (3, 4096, 4096), (6, 4096, 1000)):
         layers.append(_linear(f"classifier.{place}", width, outputs))
     return tuple(layers)
@@ -74,9 +75,9 @@ def transformer(vocabulary: int = 37000, hidden: int = 512, blocks: int = 6, tok
 
 
 def lstm_alexnet(tokens: int = 64) -> tuple[Layer, ...]:
-    """Return AlexNet for an image beside two LSTM layers for a text of `tokens`, joined by a linear layer.
+    """Return AlexNet for an image and two LSTM layers for a text of `tokens`, joined by a linear layer.
 
-    126,8 million parameters, as BAGUA's evaluation states; how they divide into the two parts is not published.
+    126.8 million parameters, as BAGUA's evaluation states. The split between the two branches is not published.
     """
     layers = [
         _conv("image.features.0", 3, 64, 11, 55),
@@ -149,7 +150,7 @@ def _conv(name: str, inputs: int, outputs: int, kernel: int, size: int, bias: bo
 
 
 def _linear(name: str, inputs: int, outputs: int, tokens: int = 1, bias: bool = True, more: float = 0.0) -> Layer:
-    """Return a linear layer over `tokens` rows; `more` is arithmetic beside it (that of an attention)."""
+    """Return a linear layer over `tokens` rows; `more` adds operations, such as those of an attention."""
     shapes = (("weight", (outputs, inputs)), *((("bias", (outputs,)),) if bias else ()))
     return Layer(name, shapes, _products(tokens, inputs, outputs) + more)
 
@@ -163,7 +164,7 @@ def _products(rows: int, inputs: int, outputs: int) -> float:
 
 
 def _attention(tokens: int, hidden: int, causal: bool = False) -> float:
-    """Return the operations of the scores and of the weighted sum; half of them where only the past counts."""
+    """Return the operations of the scores and of the weighted sum; half of them with a causal mask."""
     return 4.0 * tokens * tokens * hidden * (0.5 if causal else 1.0)
 
 
@@ -183,7 +184,7 @@ def _bottleneck(name: str, inputs: int, width: int, before: int, size: int, shor
 
 
 def _encoder_block(name: str, hidden: int, inner: int, tokens: int, crossed: bool = False) -> list[Layer]:
-    """Return a block of self-attention, `crossed` attention to an encoder if asked for, and two linear layers."""
+    """Return a block of self-attention, attention to an encoder if `crossed`, and two linear layers."""
     layers: list[Layer] = []
     for part in ("attention", *(("crossattention",) if crossed else ())):
         attention = _attention(tokens, hidden)

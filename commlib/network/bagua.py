@@ -1,20 +1,21 @@
-"""BAGUA 0.9 and its rivals as they were run, beside the figures that its authors published.
+"""BAGUA 0.9 and its competitors as they were measured, with the figures that BAGUA's authors published.
 
-The systems here exist only in the simulator: they are not commlib's algorithms but what the released code does, so that
-the simulator can be held against measurements that others made on 128 V100s.
+These systems exist only in the simulator. They are not commlib's algorithms but reproduce the released code, so that
+the simulator can be compared with measurements by others on 128 V100s.
 
-[Note: BAGUA as it was run] Buckets of 10 MiB in a fixed order; a synchronisation with the host for every operation;
-what is not a plain all-reduce crosses nodes through one GPU of each, to which the others' tensors are reduced and from
-which the result is broadcast. The codec takes turns with the computation. The figures themselves say two more things:
-ByteGrad at 8 Gbit/s leaves no time beside its bytes, so a bucket's codec runs beside the wire of the one before; and
-decentralized averaging is of pairs, at the end of a step and not overlapped: an all-reduce of the weights would move
-more than 8 Gbit/s carry, and overlapped pairs would take a quarter to a half less than each of the three figures.
+[Note: BAGUA as it was run] Buckets of 10 MiB have a fixed order, and every operation ends with a host synchronisation.
+All communication except a plain all-reduce crosses nodes through one GPU per node: the tensors of the node's other GPUs
+are reduced to it, and it broadcasts the result. The codec does not overlap with the computation. The figures imply two
+more properties. ByteGrad at 8 Gbit/s has no time to spare beyond the transfer of its bytes, so the codec of a bucket
+overlaps with the transfer of the previous bucket. Decentralized averaging is pairwise, at the end of a step and not
+overlapped: an all-reduce of the weights would move more bytes than 8 Gbit/s carry, and overlapped pairs would take a
+quarter to a half less than each of the three figures.
 
-The figures with 5 ms of latency say two more: an all-gather takes about log2 p messages in turn (a ring's 15 would take
-5.4 s, where whole steps took 1.9 and 4.0 s), and the messages of an all-to-all leave one after the other through one
-window (ByteGrad took 2.1 s longer than 1-bit QAdam, for 0.26 GB more).
+The figures with 5 ms of latency imply two more properties. An all-gather takes about log2 p sequential messages: the 15
+messages of a ring would take 5.4 s, but whole steps took 1.9 and 4.0 s. The messages of an all-to-all leave one after
+the other through one window: ByteGrad took 2.1 s longer than 1-bit QAdam, for 0.26 GB more.
 
-What is fitted is one number for each transport: the most that it carries of 100 Gbit/s (`CEILINGS_GBPS`).
+The fit has one parameter per transport: the maximum rate that it reaches of 100 Gbit/s (`CEILINGS_GBPS`).
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from commlib.simulation.collectives import TransportProfile
 from commlib.simulation.simulator import Options, Result, simulate
 from commlib.transport.base import Communication, Communicator
 
-#: The fit: Gbit/s that a transport carries between two nodes at most, where the adapter would carry 100.
+#: The fit: maximum Gbit/s of a transport between two nodes with a 100 Gbit/s adapter.
 CEILINGS_GBPS = {
     "nccl-tcp": 23.0,  # DDP, Horovod; NVIDIA/nccl issue 450 measured 32 to 48 with tuned settings on 4 such servers
     "bagua-net": 38.0,  # BAGUA's plug-in, whose authors state 1.5 times NCCL's rate
     "ps-lite": 19.6,  # BytePS
 }
 
-#: Of an operation, until the host knows that it has ended.
+#: Delay after an operation until the host knows that it has ended.
 _HOST_SYNC_US = 20.0
-#: What one thread block reads: 256 loads of 16 bytes under way, which take about 1.6 us with what is done with them.
+#: Read rate of one thread block: 256 loads of 16 bytes in flight, which take about 1.6 us including processing.
 _BLOCK_GBYTES_S = 2.5
 
 
 class _ThroughLeaders(Algorithm):
-    """Reduces a bucket to one rank of each node, and broadcasts what it got from the other nodes."""
+    """Reduces a bucket to one rank per node, combines it across nodes, and broadcasts the result within each node."""
 
     channel = Gradients(hierarchical=True, window=2)
 
@@ -64,7 +65,7 @@ class _ThroughLeaders(Algorithm):
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         assert comm.nodes is not None
         local = comm.nodes.local
-        yield local.broadcast(bucket.flat)  # a reduction takes what a broadcast does
+        yield local.broadcast(bucket.flat)  # in place of the reduction, which takes the same time
         yield from self._across_nodes(bucket, comm.nodes.across)
         yield local.broadcast(bucket.flat)
 
@@ -73,7 +74,7 @@ class _ThroughLeaders(Algorithm):
 
 
 class BytePS(_ThroughLeaders):
-    """Parameter servers on the same machines: each node pushes its parts to the others', and pulls the sums."""
+    """Parameter servers on the same machines: each node pushes chunks to the other nodes and pulls the sums."""
 
     @override
     def setup(self, context: Context) -> None:
@@ -91,7 +92,7 @@ class BytePS(_ThroughLeaders):
 
 
 class ByteGrad(_ThroughLeaders):
-    """BAGUA's: gradients in 8 bits, quantized before and after they are summed."""
+    """BAGUA's ByteGrad: gradients in 8 bits, quantized before and after the sum."""
 
     def __init__(self, codec: BlockCodec | None = None) -> None:
         self._codec = codec or UInt8Bagua()
@@ -114,7 +115,7 @@ class ByteGrad(_ThroughLeaders):
 
 
 class QAdam(ByteGrad):
-    """BAGUA's, after its warm-up: the momentum instead of the gradients."""
+    """BAGUA's QAdam after its warm-up: communicates the momentum instead of the gradients."""
 
     @override
     def setup(self, context: Context) -> None:
@@ -130,7 +131,7 @@ class QAdam(ByteGrad):
 
 
 class Decentralized(_ThroughLeaders):
-    """BAGUA's "shift_one": weights are averaged with those of one other node."""
+    """BAGUA's "shift_one": averages the weights with those of one other node."""
 
     channel = Weights(hierarchical=True)
 
@@ -147,13 +148,13 @@ class Decentralized(_ThroughLeaders):
 
 
 class LowPrecisionDecentralized(_ThroughLeaders):
-    """BAGUA's: the change of the weights in 8 bits to both neighbours in a ring, with replicas of them."""
+    """BAGUA's low-precision ring: sends the weight change in 8 bits to both neighbours and keeps their replicas."""
 
     channel = Weights(hierarchical=True)
 
     @override
     def setup(self, context: Context) -> None:
-        codec = UInt8MinMax()  # one scale for a bucket: a reduction by the whole device
+        codec = UInt8MinMax()  # one scale per bucket: a reduction by the whole device
         self._codec = codec
         self._replicas = {b.index: [torch.empty_like(b.flat) for _ in range(4)] for b in context.buckets}
         self._payloads = {
@@ -176,10 +177,10 @@ class LowPrecisionDecentralized(_ThroughLeaders):
 
 
 class Async(_ThroughLeaders):
-    """BAGUA's: weights are averaged in the background; a round begins half a second after the one before has ended.
+    """BAGUA's async: averages weights in the background. A round begins half a second after the previous one has ended.
 
     Args:
-        step_s: Seconds of a step, for that half second in steps.
+        step_s: Seconds of a step, to convert that half second to steps.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -188,15 +189,15 @@ class Async(_ThroughLeaders):
 
 @dataclass(frozen=True)
 class System:
-    """What was run.
+    """A system with the settings of its published runs.
 
     Attributes:
-        algorithm: Makes what is communicated in the training of a workload.
+        algorithm: Creates the algorithm for a workload.
         transport: A key of `CEILINGS_GBPS`.
         bucket_cap_mb: Size of a bucket, MiB.
-        optimizer: Of the workload, unless None.
-        overlaps: Whether communication goes on beside backward.
-        passes: Bytes that a node sends in a step, of those of the parameters.
+        optimizer: Optimizer of the workload; None keeps the workload's own.
+        overlaps: Whether communication overlaps with backward.
+        passes: Bytes that a node sends per step, as a multiple of the parameters' bytes.
     """
 
     algorithm: Callable[[Workload], Algorithm]
@@ -207,7 +208,7 @@ class System:
     passes: float = 2 * 15 / 16
 
 
-#: One bucket for everything, as BAGUA has for weights.
+#: A bucket size, MiB, that yields a single bucket, as BAGUA has for weights.
 _ONE = 1e6
 
 SYSTEMS: Mapping[str, System] = {
@@ -232,10 +233,10 @@ class PublishedFigure:
 
     Attributes:
         workload: "vgg16" or "bert-large".
-        bandwidth_gbps: Of a server's adapter.
+        bandwidth_gbps: Rate of a server's adapter.
         system: A key of `SYSTEMS`.
-        value: Samples a second of all ranks ("vgg16"), or seconds an epoch ("bert-large"); read off a plot, to 3 %.
-        added_latency_us: By traffic control, to what a server sends.
+        value: Samples per second over all ranks ("vgg16") or seconds per epoch ("bert-large"), read off a plot to 3 %.
+        added_latency_us: Latency that traffic control added to a server's outgoing packets.
     """
 
     workload: str
@@ -246,7 +247,7 @@ class PublishedFigure:
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step that the figure means."""
+        """Seconds per step that the figure implies."""
         if self.workload == "vgg16":
             return _NUM_RANKS * 32 / self.value
         return self.value * _NUM_RANKS * 6 / 88_000
@@ -285,7 +286,7 @@ PUBLISHED: tuple[PublishedFigure, ...] = (
     ),
 )
 
-#: The same, with latency.
+#: Figures of the same sources with added latency.
 PUBLISHED_WITH_LATENCY: tuple[PublishedFigure, ...] = tuple(
     PublishedFigure("bert-large", 100.0, system, epoch_s, added_latency_us=5000.0)
     for system, epoch_s in {
@@ -298,12 +299,12 @@ PUBLISHED_WITH_LATENCY: tuple[PublishedFigure, ...] = tuple(
     }.items()
 )
 
-#: What a figure read off a plot may be wrong by.
+#: Relative error of a figure that was read off a plot.
 READING_ERROR = 0.03
 
 
 def workload(name: str) -> Workload:
-    """Return what was trained: VGG-16, or the encoder of BERT-large (302.3 million parameters, as the paper counts)."""
+    """Return the trained model: VGG-16, or BERT-large's encoder (302.3 million parameters, as the paper counts)."""
     if name == "vgg16":
         return workloads.get(name)
     if name != "bert-large":
@@ -315,11 +316,11 @@ def workload(name: str) -> Workload:
 def device(nodes: int = 16) -> Device:
     """Return a V100 with BAGUA's codec.
 
-    It looks for the minimum and the maximum of each chunk in one thread block (two reads; a third encodes), so as many
-    blocks read at once as there are nodes; of the own chunk's sum it looks for them in a single one.
+    The codec finds the minimum and the maximum of each chunk in one thread block (two reads; a third encodes). The
+    number of blocks that read at once is the number of nodes; for the sum of the rank's own chunk, it is one.
     """
     copy = presets.device("v100").memory_gbytes_s
-    search_ns = 2 * 4 / (nodes * _BLOCK_GBYTES_S)  # of an element of the bucket, in either stage
+    search_ns = 2 * 4 / (nodes * _BLOCK_GBYTES_S)  # per element of the bucket, in either stage
     fractions = {"encode": 5 / copy / (search_ns + 5 / copy), "encode_sum": (1 + 1 / nodes) / copy / search_ns}
     codecs = (UInt8Bagua.name, OneBit.name)
     slow = {f"{codec}.{kernel}": fraction for codec in codecs for kernel, fraction in fractions.items()}
@@ -327,13 +328,13 @@ def device(nodes: int = 16) -> Device:
 
 
 def network(system: str, bandwidth_gbps: float, latency_us: float | None = None) -> Network:
-    """Return the servers and what connects them, as far as a system's transport can use it."""
+    """Return the servers and their network, limited to the rate of a system's transport."""
     ceiling_gbps = CEILINGS_GBPS[SYSTEMS[system].transport]
     return presets.network("100gbps", bandwidth_gbps=bandwidth_gbps, latency_us=latency_us, ceiling_gbps=ceiling_gbps)
 
 
 def profile(system: str) -> TransportProfile:
-    """Return how a system carries its collectives out."""
+    """Return how a system executes its collectives."""
     if SYSTEMS[system].transport == "nccl-tcp":
         return TransportProfile("nccl-tcp", connections=2, op_us=10.0)
     return TransportProfile(
@@ -346,19 +347,19 @@ def profile(system: str) -> TransportProfile:
 
 
 def predict_figure(figure: PublishedFigure) -> Result:
-    """Simulate what was published."""
+    """Simulate the run of a published figure."""
     latency_us = presets.network("100gbps").latency_us + figure.added_latency_us
     return predict(figure.system, figure.workload, figure.bandwidth_gbps, latency_us)
 
 
 def predict(system: str, workload_name: str, bandwidth_gbps: float, latency_us: float | None = None) -> Result:
-    """Simulate a system as it was run.
+    """Simulate a system with the settings of its published runs.
 
     Args:
         system: A key of `SYSTEMS`.
         workload_name: "vgg16" or "bert-large".
-        bandwidth_gbps: Of a server's adapter.
-        latency_us: From one server to another; None is that of the preset.
+        bandwidth_gbps: Rate of a server's adapter.
+        latency_us: Latency between two servers; None uses the preset's.
     """
     if system not in SYSTEMS:
         raise ConfigError(f"bagua: expected one of {', '.join(SYSTEMS)}, got {system!r}")
@@ -371,7 +372,7 @@ def predict(system: str, workload_name: str, bandwidth_gbps: float, latency_us: 
 
 
 def least_step_s(system: str, workload_name: str, bandwidth_gbps: float) -> float:
-    """Return the seconds that a step takes at least if the adapter carries its bytes at the full rate of the line."""
+    """Return a lower bound of the seconds per step, with the adapter carrying the system's bytes at full line rate."""
     setting, trained = SYSTEMS[system], workload(workload_name)
     wire_s = setting.passes * trained.nbytes / (bandwidth_gbps * 1e9 / 8)
     if not setting.overlaps:

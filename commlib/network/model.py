@@ -1,7 +1,7 @@
-"""What a simulation is about: a network, a device and a workload, as plain data.
+"""The inputs of a simulation as plain data: a network, a device and a workload.
 
-Units are in the names: `_s` seconds, `_us` microseconds, `_gbps` 10^9 bits a second, `_gbytes_s` 10^9 bytes a second.
-Every object says where its figures come from (`source`).
+Names end with units: `_s` seconds, `_us` microseconds, `_gbps` 10^9 bits per second, `_gbytes_s` 10^9 bytes per second.
+Every object cites the source of its figures (`source`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from commlib.errors import ConfigError
 
-#: The dtypes that a workload may have, by the name that files and the command line use.
+#: The supported dtypes of a workload, by their name in files and on the command line.
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -23,26 +23,26 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 
-#: Linux's largest buffer of a sending socket, unless `net.ipv4.tcp_wmem` says otherwise.
+#: Linux's default for the largest send buffer of a socket (`net.ipv4.tcp_wmem`), MiB.
 WINDOW_MB = 4.0
 
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes of the same kind around a switch that carries all of their traffic at once.
+    """Identical nodes around a non-blocking switch.
 
     Attributes:
-        name: What it is called.
-        nodes: How many there are.
-        gpus_per_node: Ranks of each node.
-        bandwidth_gbps: Of a node's network adapter, in each direction at once; its ranks share it.
-        latency_us: From one node to another: the time of an empty message.
-        intra_gbps: Of each rank to the others of its node, in each direction at once.
-        intra_latency_us: From one rank to another of its node.
-        efficiency: The part of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
-        ceiling_gbps: The most that the transport carries, however fast the adapter is: TCP's limit is the processor.
-        window_mb: What a connection between nodes has under way at most, MiB: of TCP, the sender's largest buffer.
-        source: Where the figures come from.
+        name: Name of the network.
+        nodes: Number of nodes.
+        gpus_per_node: Number of ranks per node.
+        bandwidth_gbps: Full-duplex rate of a node's network adapter; its ranks share it.
+        latency_us: Time of an empty message between two nodes.
+        intra_gbps: Full-duplex rate of each rank to the other ranks of its node.
+        intra_latency_us: Time of an empty message between two ranks of a node.
+        efficiency: Fraction of `bandwidth_gbps` that the transport reaches with large messages, above 0 and at most 1.
+        ceiling_gbps: Maximum rate of the transport, whatever the adapter's rate. The processor limits TCP.
+        window_mb: Maximum data in flight on a connection between nodes, MiB. For TCP, the sender's largest buffer.
+        source: Source of the figures.
     """
 
     name: str
@@ -74,47 +74,47 @@ class Network:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second of a node's adapter that arrive, in each direction."""
+        """Bytes per second that a node's adapter delivers in each direction."""
         return min(self.bandwidth_gbps * self.efficiency, self.ceiling_gbps) * 1e9 / 8
 
     @property
     def connection_bytes_per_s(self) -> float:
-        """Bytes a second of a connection between nodes: a window for each round trip."""
+        """Bytes per second of a connection between nodes: one window per round trip."""
         return math.inf if self.latency_us == 0 else self.window_mb * 2**20 / (2e-6 * self.latency_us)
 
     @property
     def intra_bytes_per_s(self) -> float:
-        """Bytes a second from a rank to the others of its node."""
+        """Bytes per second from a rank to the other ranks of its node."""
         return self.intra_gbps * 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with, and what local work costs there.
+    """The device of one rank, with the cost of local work.
 
-    An operation costs its launch, and the longer of its memory traffic and its arithmetic. A codec kernel costs its
-    launch and its memory traffic at a fraction of the copy rate.
+    An operation costs its launch plus the longer of its memory traffic and its arithmetic. A codec kernel costs its
+    launch plus its memory traffic at a fraction of the copy rate.
 
-    On a processor that runs the collectives as well (`shares_compute`), sending takes processor time, and all ranks of
-    a machine share its cores: a rank has `cores / ranks_per_machine` of them, which its threads (the computation, the
-    communication) divide evenly. A workload's times are then those of all ranks computing at once.
+    On a processor that also runs the collectives (`shares_compute`), sending takes processor time, and all ranks of a
+    machine share its cores. A rank has `cores / ranks_per_machine` cores, which its computation and communication
+    threads divide evenly. The times of a workload then hold while all ranks compute at once.
 
     Attributes:
-        name: What it is called.
-        memory_gbytes_s: Bytes read and written by a large copy, together, a second.
-        tflops: 10^12 floating-point operations a second of large matrix products, by dtype ("fp32", "bf16", ...);
-            a dtype that is not there costs as much as "fp32", which must be.
-        launch_us: Of each operation or kernel.
-        codec_fractions: Which part of `memory_gbytes_s` a codec kernel reaches, by "<codec>.<kernel>", by
-            "<codec>", by "<kernel>" (docs/explanation/simulator.md lists them), or "" for all others.
-        contention: Seconds that the computation loses for each second of local communication work beside it (0: it
-            costs nothing, 1: they take turns). Ignored where `shares_compute`.
+        name: Name of the device.
+        memory_gbytes_s: Rate of a large copy, reads and writes together.
+        tflops: Rate of large matrix products, 10^12 floating-point operations per second, by dtype ("fp32", "bf16",
+            ...). Must contain "fp32", which also applies to absent dtypes.
+        launch_us: Launch time of an operation or kernel.
+        codec_fractions: Fraction of `memory_gbytes_s` that a codec kernel reaches, by "<codec>.<kernel>", by "<codec>",
+            by "<kernel>" (docs/explanation/simulator.md lists them), or "" for all others.
+        contention: Seconds that the computation loses per second of concurrent local communication work (0: none, 1:
+            all, so that they do not overlap). Ignored with `shares_compute`.
         shares_compute: Whether collectives run on the processor that computes.
-        cpu_s_per_byte: Processor seconds of a rank for each byte that it sends and the byte that it receives meanwhile.
-        cpu_s_per_message: Processor seconds of a rank for each message that it sends.
-        cores: Of the machine.
-        ranks_per_machine: How many ranks share them.
-        source: Where the figures come from.
+        cpu_s_per_byte: Processor seconds of a rank per byte sent, including the byte received at the same time.
+        cpu_s_per_message: Processor seconds of a rank per message sent.
+        cores: Number of cores of the machine.
+        ranks_per_machine: Number of ranks that share the cores.
+        source: Source of the figures.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Device:
 
     @property
     def share(self) -> float:
-        """Cores that a rank has."""
+        """Number of cores per rank."""
         return self.cores / self.ranks_per_machine
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
@@ -153,20 +153,20 @@ class Device:
         return self.tflops.get(names.get(dtype, "fp32"), self.tflops["fp32"]) * 1e12
 
     def codec_fraction(self, codec: str, kernel: str) -> float:
-        """Return which part of the copy rate a codec's kernel reaches."""
+        """Return the fraction of the copy rate that a codec's kernel reaches."""
         known = self.codec_fractions
         return next(known[key] for key in (f"{codec}.{kernel}", codec, kernel, "") if key in known)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A stretch of the model whose gradients become ready together.
+    """A part of the model whose gradients become ready together.
 
     Attributes:
-        name: Its name in the model; a parameter's name is "<layer>.<name>".
-        shapes: Name and shape of each parameter, in the order of registration; none for a layer without parameters.
-        weight: Its part of the time of forward and of backward, relative to the other layers' (such as its
-            floating-point operations).
+        name: Name of the layer in the model. A parameter's name is "<layer>.<name>".
+        shapes: Name and shape of each parameter, in the order of registration; empty for a layer without parameters.
+        weight: Share of the time of forward and of backward, relative to the other layers (such as floating-point
+            operations).
         tied: Names of parameters of other layers ("<layer>.<name>") that this layer uses too.
     """
 
@@ -183,26 +183,27 @@ class Layer:
 
     @property
     def numel(self) -> int:
-        """How many elements its parameters have."""
+        """Number of elements of the layer's parameters."""
         return sum(math.prod(shape) for _, shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in training: its parameters, and how long a step takes on one rank that does not communicate.
+    """A model in training: its parameters, and the times of a step on one rank without communication.
 
     Attributes:
-        name: What it is called.
-        layers: In the order of forward.
-        batch_per_rank: Samples of a rank and step.
-        forward_s: Of a step on the stated device.
-        backward_s: Of a step on the stated device; layers take their parts (`Layer.weight`) in reverse order.
-        optimizer_s: Of a step of the optimizer.
-        device: The device that the times are of, by name.
-        dtype: Of parameters and gradients: a key of `DTYPES`.
-        optimizer: "sgd" or "adam": which state tensors there are.
-        samples_per_epoch: Samples of all ranks together in an epoch; 0 where it is not known.
-        source: Where shapes and times come from.
+        name: Name of the workload.
+        layers: Layers in the order of forward.
+        batch_per_rank: Samples per rank and step.
+        forward_s: Seconds of forward per step on `device`.
+        backward_s: Seconds of backward per step on `device`, divided among the layers by `Layer.weight` in reverse
+            order.
+        optimizer_s: Seconds of an optimizer step.
+        device: Name of the device on which the times hold.
+        dtype: Dtype of parameters and gradients: a key of `DTYPES`.
+        optimizer: "sgd" or "adam"; determines the state tensors.
+        samples_per_epoch: Samples per epoch over all ranks; 0 if unknown.
+        source: Source of the shapes and times.
     """
 
     name: str
@@ -236,7 +237,7 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """How many elements the parameters have."""
+        """Number of elements of the parameters."""
         return sum(layer.numel for layer in self.layers)
 
     @property
@@ -256,8 +257,8 @@ class Workload:
     def ready_s(self) -> list[float]:
         """Return when each gradient is ready, in seconds from the start of backward, in the order of `parameters`.
 
-        The parameters of a layer are ready when its backward ends; tied ones when that of the last layer to use them
-        does.
+        The parameters of a layer are ready when its backward ends. A tied parameter is ready when the backward of the
+        last layer that uses it ends.
         """
         total = sum(layer.weight for layer in self.layers)
         at: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Networks and devices as data, each with its source; every field can be overridden."""
+"""Preset networks and devices with their sources. Every field can be overridden."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 
 _BAGUA = (
-    "16 servers with 8 V100s, NVLink inside, TCP between: Gan et al., BAGUA (VLDB 2021), whose bandwidths are those of "
+    "16 servers with 8 V100s, NVLink inside, TCP between: Gan et al., BAGUA (VLDB 2021), with bandwidths set by "
     "traffic control"
 )
 # A V100 has 6 NVLinks of 25 GB/s in each direction.
@@ -34,8 +34,8 @@ def _v100_cluster(name: str, bandwidth_gbps: float) -> Network:
         intra_latency_us=5.0,
         efficiency=_TCP_EFFICIENCY,
         ceiling_gbps=_NCCL_TCP_GBPS,
-        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: what "
-        "NCCL carries over TCP, fitted to BAGUA's figures (commlib/network/bagua.py)",
+        source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: the "
+        "rate of NCCL over TCP, fitted to BAGUA's figures (commlib/network/bagua.py)",
     )
 
 
@@ -55,7 +55,7 @@ NETWORKS: dict[str, Network] = {
             intra_gbps=3600.0,
             intra_latency_us=3.0,
             efficiency=_TCP_EFFICIENCY,
-            source="sites on several continents: 127 to 935 Mbit/s and about 100 ms there and back, as measured by "
+            source="sites on several continents: 127 to 935 Mbit/s and round trips of about 100 ms, as measured by "
             "Jaghouar et al., INTELLECT-1 (2024); one server with 8 H100s at each",
         ),
         Network(
@@ -69,7 +69,7 @@ NETWORKS: dict[str, Network] = {
             efficiency=0.92,
             window_mb=math.inf,
             source="DGX H100: 8 adapters of 400 Gbit/s with RDMA, one for each GPU; NVLink 4, 450 GB/s of a GPU in "
-            "each direction (NVIDIA DGX H100 user guide); 92 % of the line is usual of RDMA in NCCL's tests",
+            "each direction (NVIDIA DGX H100 user guide); RDMA typically reaches 92 % of the line rate in NCCL's tests",
         ),
     )
 }  # fmt: skip
@@ -94,8 +94,8 @@ DEVICES: dict[str, Device] = {
             launch_us=5.0,
             codec_fractions={"": 1.0},
             source="one core of an AMD EPYC (Zen 5): 64 MiB copied in 4.2 ms, codecs near that "
-            "(docs/explanation/kernels.md); about half of a core's peak of 0.2 TFLOP/s. What sockets take from it is "
-            "not in it",
+            "(docs/explanation/kernels.md); about half of a core's peak of 0.2 TFLOP/s. The processor time of sockets "
+            "is not included",
         ),
         Device(
             name="h100",
@@ -104,7 +104,7 @@ DEVICES: dict[str, Device] = {
             launch_us=4.0,
             codec_fractions={"": 0.85},
             source="H100 SXM5: 3.35 TB/s, 67 TFLOP/s in fp32, 989 in bf16 (NVIDIA data sheet); a copy was measured at "
-            "3.0 TB/s; large matrix products reach about two thirds of the rest",
+            "3.0 TB/s; large matrix products reach about two thirds of the peak rates",
         ),
     )
 }
@@ -113,10 +113,10 @@ _Preset = TypeVar("_Preset", Network, Device)
 
 
 def network(name: str, **overrides: Any) -> Network:
-    """Return a preset network, with fields replaced by those of `overrides` that are not None.
+    """Return a preset network. Values of `overrides` that are not None replace its fields.
 
     Raises:
-        ConfigError: No such preset, no such field, or a value that is not possible.
+        ConfigError: The preset or a field does not exist, or a value is invalid.
     """
     return _get("network", NETWORKS, name, overrides)
 

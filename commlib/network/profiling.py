@@ -1,4 +1,4 @@
-"""A workload of the user's own model: shapes, and the time of each layer, measured by hooks."""
+"""Profiling of a user's model as a workload: shapes, and the time of each layer measured by hooks."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def profile_model(
     steps: int = 5,
     warmup_steps: int = 2,
 ) -> Workload:
-    """Measure training steps of a model that is not wrapped, and return them as a workload.
+    """Measure training steps of an unwrapped model and return them as a workload.
 
-    Gradients are accumulated and cleared between the steps; with an optimizer, parameters change. A workload has one
-    dtype: that of most elements stands for all. Parameters that get no gradient are communicated like others, and
-    count as ready when backward ends. `Workload.source` tells both.
+    Gradients are accumulated within a step and cleared between steps. With an optimizer, parameters change. A workload
+    has a single dtype, which is the dtype of most elements. Parameters without a gradient are communicated like all
+    others and count as ready when backward ends. `Workload.source` reports both cases.
 
     Args:
-        model: Its parameters that require a gradient are the workload's.
-        step: Called with the model: makes one forward and one backward.
-        optimizer: Stepped after `step`, and timed; Adam's kind ("exp_avg" in its state) is told from SGD's.
-        name: Of the workload; the model's class by default.
-        batch_per_rank: Samples of a step.
-        steps: Steps to measure; of their times the median counts.
-        warmup_steps: Steps before them.
+        model: The model. Its parameters that require a gradient become the workload's.
+        step: Called with the model; runs one forward and one backward.
+        optimizer: Stepped after `step` and timed. State with "exp_avg" marks it as "adam", otherwise it is "sgd".
+        name: Name of the workload; the model's class by default.
+        batch_per_rank: Samples per step.
+        steps: Number of measured steps; the workload has their median times.
+        warmup_steps: Number of steps before the measured ones.
 
     Raises:
-        ConfigError: No parameter that requires a gradient, or none that gets one in `step`, a dtype that workloads do
-            not have, or numbers of steps that make no sense.
+        ConfigError: No parameter requires a gradient or gets one in `step`, the dtype is not a workload dtype, or a
+            number of steps is out of range.
     """
     parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
     dtype, remarks = _dtype(parameters)
@@ -93,13 +93,13 @@ def profile_model(
 def profile_script(
     script: Path | str, arguments: Sequence[str] = (), *, batch_per_rank: int = 1, steps: int = 5
 ) -> Workload:
-    """Run a Python file and profile its globals `model`, `step` and, if there is one, `optimizer`.
+    """Run a Python file and profile its globals `model`, `step` and, if defined, `optimizer`.
 
-    As when Python runs it, its folder is the first on `sys.path`, and `sys.argv` holds its path and the arguments. Its
-    name is not "__main__", so that what a script does only when it is run, such as training, is left out.
+    The file's folder is first on `sys.path` and `sys.argv` holds its path and the arguments, as when Python runs it.
+    Its `__name__` is not "__main__", so code under that guard, such as training, does not run.
 
     Raises:
-        ConfigError: No such file, or globals that are missing; see also `profile_model`.
+        ConfigError: The file or a global is missing. See also `profile_model`.
     """
     if not Path(script).is_file():
         raise ConfigError(f"profile: no such file: {str(script)!r}")
@@ -136,9 +136,10 @@ def _profile_globals(found: dict[str, Any], script: Path, batch_per_rank: int, s
 
 
 class _Clock:
-    """When a forward ends and each gradient is ready, in seconds, by hooks; the device is waited for at the ends.
+    """Records when a forward ends and when each gradient is ready, in seconds, by hooks.
 
-    On a CUDA device gradients are dated by events, so that nothing is waited for within a step.
+    The device is synchronised at both ends of a step. On a CUDA device, events record the times without a
+    synchronisation within the step.
     """
 
     def __init__(self, device: torch.device, model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -153,7 +154,7 @@ class _Clock:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Keep hooks on the parameters and on the model's forward."""
+        """Register hooks on the parameters and on the model's forward."""
 
         def marks(key: str) -> Callable[..., None]:
             return lambda *_: self._mark(key)
@@ -189,7 +190,7 @@ class _Clock:
                 times.append(self._between("forward end", key))
 
     def _mark(self, key: str) -> None:
-        """Note the time; of several (a parameter that is used twice) the last counts."""
+        """Record the time. A parameter that is used twice keeps the last one."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -207,7 +208,7 @@ class _Clock:
 
 
 def _dtype(parameters: dict[str, torch.nn.Parameter]) -> tuple[str, list[str]]:
-    """Return the dtype that most elements have, and a remark if there are others."""
+    """Return the dtype of most elements, and a remark if there are other dtypes."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters.values():
         counts[parameter.dtype] += parameter.numel()
@@ -224,10 +225,10 @@ def _dtype(parameters: dict[str, torch.nn.Parameter]) -> tuple[str, list[str]]:
 
 
 def _layers(parameters: dict[str, torch.nn.Parameter], ready_s: dict[str, float]) -> tuple[Layer, ...]:
-    """Return a layer for each module, such that the gradients become ready when they did.
+    """Return one layer per module, such that gradients become ready at the measured times.
 
-    A layer's weight is the time between its gradients and those before. Layers stand in the order in which backward
-    reaches them, last first, which need not be that of registration.
+    A layer's weight is the time between its gradients and those of the layer before. Layers are ordered by backward,
+    last first, which may differ from the order of registration.
     """
     modules: dict[str, dict[str, torch.nn.Parameter]] = {}
     for key, parameter in parameters.items():

@@ -1,7 +1,7 @@
-"""Workloads: models in training, with the time of a step where it was published, and as files.
+"""Workloads: models in training with published step times, and workloads stored in files.
 
-A step's time is divided into forward and backward as 1 : 2, the ratio of their arithmetic; the optimizer takes the
-memory traffic of its state. Where no time was published, the arithmetic divided by a rate that was is used, and the
+A step time is divided between forward and backward as 1 : 2, the ratio of their arithmetic. The optimizer takes the
+time of its memory traffic. Without a published time, the time is the arithmetic divided by a published rate, and the
 source says so.
 """
 
@@ -21,10 +21,10 @@ from commlib.network.model import DTYPES, Layer, Workload
 _GAN = "Gan et al., BAGUA (VLDB 2021; tutorials.baguasys.com/benchmark), 128 V100s"
 _TITAN = "torchtitan, benchmarks/llama3_h100_202412: 6,514 tokens/s on each of 128 H100s"
 
-#: What the format of a workload's file is called, in the file.
+#: Name of the file format of a workload, stored in the file.
 _FORMAT = "commlib-workload-1"
 
-#: Passes over memory, of the parameters' bytes, that an optimizer's step makes: read p, g and state, write p and state.
+#: Memory passes of an optimizer step, in parameter sizes: read p, g and state, write p and state.
 _OPTIMIZER_PASSES = {"sgd": 5, "adam": 7}
 
 
@@ -67,7 +67,7 @@ def _transformer() -> Workload:
 def _lstm_alexnet() -> Workload:
     return _by_arithmetic(
         "lstm-alexnet", architectures.lstm_alexnet(), 128, "v100",
-        source="shapes: torchvision's AlexNet and two LSTM layers, 126.8 million parameters in all as in Gan et al., "
+        source="shapes: torchvision's AlexNet and two LSTM layers, 126.8 million parameters in total as in Gan et al., "
         "whose data are not public",
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ _KNOWN: dict[str, Callable[[], Workload]] = {
     "llama3-8b": _llama3_8b,
 }
 
-#: Parameters as published, and how far ours may be from it: 0 where the published figure is exact.
+#: Published number of parameters, and the tolerated relative deviation: 0 if the published figure is exact.
 PUBLISHED_NUMEL: dict[str, tuple[float, float]] = {
     "vgg16": (138_357_544, 0),
     "resnet50": (25_557_032, 0),
@@ -113,15 +113,15 @@ PUBLISHED_NUMEL: dict[str, tuple[float, float]] = {
 
 
 def names() -> list[str]:
-    """Return the names that `get` knows."""
+    """Return the names of the known workloads."""
     return list(_KNOWN)
 
 
 def get(name: str) -> Workload:
-    """Return the workload of that name, or the one in the JSON file of that path.
+    """Return the workload with a known name, or load it from the JSON file at that path.
 
     Raises:
-        ConfigError: Neither; near names are given.
+        ConfigError: The name is neither known nor a file. The message suggests a similar name.
     """
     if name in _KNOWN:
         return _KNOWN[name]()
@@ -136,7 +136,7 @@ def get(name: str) -> Workload:
 
 
 def with_optimizer(workload: Workload, optimizer: str) -> Workload:
-    """Return a workload of a preset device with another optimizer, "sgd" or "adam", and what its step takes."""
+    """Return a workload on a preset device with another optimizer, "sgd" or "adam", and that optimizer's time."""
     optimizer_s = _optimizer_s(optimizer, workload.nbytes, workload.device)
     return dataclasses.replace(workload, optimizer=optimizer, optimizer_s=optimizer_s)
 
@@ -151,7 +151,8 @@ def load(path: Path | str) -> Workload:
     """Read a workload that `save` wrote.
 
     Raises:
-        ConfigError: No such file, another format, a field that is missing or unknown, or a value that is not possible.
+        ConfigError: The file does not exist or has another format, a field is missing or unknown, or a value is
+            invalid.
     """
     try:
         content = json.loads(Path(path).read_text())
@@ -212,10 +213,10 @@ def _optimizer_s(optimizer: str, nbytes: int, device: str) -> float:
 def _by_arithmetic(
     name: str, layers: tuple[Layer, ...], batch: int, device: str, *, source: str, **more: Any
 ) -> Workload:
-    """Return a workload whose time is its arithmetic at the rate that a workload with a published time reaches."""
+    """Return a workload whose step time is its arithmetic at the rate of a workload with a published time."""
     measured = {"v100": _bert_large, "h100": _llama3_8b}[device]()
     step_s = _flops(layers, batch) / (_flops(measured.layers, measured.batch_per_rank) / measured.step_s)
-    source = f"{source}; time: not published, from the arithmetic, at the rate that {measured.name} reaches"
+    source = f"{source}; time: not published, computed from the arithmetic at the rate of {measured.name}"
     return _workload(name, layers, batch, step_s=step_s, device=device, source=source, **more)
 
 

@@ -1,1 +1,1 @@
-"""What the command line prints and draws: comparisons of algorithms, and topologies."""
+"""Output of the command line: comparisons of algorithms, and topologies."""

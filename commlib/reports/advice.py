@@ -1,4 +1,4 @@
-"""What to use: the last lines of a comparison."""
+"""The recommendation at the end of a comparison."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from commlib.reports.families import without_auto
 from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
 
-#: Speed-ups that differ by less are alike: predictions are hardly better than that.
+#: Speed-ups that differ by a smaller factor count as equal, given the accuracy of the predictions.
 _ALIKE = 1.05
 
 
 def advice(comparison: Comparison) -> str:
-    """Return what to use where how much is allowed, or that nothing pays, with the reason."""
+    """Return the recommended algorithms by exactness class, or allreduce if none is faster, with the reason."""
     best = list(_best_by_class(comparison))
     ddp = comparison.ddp
     exposed = ddp.exposed_s / ddp.step_s
     share = f"{exposed:.0%} of DDP's step is not computation"
     if not best:
         if exposed < 1 - 1 / _ALIKE:
-            return f"Use allreduce, as DDP does: computation hides communication here ({share}), so nothing pays."
+            return f"Use allreduce, as DDP does: computation hides communication here ({share}), so none pays off."
         return f"Use allreduce, as DDP does: none of these is more than {_ALIKE - 1:.0%} faster, although {share}."
     names = [kept(without_auto(row.algorithm)) for row in best]
     fastest = "; ".join(
@@ -32,7 +32,7 @@ def advice(comparison: Comparison) -> str:
 
 
 def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
-    """Yield the fastest of each class, from the narrowest on, that is faster than DDP and than narrower ones."""
+    """Yield the fastest of each class, narrowest class first, if it is faster than DDP and than narrower classes."""
     to_beat = 1.0
     for exactness in EXACTNESS:
         rows = [row for row in comparison.rows if row.exactness == exactness and not row.doubt]
@@ -42,7 +42,7 @@ def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
 
 
 def doubts(comparison: Comparison) -> str:
-    """Return why rows have a mark and are not advised: what is known of them with this optimizer; "" where none has."""
+    """Return why rows are marked and not recommended with this optimizer; "" without marked rows."""
     by_reason: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.doubt:

@@ -1,4 +1,4 @@
-"""What `commlib compare` prints and draws."""
+"""Output of `commlib compare`: tables and plots."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ from commlib.simulation.simulator import Options
 from commlib.simulation.workers import Map, on_all_cores
 from commlib.tuner import candidates_of, preferred
 
-#: Bandwidths (Gbit/s) and latencies (us) of the pictures.
+#: Bandwidths (Gbit/s) and latencies (us) in the plots.
 BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
 LATENCIES_US = (5.0, 25.0, 300.0, 5000.0)
-#: Simulated steps of each point in a picture, and of each candidate of `auto`.
+#: Number of simulated steps for each point in a plot, and for each candidate of `auto`.
 _SWEEP_STEPS = 2
-#: Simulated steps where none are asked for.
+#: Default number of simulated steps.
 _STEPS = 4
-#: Columns of a table that are always shown: name, class, step, speed-up.
+#: Number of table columns that are always shown: name, class, step, speed-up.
 _REQUIRED = 4
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is to be compared, as the command line says it.
+    """The inputs of a comparison, as given on the command line.
 
     Attributes:
         workload: A known name or a file.
         networks: Known names.
         algorithms: See `compare.candidates`.
         exactness: See `compare.candidates`.
-        device: A known name; None is the workload's.
-        overrides: Fields of the networks; None leaves a field as it is.
-        steps: Simulated steps, or of a timed block; those of most algorithms are all alike. None: the usual number.
-        bucket_cap_mb: Size of a bucket, MiB; None plans.
-        optimizer: "sgd" or "adam" instead of the workload's.
+        device: A known name; None uses the workload's device.
+        overrides: Fields of the networks to override; None leaves a field unchanged.
+        steps: Number of simulated steps, or of steps in a timed block; most algorithms repeat the same step. None uses
+            the default.
+        bucket_cap_mb: Size of a bucket, MiB; None uses planned buckets.
+        optimizer: "sgd" or "adam", in place of the workload's.
     """
 
     workload: str
@@ -69,7 +70,7 @@ class Selection:
     optimizer: str | None = None
 
     def get_workload(self) -> Workload:
-        """Return the workload, with the optimizer that is asked for."""
+        """Return the workload with the requested optimizer."""
         workload = workloads.get(self.workload)
         if self.optimizer in (None, workload.optimizer):
             return workload
@@ -80,13 +81,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Output:
-    """What is made of a comparison.
+    """The outputs of a comparison.
 
     Attributes:
-        plot: A folder for pictures.
+        plot: A folder for plots.
         trace: A file for one step of each algorithm, in the Trace Event Format.
         as_json: Print JSON instead of tables.
-        wide: Print all columns, whatever the terminal's width.
+        wide: Print all columns, regardless of the terminal's width.
     """
 
     plot: Path | None = None
@@ -95,10 +96,10 @@ class Output:
     wide: bool = False
 
     def check(self) -> None:
-        """Try what is to be written.
+        """Check that the outputs can be written.
 
         Raises:
-            ConfigError: It cannot be.
+            ConfigError: An output cannot be written.
         """
         if self.plot is not None:
             plots.check()
@@ -109,7 +110,7 @@ class Output:
 
 @dataclass(frozen=True)
 class _Case:
-    """A workload on a network, and how it is simulated."""
+    """A workload on a network, with simulation options."""
 
     workload: Workload
     network: Network
@@ -122,12 +123,12 @@ class _Case:
         return min(self.network.gpus_per_node, self.network.nodes) > 1
 
     def compare(self, chosen: Mapping[str, Algorithm], what: str, run_all: Map) -> Comparison:
-        """Simulate algorithms, and show how far it is."""
+        """Simulate algorithms and show the progress."""
         with progress_bar(f"{what} {self.workload.name} on {self.network.name}", len(chosen) + 1) as progress:
             return compare.compare(self.workload, self.network, self.device, chosen, self.options, progress, run_all)
 
     def without_auto(self, named: Mapping[str, Algorithm], exactness: str, run_all: Map) -> dict[str, Algorithm]:
-        """Return algorithms with what `auto` would choose here in its place, called "auto: <name>"."""
+        """Return the algorithms with `auto` replaced by its choice on this network, labelled "auto: <name>"."""
         chosen = {}
         for label, algorithm in named.items():
             if isinstance(algorithm, Auto):
@@ -138,7 +139,7 @@ class _Case:
         return chosen
 
     def _choice(self, auto: Auto, exactness: str, run_all: Map) -> Algorithm:
-        """Return what `auto` chooses of what both it and `exactness` allow, with data sheets for measurements."""
+        """Return `auto`'s choice within its own and the given class, from preset figures instead of measurements."""
         auto = Auto(min(auto.allow, exactness, key=EXACTNESS.index), auto.candidates)
         kind = torch.optim.AdamW if self.workload.optimizer == "adam" else torch.optim.SGD
         found = candidates_of(auto, kind([torch.zeros(1)]), self.has_nodes)
@@ -155,7 +156,7 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
     """Simulate a selection and print it.
 
     Raises:
-        ConfigError: A name that is not known, a value that is not possible, or a file that cannot be written.
+        ConfigError: A name is unknown, a value is invalid, or a file cannot be written.
     """
     output.check()
     workload = selection.get_workload()
@@ -198,7 +199,7 @@ def show_known() -> None:
 
 
 def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
-    """Print one comparison as a table, with the network, the scale, what cannot be simulated, and what to use."""
+    """Print a comparison as a table, with the network, the scale, algorithms that cannot be simulated, and advice."""
     workload, network = comparison.workload, comparison.network
     _say(
         f"{workload.name} ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
@@ -224,7 +225,7 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
 
 
 def _forms_left_out(comparison: Comparison) -> list[str]:
-    """Return hierarchical forms that were not compared, where nodes have several ranks, of algorithms that were."""
+    """Return hierarchical forms that were not compared although their algorithms were, for nodes of several ranks."""
     if min(comparison.network.gpus_per_node, comparison.network.nodes) == 1:
         return []
     labels = [row.algorithm for row in comparison.rows]
@@ -237,7 +238,7 @@ def _say(text: str, console: Console, style: str = "") -> None:
 
 
 def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
-    """Yield rows, the fastest first, with the variants of an algorithm below its fastest; and whether each is one."""
+    """Yield (row, is_variant), the fastest first; variants of an algorithm follow its fastest form."""
     groups: dict[str, list[Prediction]] = {}
     for row in rows:
         groups.setdefault(base_name(row.algorithm), []).append(row)
@@ -247,7 +248,7 @@ def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
 
 
 def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
-    """Return the columns in the order of their use, with DDP-style all-reduce above."""
+    """Return the columns in order of importance, with DDP-style all-reduce in the first row."""
     results = [comparison.ddp, *(row.result for row, _ in rows)]
     names = [f"{'  ' * variant}{row.algorithm}{'*' * bool(row.doubt)}" for row, variant in rows]
     return [
@@ -270,7 +271,7 @@ def _short(value: float) -> str:
 def draw(
     comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path, run_all: Map = map
 ) -> list[Path]:
-    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines; return the files."""
+    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines. Return the files."""
     workload, network, device = comparison.workload, comparison.network, comparison.device
     options = dataclasses.replace(options, steps=min(options.steps, _SWEEP_STEPS))
     bandwidths = _around(network.bandwidth_gbps, BANDWIDTHS_GBPS)
@@ -279,7 +280,7 @@ def draw(
     if not chosen:
         return []
     name = f"{workload.name}-{network.name}".replace("/", "-")
-    rows: list[dict[str, list[float]]] = []  # by latency, the speed-ups of each algorithm by bandwidth
+    rows: list[dict[str, list[float]]] = []  # one per latency: the speed-ups of each algorithm by bandwidth
     with progress_bar(f"drawing {name}", (len(chosen) + 1) * len(bandwidths) * len(latencies)) as progress:
         for latency_us in latencies:
             networks = [
@@ -304,7 +305,7 @@ def draw(
 
 
 def _around(own: float, usual: Sequence[float]) -> list[float]:
-    """Return the usual values with the nearest one replaced by a network's own."""
+    """Return the usual values with the nearest one replaced by the network's own value."""
     nearest = min(usual, key=lambda value: abs(math.log(value / max(own, 1e-9))))
     return sorted({own, *usual} - ({nearest} - {own}))
 
@@ -312,7 +313,7 @@ def _around(own: float, usual: Sequence[float]) -> list[float]:
 def _best_by_class(
     chosen: Mapping[str, Algorithm], rows: Sequence[Mapping[str, Sequence[float]]]
 ) -> dict[str, list[list[tuple[str, float]]]]:
-    """Return, by class of exactness, [latency][bandwidth] the fastest algorithm that it allows."""
+    """Return the fastest allowed algorithm at [latency][bandwidth], by class of exactness."""
     grids: dict[str, list[list[tuple[str, float]]]] = {}
     for idx, exactness in enumerate(EXACTNESS):
         allowed = [label for label, algorithm in chosen.items() if algorithm.exactness in EXACTNESS[: idx + 1]]

@@ -1,12 +1,12 @@
-"""Families of algorithms, and how all pictures draw them: a colour and a marker each, told apart without colour too."""
+"""Families of algorithms and their plot style: a colour and a marker each, distinguishable without colour."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-#: The families of docs/reference/algorithms.md with their algorithms; each has its colour (Okabe and Ito's, and a
-#: dark red for the eighth) and marker in `_LOOKS`.
+#: The families of docs/reference/algorithms.md with their algorithms. `_LOOKS` assigns each a marker and a colour (of
+#: Okabe and Ito, and a dark red for the eighth).
 FAMILIES: dict[str, tuple[str, ...]] = {
     "full precision": ("allreduce",),
     "quantized": ("bytegrad", "qsgd", "ef_quantized", "qadam"),
@@ -20,7 +20,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "decentralized": ("decentralized", "low_precision_decentralized", "gossip", "noloco"),
     "in the background": ("async_averaging", "passive_gossip", "async_sgd", "hogwild"),
 }
-#: The family of algorithms that commlib does not know: a user's own.
+#: The family of algorithms unknown to commlib, such as a user's own.
 OTHER = "other"
 
 _LOOKS = {
@@ -40,14 +40,14 @@ _AUTO = re.compile(r"^auto(\(.*\))?: ")
 
 @dataclass(frozen=True)
 class Look:
-    """How an algorithm is drawn.
+    """Plot style of an algorithm.
 
     Attributes:
-        family: Its family's name.
-        colour: The family's.
-        marker: The family's.
-        dashes: The line's style: the algorithm's within its family.
-        is_hollow: Whether markers are: of hierarchical forms.
+        family: Name of the family.
+        colour: Colour of the family.
+        marker: Marker of the family.
+        dashes: Line style of the algorithm within its family.
+        is_hollow: Whether markers are hollow, which marks hierarchical forms.
     """
 
     family: str
@@ -58,7 +58,7 @@ class Look:
 
 
 def without_auto(label: str) -> str:
-    """Return what `auto` chose of a label "auto: <name>", or the label."""
+    """Return the name in a label "auto: <name>"; any other label is returned unchanged."""
     return _AUTO.sub("", label)
 
 
@@ -68,7 +68,7 @@ def base_name(label: str) -> str:
 
 
 def look(label: str) -> Look:
-    """Return how an algorithm is drawn, by its label in tables."""
+    """Return the plot style of an algorithm by its label in tables."""
     name = base_name(label)
     family = next((family for family, members in FAMILIES.items() if name in members), OTHER)
     colour, marker = _LOOKS[family]

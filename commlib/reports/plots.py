@@ -1,6 +1,6 @@
-"""The pictures of `commlib compare`: speed-ups by bandwidth and latency, the best algorithm, timelines of a step.
+"""The plots of `commlib compare`: speed-ups by bandwidth and latency, the best algorithm, timelines of a step.
 
-matplotlib is needed (the extra `plot`); it draws without a display. How algorithms look is in families.py.
+They need matplotlib (the extra `plot`) but no display. families.py defines the style of each algorithm.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from commlib.reports.families import Look, base_name, look
 from commlib.simulation.compare import Comparison
 from commlib.simulation.timeline import LANES, longest_step
 
-#: How many algorithms have a name in a picture of lines: the best of each family first.
+#: Number of labelled algorithms in a line plot; the best of each family comes first.
 _MAX_NAMED = 14
 _GREY = "#d0d0d0"
-#: Speed-ups below it are not drawn where they are: an arrow says so.
+#: Speed-ups below this are not drawn; an arrow marks them.
 _LEAST_SPEEDUP = 0.1
-#: A timeline ends after this many times the median of the steps in it, or where the longest does.
+#: A timeline ends after this many times the median step in it, or at the end of the longest step.
 _LONGEST_STEP = 1.5
-#: Steps that differ by less from the mean are alike.
+#: Steps that differ from the mean by a smaller fraction count as equal.
 _ALIKE = 0.02
 _LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#e0a800", "network": "#3b6fb6"}
 _WAIT_COLOUR = "#f2f2f2"
@@ -30,7 +30,7 @@ _FONT = 8
 
 
 def check() -> None:
-    """Look whether pictures can be drawn.
+    """Check that plots can be drawn.
 
     Raises:
         ConfigError: matplotlib is missing.
@@ -46,14 +46,14 @@ def speedups(
 ) -> None:
     """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on logarithmic axes.
 
-    Names stand at the end of the lines at which these are further apart.
+    Labels are placed at the end, left or right, at which the lines are further apart.
 
     Args:
-        by_algorithm: Speed-ups, one for each value; NaN where there is none.
+        by_algorithm: Speed-ups, one for each value; NaN if it could not be simulated.
         values: Bandwidths or latencies.
-        axis: What they are, with the unit.
-        title: Above the picture.
-        path: The PNG to write.
+        axis: Label of the axis, with the unit.
+        title: Title of the plot.
+        path: The PNG file to write.
     """
     figure, [ax] = _figure(9.0, 6.0)
     drawn = {name: line for name, line in by_algorithm.items() if not all(map(math.isnan, line))}
@@ -83,7 +83,7 @@ def speedups(
 
 
 def _named(drawn: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return whose lines have a name: the best form of the best of each family, then of the best algorithms."""
+    """Return which lines are labelled: the best form of the best algorithm of each family, then the best algorithms."""
     ranked = sorted(drawn, key=lambda name: -_mean_log(drawn[name]))
     forms = list({base_name(name): name for name in reversed(ranked)}.values())
     forms.sort(key=ranked.index)
@@ -112,7 +112,7 @@ def _limits(lines: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _mark_clipped(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], lowest: float) -> None:
-    """Draw an arrow at the lower edge where a line is below it."""
+    """Draw an arrow at the lower edge for each value of a line below it."""
     for name, line in lines.items():
         for value, speedup in zip(values, line, strict=True):
             if speedup < lowest:
@@ -123,7 +123,7 @@ def _mark_clipped(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequenc
 
 
 def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: float) -> list[str]:
-    """Return what the lines do not say by themselves."""
+    """Return remarks about lines that are unlabelled, clipped or incomplete."""
     notes = []
     if len(named) < len(drawn):
         notes.append(f"grey: {len(drawn) - len(named)} others")
@@ -133,15 +133,15 @@ def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: f
     low = {name: value for name, value in low.items() if value < lowest}
     if low:
         slowest = min(low, key=low.__getitem__)
-        notes.append(f"not drawn where below {lowest:.2g}: {len(low)} of the lines, as {slowest} ({low[slowest]:.2g})")
+        notes.append(f"not drawn below {lowest:.2g}: {len(low)} of the lines, such as {slowest} ({low[slowest]:.2g})")
     gaps = [name for name, line in drawn.items() if any(map(math.isnan, line))]
     if gaps:
-        notes.append(f"cannot be simulated everywhere: {len(gaps)} of the lines, as {gaps[0]}")
+        notes.append(f"cannot be simulated everywhere: {len(gaps)} of the lines, such as {gaps[0]}")
     return notes
 
 
 def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float]) -> None:
-    """Write names beside the picture, as near to the ends of their lines as they fit, joined to them."""
+    """Write labels next to the plot, as near as possible to the ends of their lines, with connecting lines."""
     at_left = _spread(line[0] for line in lines.values()) > _spread(line[-1] for line in lines.values())
     side = -0.03 if at_left else 1.03
     if at_left:
@@ -171,8 +171,8 @@ def _spread(ends: Iterable[float]) -> float:
 
 
 def _spaced(places: Sequence[float], apart: float) -> list[float]:
-    """Return ascending places, moved as little as makes them `apart` and, if there is room, keeps them within 0..1."""
-    groups: list[list[float]] = []  # of places that touch: their sum, their number, and where the first one stands
+    """Return ascending places, moved as little as possible to be `apart` and, if there is room, within 0..1."""
+    groups: list[list[float]] = []  # of touching places: their sum, their number, and the position of the first one
     for place in places:
         groups.append([place, 1, place])
         while len(groups) > 1 and groups[-2][2] + groups[-2][1] * apart > groups[-1][2]:
@@ -196,15 +196,15 @@ def best(
     title: str,
     path: Path | str,
 ) -> None:
-    """Draw which algorithm is the fastest at each bandwidth and latency, and how much faster it is.
+    """Draw the fastest algorithm at each bandwidth and latency, with its speed-up.
 
     Args:
         grids: By class of exactness, [latency][bandwidth] the best algorithm of that class or a narrower one, and its
             speed-up.
         bandwidths: Gbit/s.
         latencies: us.
-        title: Above the picture.
-        path: The PNG to write.
+        title: Title of the plot.
+        path: The PNG file to write.
     """
     columns = 2 if len(grids) % 2 == 0 else 1
     rows = len(grids) // columns
@@ -231,15 +231,15 @@ def best(
 
 
 def _broken(name: str) -> str:
-    """Break a name such that it fits into a cell."""
+    """Break a name into lines that fit into a cell."""
     name = name.replace("(hierarchical=True)", "\n(hierarchical)").replace("(", "\n(").replace("\n\n", "\n")
     return name.replace("low_precision_", "low_precision_\n").replace("hierarchical_local", "hierarchical_\nlocal")
 
 
 def timelines(comparison: Comparison, path: Path | str) -> None:
-    """Draw one step of each algorithm in its fastest form: computation, local work of communication, the wire.
+    """Draw one step of the fastest form of each algorithm: computation, local work of communication, the network.
 
-    Where steps differ, as of algorithms with a period, it is the longest one, and the mean is said.
+    If steps differ, for example for algorithms with a period, the longest one is drawn and the mean is printed.
     """
     fastest = {base_name(row.algorithm): row for row in reversed(comparison.rows)}.values()
     rows = sorted(fastest, key=lambda row: row.result.step_s)
@@ -274,7 +274,7 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     ax.set_xlim(0, end_s * 1e3)
     left_out = len(comparison.rows) - len(rows)
     note = f"; {left_out} slower forms are not drawn" if left_out else ""
-    title = f"One step of {comparison.workload.name} on {comparison.network.name} (rank 0{note}; arrow: goes on)"
+    title = f"One step of {comparison.workload.name} on {comparison.network.name} (rank 0{note}; arrow: continues)"
     ax.set(xlabel="ms")
     figure.suptitle(title, size=11)
     ax.legend(fontsize=_FONT, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
@@ -282,12 +282,12 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
 
 
 def _step_in_words(place: int, length_s: float, mean_s: float, cycle: int) -> str:
-    """Say what a step takes and, where not all are alike, which one is drawn."""
+    """Return the mean step time as text and, if steps differ, which step is drawn."""
     mean = f"{mean_s * 1e3:,.1f} ms"
     if cycle == 1 and abs(length_s / mean_s - 1) < _ALIKE:
         return mean
     which = f"step {place % cycle + 1} of {cycle}" if cycle > 1 else "the longest step"
-    return f"{mean} in the mean;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
+    return f"{mean} on average;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
 
 
 def _ink(colour: str) -> str:

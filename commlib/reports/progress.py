@@ -1,4 +1,4 @@
-"""What standard error shows while something takes long: a bar on a terminal, a line now and then in a log."""
+"""Progress on standard error: a bar on a terminal, periodic lines in a log."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import TimeRemainingColumn
 
-#: Seconds between two lines of a log.
+#: Seconds between two lines in a log.
 _PERIOD_S = 10.0
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Show how much of `total` parts is done; yields what is called after each."""
+    """Show the progress of `total` tasks. Yields a function to call after each task."""
     if not sys.stderr.isatty():
         yield _logged(what, total)
         return
@@ -43,7 +43,7 @@ def _logged(what: str, total: int) -> Callable[[str], None]:
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done; yields what is called with the next thing."""
+    """Show the current activity. Yields a function to call with the next activity."""
     if not sys.stderr.isatty():
         _log(what)
         yield _log

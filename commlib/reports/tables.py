@@ -1,4 +1,4 @@
-"""Tables and text that fit the terminal: columns by the width, no name cut or broken in its middle."""
+"""Tables and text that fit the terminal: the width determines the columns, and names are never cut."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-#: Columns where the output is no terminal and COLUMNS says nothing.
+#: Default number of terminal columns, without a terminal or COLUMNS.
 DEFAULT_WIDTH = 80
 
 _GAP = 2
 _LEAST_NAME = 20
-#: What stands for a space at which no line may end, until lines are made.
+#: Placeholder for a space at which no line may break, until the lines are built.
 _HARD_SPACE = "\N{NO-BREAK SPACE}"
 
 
@@ -25,9 +25,9 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: Above it.
-        cells: One for each row.
-        left: Whether cells stand at its left end rather than at its right end.
+        title: Title above the cells.
+        cells: One cell per row.
+        left: Whether cells are left-aligned rather than right-aligned.
     """
 
     title: str
@@ -36,17 +36,17 @@ class Column:
 
     @property
     def width(self) -> int:
-        """The characters of the longest cell or title."""
+        """Number of characters of the longest cell or title."""
         return max(map(len, (self.title, *self.cells)))
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or as COLUMNS says, or 80."""
+    """Return a console with the width of the terminal, else of COLUMNS, else 80."""
     return Console(width=terminal_width(), stderr=stderr, highlight=False)
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; where standard output is none, COLUMNS, else 80."""
+    """Return the number of columns: of the terminal on standard output, else of COLUMNS, else 80."""
     if sys.stdout.isatty():
         return Console().width
     asked = os.environ.get("COLUMNS", "")
@@ -57,11 +57,11 @@ def fitted(columns: Sequence[Column], width: int, required: int, wide: bool = Fa
     """Return the lines of a table: title, rule, rows.
 
     Args:
-        columns: The first one holds names: where they do not fit, they go on in a further line. The others are never
-            narrowed; of those that are not required, as many are shown as fit, in their order.
-        width: Of the lines, in characters.
-        required: So many columns are always shown.
-        wide: Show all columns, whatever the width.
+        columns: The first column holds names, which continue on another line if they are too long. The other columns
+            are never narrowed. Columns that are not required are shown in their order as far as they fit.
+        width: Width of the lines, in characters.
+        required: Number of columns that are always shown.
+        wide: Show all columns, regardless of the width.
     """
     names, others = columns[0], list(columns[1:])
     shown = others if wide else others[: required - 1]
@@ -89,9 +89,9 @@ def _line(name: str, cells: Sequence[tuple[Column, str]]) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return a text in lines of at most `width` characters, with `indent` before all but the first.
+    """Break a text into lines of at most `width` characters, with `indent` before all but the first.
 
-    Lines end at spaces; a word that is longer than a line ends after a slash, a comma or a bracket in it.
+    Lines break at spaces. A word longer than a line breaks after a slash, a comma or a bracket.
     """
     lines, line = [], ""
     for gap, word in re.findall(r"( *)([^ ]+)", text):
@@ -104,17 +104,17 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def _pieces(word: str, width: int) -> list[str]:
-    """Return a word, or where it is longer than `width` its parts."""
+    """Return the word, split into pieces if it is longer than `width`."""
     ends = rf"/,(\[{_HARD_SPACE}"
     return [word] if len(word) <= width else re.findall(rf"[^{ends}]*[{ends}]|[^{ends}]+", word)
 
 
 def kept(name: str) -> str:
-    """Return a name such that `wrapped` keeps it in one line."""
+    """Return a name that `wrapped` does not break."""
     return name.replace(" ", _HARD_SPACE)
 
 
 def show(lines: Sequence[str], to: Console, style: str = "") -> None:
-    """Print lines as they are."""
+    """Print lines unchanged."""
     for line in lines:
         to.print(Text(line, style), soft_wrap=True)

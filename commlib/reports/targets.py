@@ -1,4 +1,4 @@
-"""Files that a command will write, tried before its work begins."""
+"""Checks that output files can be written, before a command begins its work."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from commlib.errors import ConfigError
 
 
 def check_file(path: Path | str, option: str) -> None:
-    """Try to write a file; one that is there keeps its content, one that is not is not left behind.
+    """Check that a file can be written. An existing file keeps its content; a new file is removed again.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: The file cannot be written.
     """
     path = Path(path)
     try:
@@ -26,10 +26,10 @@ def check_file(path: Path | str, option: str) -> None:
 
 
 def check_folder(path: Path | str, option: str) -> None:
-    """Make a folder, and try to write in it.
+    """Create a folder and check that files can be written in it.
 
     Raises:
-        ConfigError: That cannot be done.
+        ConfigError: The folder cannot be created or written to.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

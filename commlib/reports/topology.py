@@ -1,4 +1,4 @@
-"""What a topology is good for: its matrix, its spectral gap, how fast it leads to the mean; and a drawing of it."""
+"""Report on a topology: its matrix, its spectral gap, its speed of convergence to the mean, and a plot."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from commlib.errors import ConfigError
 from commlib.primitives.topology import Matrix, Topology
 from commlib.reports import targets
 
-#: Matrices of more ranks are not printed.
+#: Largest number of ranks whose matrix is printed.
 _PRINTED_RANKS = 8
 
-#: So many steps of a topology that changes are printed and drawn.
+#: Number of printed and drawn steps of a topology that changes.
 _SHOWN_STEPS = 4
 
-#: A search for the steps to a distance ends here.
+#: Upper bound of the search for a number of steps.
 _MAX_STEPS = 1 << 40
 
 
 def decay(topology: Topology, world_size: int) -> Iterator[float]:
-    """Yield the distance to the mean after 0, 1, 2, ... steps, as a part of the distance at the start.
+    """Yield the distance to the mean after 0, 1, 2, ... steps, as a fraction of the initial distance.
 
-    It is the root mean square over starts whose values are independent and of equal variance.
+    The distance is the root mean square over initial values that are independent and of equal variance.
     """
     left = np.eye(world_size) - 1.0 / world_size
     for step in itertools.count():
@@ -36,7 +36,7 @@ def decay(topology: Topology, world_size: int) -> Iterator[float]:
 
 
 def steps_to(topology: Topology, world_size: int, fraction: float) -> int | None:
-    """Return after how many steps `decay` is at most `fraction`, or None if that takes more than 2^40 of them."""
+    """Return the number of steps until `decay` is at most `fraction`, or None if it exceeds 2^40."""
     period = topology.period(world_size)
     if period is None:
         return next(step for step, distance in enumerate(decay(topology, world_size)) if distance <= fraction)
@@ -49,7 +49,7 @@ def steps_to(topology: Topology, world_size: int, fraction: float) -> int | None
         if period << len(powers) > _MAX_STEPS:
             return None
         powers.append(powers[-1] @ powers[-1])
-    for exponent in range(len(powers) - 1, -1, -1):  # as many periods as leave too much
+    for exponent in range(len(powers) - 1, -1, -1):  # skip periods while the distance stays too large
         further = powers[exponent] @ left
         if _rms(further) > fraction:
             left, begin = further, begin + (period << exponent)
@@ -57,14 +57,14 @@ def steps_to(topology: Topology, world_size: int, fraction: float) -> int | None
         left = turn @ left
         if _rms(left) <= fraction:
             return begin + step
-    raise AssertionError("the distance to the mean grew; it cannot")
+    raise AssertionError("the distance to the mean must not grow")
 
 
 def describe(topology: Topology, world_size: int) -> str:
-    """Return a few lines on the topology among so many ranks, with the matrix if it is small.
+    """Return a few lines about the topology of `world_size` ranks, with the matrix if it is small.
 
     Raises:
-        ConfigError: There is none for so many ranks.
+        ConfigError: The topology does not support `world_size` ranks.
     """
     if world_size < 1:
         raise ConfigError(f"ranks: expected 1 or more, got {world_size}")
@@ -89,10 +89,10 @@ def describe(topology: Topology, world_size: int) -> str:
 
 
 def check_plot(path: str | Path) -> None:
-    """Try whether `plot` can write such a file.
+    """Check that `plot` can write the file.
 
     Raises:
-        ConfigError: matplotlib is missing, does not know the kind of file, or the file cannot be written.
+        ConfigError: matplotlib is missing or does not support the file type, or the file cannot be written.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -107,10 +107,10 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(topology: Topology, world_size: int, path: str | Path) -> None:
-    """Draw the graphs of the first steps with their weights, and the decay of the distance to the mean, into a file.
+    """Draw the weighted graphs of the first steps and the decay of the distance to the mean into a file.
 
     Raises:
-        ConfigError: matplotlib is missing, or it cannot write such a file.
+        ConfigError: matplotlib is missing or cannot write the file.
     """
     check_plot(path)
     from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def _product(turns: list[Matrix]) -> Matrix:
 
 
 def _draw_graph(axis: Any, matrix: Matrix) -> None:
-    """Draw ranks on a circle; what they give each other as arrows or, where both give the same, as lines."""
+    """Draw ranks on a circle and their weights as arrows, or as lines where both directions have the same weight."""
     num = len(matrix)
     angles = np.pi / 2 - 2 * np.pi * np.arange(num) / num
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
@@ -172,7 +172,7 @@ def _draw_graph(axis: Any, matrix: Matrix) -> None:
 
 
 def _color(share: float) -> tuple[float, float, float]:
-    """From light to dark blue."""
+    """Return a shade from light to dark blue."""
     return (0.75 - 0.65 * share, 0.85 - 0.55 * share, 0.95 - 0.25 * share)
 
 

@@ -1,4 +1,4 @@
-"""What a training step takes on a network, from the algorithm objects that train (docs/explanation/simulator.md)."""
+"""Simulation of training steps on a network with the algorithms used in training (docs/explanation/simulator.md)."""
 
 from commlib.simulation.calibration import MeasuredStep, calibrate
 from commlib.simulation.simulator import Options, simulate

@@ -1,9 +1,9 @@
-"""Rounds that no step waits for, where ranks differ: each rank has a schedule and a clock of its own.
+"""Asynchronous rounds on ranks of different speed. Each rank has its own schedule and clock.
 
-[Note: asynchronous rounds] A rank comes to the next round at the first step end at which its schedule starts one; the
-round begins when the last rank has come, lasts as long as it does on idle links, and a rank takes its result at its
-first step end after that. What a round costs the computation beside it (the copy, local work, processor time of the
-collectives) is what it costs where all ranks are alike; it is charged when a rank starts a round.
+[Note: asynchronous rounds] A rank joins the next round at the first step end at which its schedule starts one. The
+round begins when the last rank has joined and takes as long as on idle links. A rank takes the result at its first step
+end after that. The cost of a round to the concurrent computation (the copy, local work, processor time of the
+collectives) is the cost on ranks of equal speed. It is charged when a rank starts a round.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class _Rank:
     schedule: Schedule
     now_s: float
     num_steps: int = 0
-    num_rounds: int = 0  # that it has come to
-    ends_s: list[float] = field(default_factory=list)  # of its steps
+    num_rounds: int = 0  # rounds that it has joined
+    ends_s: list[float] = field(default_factory=list)  # end of each of its steps
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks did.
+    """Timing of the ranks.
 
     Attributes:
-        ends_s: [world_size, num_steps] When each step ended.
-        rounds_per_step: Rounds that were completed, per step of a rank.
+        ends_s: [world_size, num_steps] End of each step.
+        rounds_per_step: Completed rounds per step of a rank.
     """
 
     ends_s: np.ndarray
@@ -41,19 +41,19 @@ class Outcome:
 
 
 def run(channel: Channel, steps_s: np.ndarray, round_s: float, overhead_s: np.ndarray) -> Outcome:
-    """Run every rank's steps, in the order of time.
+    """Run the steps of all ranks in the order of time.
 
     Args:
-        channel: Of an asynchronous algorithm.
-        steps_s: [world_size, num_steps] What the computation of each step takes.
-        round_s: What a round takes from the moment at which the last rank has come.
-        overhead_s: [world_size] What a round costs the computation of each rank.
+        channel: Channel of an asynchronous algorithm.
+        steps_s: [world_size, num_steps] Seconds of computation in each step.
+        round_s: Seconds of a round from the moment at which the last rank has joined.
+        overhead_s: [world_size] Seconds that a round costs the computation of each rank.
     """
     world_size, num_steps = steps_s.shape
     assert isinstance(channel, Weights)
     ranks = [_rank(channel, float(steps_s[rank, 0])) for rank in range(world_size)]
     num_come: list[int] = []
-    ends_s: list[float] = []  # of rounds that all ranks have come to
+    ends_s: list[float] = []  # of the rounds that all ranks have joined
     queue = [(rank.now_s, idx) for idx, rank in enumerate(ranks)]
     heapq.heapify(queue)
     while queue:
@@ -80,7 +80,7 @@ def run(channel: Channel, steps_s: np.ndarray, round_s: float, overhead_s: np.nd
 
 
 def _rank(channel: Weights, now_s: float) -> _Rank:
-    """Return a rank whose warm-up is over."""
+    """Return a rank after its warm-up."""
     progress = Progress(channel)
     progress.step = channel.warmup_steps
     return _Rank(progress, Schedule(channel, progress), now_s)

@@ -1,10 +1,9 @@
-"""Fitting the simulator to measured steps, where nobody publishes what a processor takes for a message.
+"""Calibration of the simulator with measured steps, for figures that are not published, such as CPU time per message.
 
-[Note: what is fitted] Seven figures: of the device its copy rate and the processor time of a byte and of a message, of
-the transport the time of a collective and the part of the link's rate that each verb reaches. They are found by a
-pattern search on their logarithms, which needs no derivatives and gives the same result every time: each figure is
-moved up and down by a factor, kept where the mean squared relative error falls, and the factor shrinks when moves help
-little.
+[Note: fitted figures] There are seven figures: the copy rate and the processor time per byte and per message of the
+device, the time of a collective, and the fraction of the link's rate that each of three verbs reaches. A pattern search
+on their logarithms finds them, which needs no derivatives and is deterministic. It moves each figure up and down by a
+factor, keeps the moves that reduce the mean squared relative error, and reduces the factor when moves help little.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from commlib.simulation.training import Options
 _DEVICE = ("memory_gbytes_s", "cpu_s_per_byte", "cpu_s_per_message")
 _VERBS = ("all_reduce", "all_to_all", "all_gather")
 _FIRST_FACTOR, _LAST_FACTOR = 1.6, 1.03
-#: The search ends below this error; and a round that leaves more than this part of it makes the factor smaller.
+#: The search ends below this error. It reduces the factor if a pass leaves more than this fraction of the error.
 _SMALL_ERROR, _LITTLE_GAIN = 0.005, 0.8
 
 
@@ -33,11 +32,11 @@ class MeasuredStep:
     """A measured step.
 
     Attributes:
-        workload: What was trained; its times are those without communication.
-        network: What connected the ranks.
+        workload: The trained workload, with its times without communication.
+        network: The network of the ranks.
         algorithm: A registered name or an instance.
-        step_s: Seconds of a step.
-        bucket_cap_mb: The size of its buckets in MiB, or None where they were planned.
+        step_s: Measured seconds per step.
+        bucket_cap_mb: Size of a bucket, MiB; None for planned buckets.
     """
 
     workload: Workload
@@ -49,12 +48,12 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found.
+    """The result of a calibration.
 
     Attributes:
-        device: With fitted figures.
-        transport: With fitted figures.
-        errors: Of each cell, predicted / measured - 1.
+        device: The device with fitted figures.
+        transport: The transport with fitted figures.
+        errors: Relative error of each cell, predicted / measured - 1.
     """
 
     device: Device
@@ -63,7 +62,7 @@ class Calibration:
 
 
 def predict(cell: MeasuredStep, device: Device, transport: TransportProfile) -> float:
-    """Return the simulated seconds of a cell's step."""
+    """Return the simulated seconds per step of a cell."""
     options = Options(steps=1, bucket_cap_mb=cell.bucket_cap_mb, transport=transport)
     return simulate(cell.workload, cell.network, device, cell.algorithm, options).step_s
 
@@ -77,13 +76,13 @@ def calibrate(
     """Fit a device and a transport to measured steps.
 
     Args:
-        cells: At least as many as figures are fitted: seven.
-        device: Where the search begins; the figures must be above 0.
-        transport: Where the search begins.
-        progress: Called with the root of the mean squared error after each round of the search.
+        cells: Measured steps, at least as many as there are fitted figures: seven.
+        device: Start of the search; its figures must be above 0.
+        transport: Start of the search.
+        progress: Called with the root mean squared error after each pass of the search.
 
     Raises:
-        ConfigError: Too few cells, or a figure that is 0.
+        ConfigError: There are too few cells, or a figure is 0.
     """
     figures = _figures_of(device, transport)
     if len(cells) < len(figures):
@@ -126,7 +125,7 @@ def _apply(figures: Sequence[float], device: Device, transport: TransportProfile
 
 
 def _bounded(idx: int, value: float) -> float:
-    """Return a figure within its range: no verb is faster than the link."""
+    """Return a figure limited to its range: no verb is faster than the link."""
     return min(value, 1.0) if idx > len(_DEVICE) else value
 
 

@@ -1,12 +1,12 @@
-"""The third driver: the same rounds in the same order as on a CPU thread or CUDA streams, on a virtual clock.
+"""The third driver: runs the same rounds in the same order as a CPU thread or CUDA streams, on a virtual clock.
 
-[Note: virtual time] Times are vectors: a clock for each role ([Note: roles] in `roles.py`), one where all ranks are
-alike, or one for each rank. Whatever happens is handled in the order of its mean time over the clocks, so where ranks
-differ, that decides in which order a rank's local work is done.
+[Note: virtual time] Times are vectors with one clock per role ([Note: roles] in `roles.py`), which is a single clock if
+all ranks do the same, or with one clock per rank. Events are handled in the order of their mean time over the clocks.
+If ranks differ, this mean also determines the order of a rank's local work.
 
-A rank computes, and communicates beside it. Its communication does one piece of local work (a resumed generator) at a
-time, in the order in which they become possible. Local work and, on processors that carry the collectives, the
-collectives themselves slow the computation down while both last (`Load`).
+On each rank, communication runs concurrently with computation. Communication does one piece of local work (a resumed
+generator) at a time, in the order in which the pieces become ready. Local work slows the computation down while both
+last (`Load`). So do the collectives on processors that execute them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from commlib.transport.base import Request, Transport
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """A time span of an activity.
 
     Attributes:
-        lane: Where: "compute", "local work" or "network".
-        name: What: "forward", "backward", "optimizer", "wait", "rounds at the step's end", "work", or a verb.
-        start_s: From the beginning of the simulation.
-        end_s: The same.
-        bucket: Its index, -1 where it is of none.
-        rank: Of which rank.
-        nbytes: What the rank sends for it.
+        lane: "compute", "local work" or "network".
+        name: "forward", "backward", "optimizer", "wait", "rounds at the step's end", "work", or a verb.
+        start_s: Seconds since the start of the simulation.
+        end_s: Seconds since the start of the simulation.
+        bucket: Index of the bucket, or -1.
+        rank: The rank.
+        nbytes: Bytes that the rank sends.
     """
 
     lane: str
@@ -56,7 +56,7 @@ class Span:
 
 @dataclass
 class Load:
-    """What slows the computation from `start_s` to `end_s`: it loses `share` seconds in each of them."""
+    """Slows the computation down between `start_s` and `end_s`: it loses `share` seconds per second."""
 
     start_s: np.ndarray
     end_s: np.ndarray
@@ -65,7 +65,7 @@ class Load:
 
 @dataclass
 class _Progress:
-    """How far a round has come: the next collective's turn, the end so far, when tasks were ready and had asked."""
+    """Progress of a round: the next collective's turn, the end so far, and when tasks were ready and made requests."""
 
     turn_s: Any = -np.inf
     end_s: Any = -np.inf
@@ -77,18 +77,18 @@ class VirtualDriver(Driver):
     """Runs rounds on virtual clocks.
 
     Args:
-        links: Carries the collectives.
-        meter: Tells the cost of local work.
-        device: What a rank computes with.
-        pace: [num_clocks] How much longer than the device's figures local work takes on each rank.
-        traced: Ranks whose spans are kept.
-        roles: The ranks whose work the meter counts, and whose clocks there are where not all ranks have one.
+        links: Executes the collectives.
+        meter: Measures the cost of local work.
+        device: The device of each rank.
+        pace: [num_clocks] Factor on the device's times for local work.
+        traced: Ranks whose spans are recorded.
+        roles: The ranks whose work the meter counts. Each has a clock, unless every rank of the group has its own.
 
     Attributes:
-        now_s: [num_clocks] The time of the computation on each rank.
-        waited_s: [num_clocks] How long it has waited for rounds so far.
-        adapter_bytes: Bytes that have left a node so far.
-        spans: What the traced ranks did.
+        now_s: [num_clocks] Current time of the computation.
+        waited_s: [num_clocks] Total time of waiting for rounds.
+        adapter_bytes: Total bytes that have left a node.
+        spans: Spans of the traced ranks.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class VirtualDriver(Driver):
         self._worker_free_s = np.zeros_like(pace)
         self._heap: list[tuple[float, int, np.ndarray, Round, Event, int]] = []
         self._count = itertools.count()
-        self._at_s: dict[tuple[int, int], np.ndarray] = {}  # of the event of a round's task that is being handled
+        self._at_s: dict[tuple[int, int], np.ndarray] = {}  # of the current event, by round and task
         self._progress: dict[int, _Progress] = {}
-        self._last_end_s: dict[int, Any] = {}  # by communicator, the end of its last round
+        self._last_end_s: dict[int, Any] = {}  # end of the last round of each communicator
         self._loads: list[Load] = []
-        self._until_s: np.ndarray | None = None  # the end of the computation that is under way
+        self._until_s: np.ndarray | None = None  # end of the current computation
 
     # --- the computation ----------------------------------------------------------------------------------------------
 
     def compute(self, seconds: np.ndarray, name: str) -> None:
-        """Compute for `seconds` [num_clocks], and longer where communication beside it takes its part."""
+        """Compute for `seconds` [num_clocks], extended by the cost of concurrent communication."""
         begin_s = self.now_s
         self._until_s = begin_s + seconds
         for load in self._loads:
@@ -130,17 +130,17 @@ class VirtualDriver(Driver):
         self._note("compute", name, begin_s, self.now_s)
 
     def flush(self, name: str) -> None:
-        """Let the computation take the time of what the meter has counted."""
+        """Advance the computation by the time that the meter has counted."""
         seconds = self._meter.take()
         if seconds.any():
             self.compute(seconds[self._role_of_clock] * self._pace, name)
 
     def _slow_down(self, load: Load) -> None:
-        """Move the end of the computation under way by what it loses to a load."""
+        """Move the end of the current computation by the time that it loses to a load."""
         assert self._until_s is not None
         start_s = np.maximum(load.start_s, self.now_s)
         whole = self._until_s + load.share * np.maximum(0.0, load.end_s - start_s)
-        # Where the load outlasts the computation, its end t satisfies t - share * (t - start) = until.
+        # If the load outlasts the computation, its end t satisfies t - share * (t - start) = until.
         part = (self._until_s - load.share * start_s) / max(1.0 - load.share, 1e-9)
         self._until_s = np.where(start_s < self._until_s, np.minimum(whole, part), self._until_s)
 
@@ -150,7 +150,7 @@ class VirtualDriver(Driver):
             if self._until_s is not None:
                 self._slow_down(self._loads[-1])
 
-    # --- what the engine calls ----------------------------------------------------------------------------------------
+    # --- the driver interface -----------------------------------------------------------------------------------------
 
     @override
     def ready(self, round_: Round, task: int) -> None:
@@ -180,7 +180,7 @@ class VirtualDriver(Driver):
         return round_.done.is_set() and bool((self._of(round_).end_s <= self.now_s).all())
 
     def end_of(self, round_: Round) -> np.ndarray:
-        """Return when a round ended that has arrived and was not waited for."""
+        """Return the end of a round that has arrived and was not waited for."""
         return self._of(round_).end_s
 
     @override
@@ -212,7 +212,7 @@ class VirtualDriver(Driver):
         round_, progress = self._current, self._of(self._current)
         was_awaited = round_.order.waits_for == task_idx
         at_s = self._at_s.pop((id(round_), task_idx))
-        at_s = np.maximum(at_s, self._last_end_s.get(id(round_.transport), -np.inf))  # rounds in a row
+        at_s = np.maximum(at_s, self._last_end_s.get(id(round_.transport), -np.inf))  # rounds run in sequence
         event = super()._resume(task, task_idx)
         end_s = self._work(at_s, self._meter.take(), task_idx)
         progress.asked_s[task_idx] = end_s
@@ -223,7 +223,7 @@ class VirtualDriver(Driver):
         return event
 
     def _work(self, at_s: np.ndarray, seconds: np.ndarray, task_idx: int) -> np.ndarray:
-        """Do local work (seconds [num_roles]) as soon as the worker is free; return when it is done."""
+        """Do local work (seconds [num_roles]) when the worker is free. Return the end time."""
         if not seconds.any():
             return at_s
         start_s = np.maximum(at_s, self._worker_free_s)
@@ -236,7 +236,7 @@ class VirtualDriver(Driver):
         return end_s
 
     def _rates(self) -> tuple[float, float]:
-        """Return how fast local work is alone, and beside computation."""
+        """Return the rate of local work alone, and with concurrent computation."""
         if not self._device.shares_compute:
             return 1.0, 1.0
         return min(1.0, self._device.share), min(1.0, self._device.share / 2)
@@ -252,8 +252,8 @@ class VirtualDriver(Driver):
         request = task.request
         assert request is not None
         progress = self._of(round_)
-        # The thread of a processor issues when it has done the work before; the host of an accelerator runs ahead, and
-        # only the collective itself waits for the work.
+        # On a processor, the thread issues after the previous work. The host of an accelerator runs ahead, and only the
+        # collective waits for the work.
         issued_s = (progress.asked_s if self._device.shares_compute else progress.ready_s)[task_idx]
         progress.turn_s = np.maximum(progress.turn_s, issued_s)
         start_s = end_s = np.maximum(progress.turn_s, progress.asked_s[task_idx])

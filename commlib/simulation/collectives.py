@@ -1,12 +1,12 @@
-"""What a collective takes on a network (`moves`), and who else uses the links.
+"""The time of a collective on a network (`moves`), including contention for the links.
 
-Of the algorithms that a library has for a verb, it takes the one that is the fastest by its own estimate.
+If a library has several algorithms for a verb, it uses the fastest by its own estimate.
 
-A library that sends the next bytes while the last ones are on their way hides a part of the latency behind them
-(`hidden_of`): a collective takes its bytes and its latency, less that part of the shorter of the two.
+A library that sends further bytes while earlier ones are in flight hides a part of the latency (`hidden_of`). The time
+of a collective is that of its bytes plus its latency, minus this fraction of the shorter of the two.
 
-Collectives of one communicator start in the order in which they were issued, at most `in_flight` at once; a link
-carries one after the other.
+Collectives of one communicator start in the order of issue, at most `in_flight` at once. A link executes them one after
+the other.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _ALGORITHMS = {
 
 @dataclass(frozen=True)
 class TransportProfile:
-    """How a library carries collectives out.
+    """The behaviour of a communication library.
 
     Attributes:
-        name: What it is called.
-        all_reduce: Its algorithms (`moves.ALL_REDUCES`).
-        all_gather: The same (`moves.ALL_GATHERS`).
-        all_to_all: The same (`moves.ALL_TO_ALLS`).
-        broadcast: The same (`moves.BROADCASTS`).
-        assumed_latency_us: What it takes a message between nodes to take when it chooses among them; None: what it
-            takes.
-        connections: How many a ring or a tree has between two ranks; a message from point to point has one.
-        handshakes: Whether a message waits for the receiver's word that it is ready.
-        efficiency: The part of the adapter's rate that it reaches (times `Network.efficiency`).
-        efficiency_of: The part of that which a verb reaches ("all_to_all", ...); 1 for those that are not there.
-        hidden_of: The part of its latency that a verb hides behind its bytes, or of these behind the latency.
-        op_us: Of each collective, before it starts.
-        op_us_of: Instead of that, of a verb that is named.
-        message_us: Of each message that a rank sends in a collective.
-        in_flight: How many collectives of one communicator are under way at once.
-        leaders_only: Whether collectives across nodes are made by one rank of each node, so that nobody shares its
-            adapter; else by all of its ranks at once.
-        waits: Whether the thread that issues a collective waits for its end before any other work of communication.
-        bucket_cap_mb: The bucket size that it is used with; None means what the engine plans.
-        source: Where the figures come from.
+        name: Name of the library.
+        all_reduce: Available algorithms (`moves.ALL_REDUCES`).
+        all_gather: Available algorithms (`moves.ALL_GATHERS`).
+        all_to_all: Available algorithms (`moves.ALL_TO_ALLS`).
+        broadcast: Available algorithms (`moves.BROADCASTS`).
+        assumed_latency_us: Latency between nodes that the library assumes to choose an algorithm; None uses the actual
+            latency.
+        connections: Number of connections between two ranks of a ring or a tree; point-to-point messages use one.
+        handshakes: Whether a message waits until the receiver has signalled that it is ready.
+        efficiency: Fraction of the adapter's rate that the library reaches (times `Network.efficiency`).
+        efficiency_of: Fraction of that rate that a verb reaches ("all_to_all", ...); 1 for verbs not listed.
+        hidden_of: Fraction of the shorter of a verb's latency and transfer time that overlaps with the longer one.
+        op_us: Time of each collective before it starts.
+        op_us_of: Values that replace `op_us` for individual verbs.
+        message_us: Time of each message that a rank sends in a collective.
+        in_flight: Number of concurrent collectives of one communicator.
+        leaders_only: Whether one rank per node executes the collectives across nodes, without sharing the adapter.
+            Otherwise all ranks of a node do so at once.
+        waits: Whether the thread that issues a collective waits for its end before any other communication work.
+        bucket_cap_mb: Bucket size that the library uses, MiB; None uses the engine's plan.
+        source: Source of the figures.
     """
 
     name: str
@@ -102,14 +102,14 @@ class TransportProfile:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one collective takes.
+    """The cost of one collective.
 
     Attributes:
-        seconds: From its start to its end, alone.
-        adapter_s: Of them, those in which the node's adapter is busy.
-        local_s: Those in which a rank's link inside the node is busy.
+        seconds: Duration on idle links.
+        adapter_s: Seconds in which the node's adapter is busy.
+        local_s: Seconds in which a rank's link inside the node is busy.
         cpu_s: Processor seconds of a rank.
-        adapter_bytes: Bytes that leave a node for it, those of all concurrent groups together.
+        adapter_bytes: Bytes that leave a node, over all concurrent groups.
     """
 
     seconds: float = 0.0
@@ -119,9 +119,9 @@ class Cost:
     adapter_bytes: float = 0.0
 
 
-#: NCCL chooses by a table of its own, whatever the network's latency is: 14 us from node to node
-#: (src/graph/tuning.cc). Its rings and trees come in pairs, with connections of their own (src/graph/connect.cc);
-#: all-gathers have log2 p steps (PAT) where every node has one rank. Kernels are launched from the host.
+#: NCCL chooses by a fixed table, which assumes a latency of 14 us between nodes (src/graph/tuning.cc). Its rings and
+#: trees come in pairs, each with its own connections (src/graph/connect.cc). All-gathers have log2 p steps (PAT) if
+#: every node has one rank. Kernels are launched from the host.
 NCCL = TransportProfile(
     "nccl",
     all_reduce=("ring", "tree", "hierarchical"),
@@ -132,7 +132,7 @@ NCCL = TransportProfile(
     source="docs/explanation/simulator.md",
 )
 
-#: Gloo's rings in segments, its binomial broadcast, and its two threads.
+#: Gloo's segmented rings, its binomial broadcast, and its two threads.
 GLOO = TransportProfile(
     "gloo",
     all_reduce=("segmented",),
@@ -148,12 +148,12 @@ PROFILES = {profile.name: profile for profile in (NCCL, GLOO)}
 
 
 class Links:
-    """The network's links over time, as seen by vectors of clocks: one for all ranks, or one for each.
+    """The links of the network over time, for vectors of clocks: one for all ranks, or one per rank.
 
     Args:
-        network: What there is.
-        profile: How collectives are carried out.
-        device: What the processor pays for them.
+        network: The network.
+        profile: The communication library.
+        device: The device, which determines the processor time of collectives.
     """
 
     def __init__(self, network: Network, profile: TransportProfile, device: Device) -> None:
@@ -171,7 +171,7 @@ class Links:
         return self._profile.waits
 
     def carry(self, communicator: Hashable, request: Request, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return when a collective that each rank issues at `at` starts and ends, and take note of it."""
+        """Schedule a collective that each rank issues at `at`. Return when it starts and when it ends."""
         cost = self.cost(request)
         under_way = self._under_way.setdefault((communicator, request.group), deque(maxlen=self._profile.in_flight))
         start = at + self._profile.op_us_of.get(request.verb, self._profile.op_us) * 1e-6
@@ -191,7 +191,7 @@ class Links:
         return start, end
 
     def cost(self, request: Request) -> Cost:
-        """Return what a request of rank 0 costs, whoever else uses the links."""
+        """Return the cost of a request of rank 0 on idle links."""
         nbytes = _bytes_of(request)
         peers = tuple((peer, t.nbytes) for peer, t in request.sends) if isinstance(request, Exchange) else ()
         key = (request.verb, request.group, nbytes, peers)
@@ -203,12 +203,12 @@ class Links:
         group = self._group(request)
         if request.size != group.size:
             raise ConfigError(
-                f"a {request.verb} of the group {request.group!r} says {request.size} ranks, expected {group.size}"
+                f"a {request.verb} of the group {request.group!r} has {request.size} ranks, expected {group.size}"
             )
         move = self._move(group, request, nbytes)
         device = self._device
         cpu_s = device.cpu_s_per_byte * request.wire_bytes() + device.cpu_s_per_message * move.messages
-        least_s = cpu_s / device.share  # where the processor is slower than the link
+        least_s = cpu_s / device.share  # the bound if the processor is slower than the link
         sharers = self._sharers if request.group == "across" else 1
         hidden_s = self._profile.hidden_of.get(request.verb, 0.0) * min(move.busy_s, move.latency_s)
         return Cost(
@@ -225,17 +225,17 @@ class Links:
                 return self._chosen(group, request.verb, nbytes)
             case Exchange(sends=sends):
                 return moves.exchange(group, [(_distance(group.size, peer), tensor.nbytes) for peer, tensor in sends])
-        raise ConfigError(f"the simulator knows no {request.verb}")
+        raise ConfigError(f"the simulator does not support {request.verb}")
 
     def _chosen(self, group: Group, verb: str, nbytes: float) -> Move:
-        """Return what the library takes to be the fastest of its algorithms."""
+        """Return the move of the algorithm that the library estimates to be the fastest."""
         known, assumed_us = _ALGORITHMS[verb], self._profile.assumed_latency_us
         believed = group if assumed_us is None else replace(group, latency_s=assumed_us * 1e-6, f=math.inf)
         names = getattr(self._profile, verb)
         usable = [known[name] for name in names if name != "doubling" or group.q == 1]
         if not usable:
             raise ConfigError(
-                f"TransportProfile.{verb}: {names} is for nodes of one rank, expected another one beside it"
+                f"TransportProfile.{verb}: {names} requires nodes of one rank, expected another algorithm as well"
             )
         return min(usable, key=lambda algorithm: algorithm(believed, nbytes).seconds)(group, nbytes)
 
@@ -266,7 +266,7 @@ class Links:
         )
 
     def _together(self, request: Request, at: np.ndarray) -> np.ndarray:
-        """Return when those that a rank communicates with are there."""
+        """Return when a rank and all ranks that it communicates with have arrived."""
         if len(at) == 1:
             return at
         if isinstance(request, Exchange):
@@ -278,7 +278,7 @@ class Links:
         return np.broadcast_to(by_node.max(axis=axis, keepdims=True), by_node.shape).reshape(-1)
 
     def _with_neighbours(self, request: Exchange, at: np.ndarray) -> np.ndarray:
-        """Return when each one and those that it sends to and receives from are there."""
+        """Return when each rank and the ranks that it sends to and receives from have arrived."""
         nodes = self._network.nodes
         # The ranks of a group lie along the last axis, in the order of their rank in it.
         of_groups = {"all": at[None], "local": at.reshape(nodes, -1), "across": at.reshape(nodes, -1).T}[request.group]
@@ -300,5 +300,5 @@ def _bytes_of(request: Request) -> float:
 
 
 def _distance(size: int, peer: int) -> int:
-    """Return how many places a rank is from rank 0 on the circle."""
+    """Return the distance of a rank from rank 0 on the ring."""
     return min(peer % size, -peer % size)

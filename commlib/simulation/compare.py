@@ -1,4 +1,4 @@
-"""What each algorithm makes of a workload on a network, by simulation: `commlib compare`."""
+"""Comparison of algorithms on a workload and a network by simulation: `commlib compare`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from commlib.simulation.options import check_options, options_of
 from commlib.simulation.simulator import Options, Result, simulate
 from commlib.simulation.workers import Map
 
-#: The bucket size of `DistributedDataParallel`, whose step is the measure of all others.
+#: The bucket size of `DistributedDataParallel`, whose step is the baseline.
 DDP_BUCKET_CAP_MB = 25.0
 
-#: Called after each simulation with what was simulated.
+#: Called after each simulation with its name.
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One algorithm on one network.
+    """The prediction for one algorithm on one network.
 
     Attributes:
-        algorithm: What it is called: its registered name, and options if any.
-        exactness: What it may do to the optimisation (`commlib.algorithms.base.EXACTNESS`).
-        result: What the simulation found.
-        speedup: Steps of DDP-style all-reduce in the time of one step.
-        cycle: Steps after which the algorithm begins anew (`Channel.cycle`).
-        made_for: The optimizer that it is made for, "sgd" or "adam"; else "any" (`Algorithm.made_for`).
-        doubt: Why it should not be used with the workload's optimizer without a look at the loss; "" where nothing is.
+        algorithm: Registered name of the algorithm, and its options if any.
+        exactness: Its effect on the optimisation (`commlib.algorithms.base.EXACTNESS`).
+        result: Result of the simulation.
+        speedup: Step time of DDP-style all-reduce divided by the algorithm's.
+        cycle: Number of steps after which the algorithm repeats (`Channel.cycle`).
+        made_for: The optimizer that the algorithm is designed for, "sgd" or "adam"; else "any" (`Algorithm.made_for`).
+        doubt: Why the loss should be checked before using it with the workload's optimizer; "" without a reason.
     """
 
     algorithm: str
@@ -73,15 +73,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All algorithms on one network.
+    """The predictions for all algorithms on one network.
 
     Attributes:
-        workload: What is trained.
-        network: What connects the ranks.
-        device: What each rank computes with.
+        workload: The trained workload.
+        network: The network of the ranks.
+        device: The device of each rank.
         ddp: DDP-style all-reduce: full precision, buckets of 25 MiB.
         rows: The algorithms, the fastest first.
-        refused: Why algorithms could not be simulated, by name.
+        refused: Reasons of failed simulations, by name of the algorithm.
     """
 
     workload: Workload
@@ -92,7 +92,7 @@ class Comparison:
     refused: dict[str, str]
 
     def results(self) -> list[Result]:
-        """Return all results, that of DDP first; each is called as its row is."""
+        """Return all results, starting with DDP. Each is named like its row."""
         named = [dataclasses.replace(row.result, algorithm=row.algorithm) for row in self.rows]
         return [dataclasses.replace(self.ddp, algorithm="DDP-style all-reduce"), *named]
 
@@ -100,7 +100,7 @@ class Comparison:
         """Return everything but layers and spans, for JSON."""
         network = {field.name: getattr(self.network, field.name) for field in dataclasses.fields(self.network)}
         if math.isinf(self.network.ceiling_gbps):
-            network["ceiling_gbps"] = None  # JSON knows no infinity
+            network["ceiling_gbps"] = None  # JSON has no infinity
         return {
             "workload": {
                 "name": self.workload.name,
@@ -118,15 +118,16 @@ class Comparison:
 
 
 def candidates(text: str = "all", exactness: str = "any", *, several_per_node: bool = False) -> dict[str, Algorithm]:
-    """Return algorithms by what they are called in tables.
+    """Return algorithms by their label in tables.
 
     Args:
-        text: "all", or names with commas between them, each with options if wanted: `allreduce, topk(ratio=0.001)`.
-        exactness: The widest class that is allowed (`commlib.algorithms.base.EXACTNESS`).
-        several_per_node: Whether "all" contains the hierarchical form of the algorithms that have one.
+        text: "all", or names separated by commas, optionally with options: `allreduce, topk(ratio=0.001)`.
+        exactness: The widest allowed class (`commlib.algorithms.base.EXACTNESS`).
+        several_per_node: Whether "all" includes hierarchical forms.
 
     Raises:
-        ConfigError: An unknown name, option or class, one that is named but wider than the class, or none that is left.
+        ConfigError: A name, option or class is unknown, a named algorithm is wider than the class, or no algorithm
+            remains.
     """
     if exactness not in EXACTNESS:
         raise ConfigError(f"exactness: expected one of {', '.join(EXACTNESS)}, got {exactness!r}")
@@ -146,7 +147,7 @@ def candidates(text: str = "all", exactness: str = "any", *, several_per_node: b
 def _all(several_per_node: bool) -> dict[str, Algorithm]:
     found: dict[str, Algorithm] = {}
     for name in algorithms.list():
-        if name == "auto":  # which becomes one of the others
+        if name == "auto":  # selects one of the others
             continue
         found[name] = algorithms.create(name)
         if several_per_node and (form := hierarchical_form(name)) is not None:
@@ -155,7 +156,7 @@ def _all(several_per_node: bool) -> dict[str, Algorithm]:
 
 
 def hierarchical_form(name: str) -> Algorithm | None:
-    """Return the hierarchical form of a registered algorithm, or None where it has none."""
+    """Return the hierarchical form of a registered algorithm, or None if it has no such form."""
     cls = algorithms.get(name)
     if "hierarchical" not in inspect.signature(cls).parameters:
         return None
@@ -176,7 +177,7 @@ def _listed(text: str) -> list[ast.expr]:
 
 
 def _parsed(tree: ast.expr) -> tuple[str, Algorithm]:
-    """Return label and instance of `name` or `name(option=value)`."""
+    """Return the label and the instance of `name` or `name(option=value)`."""
     label = ast.unparse(tree)
     match tree:
         case ast.Name(id=name):
@@ -221,19 +222,19 @@ def compare(
     progress: Progress = lambda _: None,
     run: Map = map,
 ) -> Comparison:
-    """Simulate algorithms on one network, and DDP-style all-reduce beside them.
+    """Simulate algorithms and DDP-style all-reduce on one network.
 
     Args:
-        workload: What is trained.
-        network: What connects the ranks.
-        device: What each rank computes with.
-        chosen: Algorithms by what they are called (`candidates`).
-        options: How simulations are made; the size of buckets is not that of DDP, which has its own.
+        workload: The trained workload.
+        network: The network of the ranks.
+        device: The device of each rank.
+        chosen: Algorithms by label (`candidates`).
+        options: Options of the simulations. Their bucket size does not apply to DDP, which has its own.
         progress: Called after each simulation.
-        run: What runs them (`workers.on_all_cores`).
+        run: The `map` that runs the simulations (`workers.on_all_cores`).
 
     Raises:
-        ConfigError: Options that make no sense.
+        ConfigError: An option is invalid.
     """
     settings = [dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB), *[options] * len(chosen)]
     simulated = run(functools.partial(_simulate, workload, network, device), [AllReduce(), *chosen.values()], settings)
@@ -271,9 +272,9 @@ def sweep(
     progress: Progress = lambda _: None,
     run: Map = map,
 ) -> dict[str, list[float]]:
-    """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN where it cannot be simulated.
+    """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN if it cannot be simulated.
 
-    The arguments are those of `compare`.
+    See `compare` for the arguments.
     """
     speedups: dict[str, list[float]] = {name: [] for name in chosen}
     for network in networks:
@@ -287,7 +288,7 @@ def sweep(
 def _simulate(
     workload: Workload, network: Network, device: Device, algorithm: Algorithm, options: Options
 ) -> Result | str:
-    """Return what is found, or why it cannot be: what goes wrong with one algorithm does not end the others."""
+    """Return the result or the reason of the failure. An error in one algorithm does not stop the others."""
     try:
         return simulate(workload, network, device, algorithm, options)
     except ConfigError as error:

@@ -1,10 +1,10 @@
-"""Algorithms without rounds, as they declare themselves: questions to peers, answers, and what these cost a rank.
+"""Simulation of algorithms without rounds, from the requests, answers and costs that they declare.
 
-[Note: exchanges] Ranks that talk to their peers by themselves do so from threads, on clocks of the machine, so their
-code cannot run on virtual time. What they declare (`Algorithm.traffic`) can: at the end of a step in which one is due,
-a rank prepares its questions, which travel beside the steps that follow; the peers work on them and answer; at the
-first step end at which the answers are there they are taken over. All ranks do so alike, so that each also answers as
-many questions as it asks, and all share the adapters. No rank waits for another.
+[Note: exchanges] These algorithms communicate with peers from their own threads, on the machine's clock, so their code
+cannot run on virtual time. The simulation uses their declaration instead (`Algorithm.traffic`). At the end of a step in
+which an exchange is due, a rank prepares its requests, which travel during the following steps. The peers process them
+and answer. The rank applies the answers at the first step end after their arrival. All ranks behave identically: each
+answers as many requests as it sends, and all share the adapters. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from commlib.transport.simulated import SimulatedTransport
 
 
 class Exchanges:
-    """The exchanges of a rank, in place of the channel that carries an algorithm's rounds.
+    """The exchanges of a rank, in place of a channel with rounds.
 
     Args:
-        algorithm: One that runs itself.
-        parameters: What it trains.
-        transport: The group.
-        driver: The clocks.
-        meter: Counts local work; active.
+        algorithm: An algorithm with a `SelfRunning` channel.
+        parameters: The trained parameters.
+        transport: The process group.
+        driver: The virtual clocks.
+        meter: Counts local work; must be active.
         progress: Counts the steps.
 
     Attributes:
-        num_taken: Exchanges so far whose answers were taken over.
+        num_taken: Number of exchanges whose answers were applied.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Exchanges:
         self._kept = torch.empty(self._traffic.memory_bytes, dtype=torch.uint8)
         self.num_taken = 0
         self._num_pending = 0  # steps since the last exchange began
-        self._round: Round | None = None  # the exchange under way
+        self._round: Round | None = None  # the current exchange
         self._asked_s = self._rests_until_s = 0.0
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that the rank has sent so far."""
+        """Bytes sent by the rank so far."""
         return self._transport.bytes_sent
 
     def begin_step(self) -> None:
-        """The optimizer is about to make a step."""
+        """Do nothing before the optimizer's step."""
 
     def end_step(self) -> None:
-        """The optimizer has made its step: take what has arrived, and ask anew if that is due."""
+        """Apply answers that have arrived after the optimizer's step, and start an exchange if one is due."""
         if self._progress.is_warming_up or self._transport.world_size == 1:
             return
         self._num_pending += 1
@@ -105,7 +105,7 @@ class Exchanges:
         yield self._messages(traffic, traffic.answer_bytes)
 
     def _messages(self, traffic: Traffic, nbytes: int) -> Exchange:
-        """Return a message to each of the peers, which are spread over the group, and one from each."""
+        """Return one message to and one from each peer. The peers are spread over the group."""
         size = self._comm.world_size
         peers = [(idx + 1) * size // (traffic.peers + 1) for idx in range(traffic.peers)]
         payload = torch.empty(nbytes, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""A network and a transport such that the simulator's collectives take what was measured of real ones.
+"""Fitting of a network and a transport to measured collectives.
 
-The quickest of the small ones gives the latency of a message, the line through two large ones the rate of each verb,
-and the fastest of them the bandwidth. That line begins below what a small one takes where bytes travel while messages
-wait (on few cores, for the processes' turns): that part of the latency is hidden. What verbs take beside it is the
-profile's.
+The fastest of the small collectives gives the latency of a message. The line through two large ones gives the rate of
+each verb, and the fastest verb gives the bandwidth. If bytes travel while messages wait (on few cores, for the
+scheduling of processes), the line starts below the time of a small collective. The difference is hidden latency. The
+remaining time of a verb is stored in the profile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.network.model import Device, Network
 from commlib.simulation.collectives import Links, TransportProfile
 from commlib.transport.base import Request
 
-#: Bytes a second between which a rate is looked for, and in how many halvings of their ratio.
+#: Range of the search for a rate, in bytes per second, and number of bisections of its logarithm.
 _LEAST_RATE, _ENDLESS = 1e3, 1e15
 _BISECTIONS = 60
 _NO_DEVICE = Device("none", memory_gbytes_s=1.0, tflops={"fp32": 1.0})
@@ -25,14 +25,14 @@ _NO_DEVICE = Device("none", memory_gbytes_s=1.0, tflops={"fp32": 1.0})
 
 @dataclass(frozen=True)
 class VerbTimes:
-    """What was measured of a verb.
+    """Measurements of a verb.
 
     Attributes:
         small: A request with hardly any bytes.
-        small_s: Seconds of it.
-        whole: A large one.
-        whole_s: Seconds of it.
-        fixed_s: Of those, what does not grow with the bytes; at most `small_s`.
+        small_s: Seconds of the small request.
+        whole: A large request.
+        whole_s: Seconds of the large request.
+        fixed_s: Seconds of the large request that do not grow with its bytes; at most `small_s`.
     """
 
     small: Request
@@ -45,12 +45,12 @@ class VerbTimes:
 def fitted(
     network: Network, profile: TransportProfile, times: Mapping[str, VerbTimes]
 ) -> tuple[Network, TransportProfile]:
-    """Return network and profile with what makes the simulator's collectives take what was measured.
+    """Return the network and the profile with which simulated collectives take the measured times.
 
     Args:
-        network: All but bandwidth and latency between nodes.
-        profile: How the library carries collectives out.
-        times: Of each verb.
+        network: The network; bandwidth and latency between nodes are replaced.
+        profile: The communication library.
+        times: Measurements of each verb.
     """
     plain = dataclasses.replace(profile, op_us=0.0, efficiency_of={}, hidden_of={}, op_us_of={})
 
@@ -61,7 +61,7 @@ def fitted(
     delays = {verb: seconds(of.small, 1.0, _ENDLESS) for verb, of in times.items()}
     latency_s = min(of.small_s / delays[verb] for verb, of in times.items())
     waits_s = {verb: count * latency_s for verb, count in delays.items()}
-    # Rounding makes 3 * (x / 3) more than x at times.
+    # By rounding, 3 * (x / 3) may exceed x.
     own_s = {verb: max(0.0, of.small_s - waits_s[verb]) for verb, of in times.items()}
     hidden = {verb: min(1.0, (of.small_s - of.fixed_s) / waits_s[verb]) for verb, of in times.items()}
     hiding = dataclasses.replace(plain, hidden_of=hidden)
@@ -85,7 +85,7 @@ def fitted(
 
 
 def _where(seconds: Callable[[float], float], target_s: float) -> float:
-    """Return the rate in bytes a second at which a falling function of it is `target_s`, by bisection."""
+    """Return the rate in bytes per second at which a falling function is `target_s`, by bisection."""
     low, high = _LEAST_RATE, _ENDLESS
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)

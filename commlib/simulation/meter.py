@@ -1,10 +1,9 @@
-"""What local work costs: torch operations and codec kernels on meta tensors, counted while they are called.
+"""Cost of local work: counts torch operations and codec kernels that run on meta tensors.
 
-[Note: the cost of an operation] An operation takes its launch, and the longer of its memory traffic at the copy rate
-and its floating-point operations at the rate of matrix products. Traffic is what the operation reads and what it
-writes, each once: operands that are overwritten are not read, indexed access counts the elements that the index names,
-and views and allocations cost nothing. A codec kernel takes its launch and its traffic at its own fraction of the copy
-rate.
+[Note: the cost of an operation] An operation costs its launch plus the longer of its memory traffic at the copy rate
+and its floating-point operations at the rate of matrix products. Traffic counts each operand that is read and each that
+is written once. Overwritten operands are not read, indexed access counts the elements named by the index, and views and
+allocations are free. A codec kernel costs its launch plus its traffic at its own fraction of the copy rate.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from commlib.network.model import Device
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-#: Their first operand is overwritten without being read.
+#: Operations that overwrite their first operand without reading it.
 _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_", "uniform_", "random_"}
-#: They touch only the elements of their first operand that an index names.
+#: Operations that access only the elements of their first operand named by an index.
 _INDEXED = {
     *("gather", "index", "index_select", "take", "index_fill_", "index_copy_", "index_add_", "index_put_"),
     *("scatter_", "scatter_add_", "scatter_reduce_", "put_", "masked_fill_"),
@@ -39,11 +38,11 @@ _INDEXED = {
 
 
 class Meter(TorchDispatchMode):
-    """Adds up the seconds of the operations and kernels that run while it is active, and what they allocate.
+    """Sums the seconds of operations and kernels that run while it is active, and the memory that they allocate.
 
     Args:
-        device: What the operations run on.
-        num_roles: Ranks whose work is counted apart (`counting_for`); what is not of one of them is of all.
+        device: The device that the operations run on.
+        num_roles: Number of ranks whose work is counted separately (`counting_for`). Other work counts for all ranks.
     """
 
     def __init__(self, device: Device, num_roles: int = 1) -> None:
@@ -58,21 +57,21 @@ class Meter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: torch need not import its compiler, and ask it before every operation."""
+        """Return False: nothing is compiled here, so torch need not import its compiler and query it at every call."""
         return False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Count within the context.
 
-        Tensors that would be made on the CPU are made on the meta device, unless a generator or a list gives values.
+        Tensors created on the CPU are created on the meta device instead, unless a generator or a list provides values.
         """
         with torch.no_grad(), meta.reporting(self._on_kernel), meta.repeating(self._repeat), self:
             yield
 
     @contextlib.contextmanager
     def counting_for(self, role: int) -> Iterator[None]:
-        """Count within the context for one rank alone."""
+        """Count for a single rank within the context."""
         self._role = role
         try:
             yield
@@ -89,7 +88,7 @@ class Meter(TorchDispatchMode):
         return seconds
 
     def count(self, nbytes: int) -> None:
-        """Count a pass over memory that reads and writes so many bytes."""
+        """Count a memory pass that reads and writes `nbytes` in total."""
         if nbytes:
             self._add(self._launch_s + nbytes * self._s_per_byte)
 
@@ -100,7 +99,7 @@ class Meter(TorchDispatchMode):
             self._seconds[self._role] += seconds
 
     def _repeat(self, key: Hashable, work: Callable[[], object], times: int) -> None:
-        """Do work of a key, unless that was done before, and count it so many times."""
+        """Run the work of a key if it has not run before, and count it `times` times."""
         if key not in self._repeated:
             before, self._seconds = self._seconds, np.zeros_like(self._seconds)
             work()
@@ -110,7 +109,7 @@ class Meter(TorchDispatchMode):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the tensors that were made while it was active and are alive, on the rank that has most."""
+        """Bytes of live tensors that were created while it was active, on the rank with the most."""
         self._allocated = [entry for entry in self._allocated if not entry[0].expired()]
         of_all = sum(nbytes for _, nbytes, role in self._allocated if role is None)
         of_roles = [0] * len(self._seconds)
@@ -125,7 +124,7 @@ class Meter(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)
         if kwargs and _makes(func) and kwargs.get("device") in (None, _CPU):
-            # `torch.device("meta")` as a context does so too, and costs microseconds at every call into torch.
+            # The context `torch.device("meta")` has the same effect, but costs microseconds at every call into torch.
             kwargs = {**kwargs, "device": _META}
         key = (func, *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
         known = _known.get(key)
@@ -149,7 +148,7 @@ class Meter(TorchDispatchMode):
         return self._launch_s + max(operation.nbytes * self._s_per_byte, arithmetic_s)
 
     def _note(self, made: Any) -> None:
-        """Remember tensors that were made."""
+        """Record newly created tensors."""
         for tensor in _tensors(made):
             storage = tensor.untyped_storage()
             self._allocated.append((StorageWeakRef(storage), storage.nbytes(), self._role))
@@ -162,9 +161,9 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What one operation with operands of given shapes moves and computes, whatever the device.
+    """The traffic and the arithmetic of an operation for given operand shapes, independent of the device.
 
-    `make` gives its result again, from its operands; None where only torch can.
+    `make` creates its result from its operands; None if only torch can.
     """
 
     nbytes: int
@@ -173,7 +172,7 @@ class _Operation:
     make: Callable[[Any, Any], Any] | None
 
 
-#: Operations that were called before: torch's own rules for meta tensors take a tenth of a millisecond or more.
+#: Cache of operations: torch's own rules for meta tensors take a tenth of a millisecond or more.
 _known: dict[Any, _Operation] = {}
 _MOST_KNOWN = 100_000
 
@@ -185,7 +184,7 @@ def _remember(key: Any, operation: _Operation) -> None:
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, torch.dtype]:
-    """Return the bytes that an operation moves, its floating-point operations and their type."""
+    """Return the bytes that an operation moves, its floating-point operations and their dtype."""
     name = func.overloadpacket.__name__
     mutated = [args[idx] for idx, at in enumerate(_mutated(func)) if at and idx < len(args)]
     written = _tensors([*mutated, kwargs.get("out")]) or _tensors(result)
@@ -207,13 +206,13 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int, 
 
 @functools.cache
 def _mutated(func: Any) -> tuple[bool, ...]:
-    """Return, for each positional argument of an operation, whether it is changed."""
+    """Return whether an operation changes each of its positional arguments."""
     return tuple(bool(a.alias_info and a.alias_info.is_write) for a in func._schema.arguments if not a.kwarg_only)
 
 
 @functools.cache
 def _makes(func: Any) -> bool:
-    """Return whether an operation makes a tensor of nothing but numbers."""
+    """Return whether an operation creates a tensor from numbers only."""
     arguments = {a.name: str(a.type) for a in func._schema.arguments}
     return "device" in arguments and "generator" not in arguments and not any("Tensor" in t for t in arguments.values())
 
@@ -225,7 +224,7 @@ def _changes(func: Any) -> bool:
 
 
 def _maker_of(func: Any, result: Any) -> Callable[[Any, Any], Any] | None:
-    """Return what gives the result of an operation again."""
+    """Return a function that creates the result of an operation."""
     if not func._schema.returns:
         return lambda args, kwargs: None
     if _changes(func):
@@ -247,13 +246,13 @@ def _maker_of(func: Any, result: Any) -> Callable[[Any, Any], Any] | None:
 
 
 def _signature(value: Any) -> Any:
-    """Return what the result and the cost of an operation depend on in one argument."""
+    """Return the properties of an argument that determine the result and the cost of an operation."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
     is_plain = isinstance(value, (int, float, str, torch.dtype, torch.device))
-    return (type(value), value) if is_plain else type(value)  # 1 and 1.0 are equal, and give different dtypes
+    return (type(value), value) if is_plain else type(value)  # 1 and 1.0 are equal, but give different dtypes
 
 
 def _all_tensors(tree: Any) -> list[torch.Tensor]:
@@ -263,10 +262,10 @@ def _all_tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors on the meta device in nested arguments; those elsewhere are small, and cost nothing."""
+    """Return the tensors on the meta device in nested arguments. Other tensors are small and count as free."""
     return [tensor for tensor in _all_tensors(tree) if tensor.is_meta]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; those that broadcasting repeats count once."""
+    """Return the bytes of a tensor. Elements repeated by broadcasting count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

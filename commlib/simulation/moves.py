@@ -1,16 +1,16 @@
-"""How libraries carry collectives out: the bytes that their algorithms move over which links, and what they wait for.
+"""The algorithms of collectives: the bytes that they move over each link, and their latency.
 
-[Note: the links] Every node has one adapter, shared by its ranks, every rank a link to the others of its node; both
-carry each direction at once. A collective of p nodes with q ranks each, N = p q, is described by the seconds that it
-keeps the adapter and the ranks' links busy, by the seconds that its busiest connection takes, and by a latency that
-keeps nothing busy. With B the bytes of a rank's tensor (of the result for an all-gather), w, i and f the bytes a second
-of adapter, local link and connection, L and l the latencies of adapter and local link:
+[Note: the links] Every node has one adapter, shared by its ranks. Every rank has a link to the other ranks of its node.
+Both are full duplex. A collective of p nodes with q ranks each, N = p q, is described by the seconds in which the
+adapter and the ranks' links are busy, the seconds of its busiest connection, and a latency during which no link is
+busy. B is the number of bytes of a rank's tensor (of the result for an all-gather); w, i and f are the bytes per second
+of adapter, local link and connection; L and l are the latencies of adapter and local link:
 
     all-reduce  ring          max(2 (N-1)/N B / w, the same / i, the same / f) + 2 ((p-1) L + (N-p) l)
                 tree          max(2 B / w (B / w for p = 2), 2 B / i, B / f) + 2 (ceil(log2 p) L + (q-1) l)
                 hierarchical  2 (q-1)/q B / i + 2 (q-1) l, and 2 (p-1)/p B / w (B / q / f) + 2 (p-1) L
                 leaders       2 B / i + 2 (q-1) l, and 2 (p-1)/p B / w (or f) + 2 (p-1) L
-                segmented     a ring in segments of at most 1 MiB, two under way: see `_segmented`
+                segmented     a ring in segments of at most 1 MiB, two in flight: see `_segmented`
     all-gather  ring          half of an all-reduce's
                 doubling      (N-1)/N B / w (or f) + ceil(log2 p) L, where q = 1
                 segmented     a ring in two segments
@@ -20,18 +20,18 @@ of adapter, local link and connection, L and l the latencies of adapter and loca
                 binomial      S(log2 p) B / w + S(log2 q) B / i + log2 p L + log2 q l, S(k) = 1 + 2 + ... + k
     exchange                  max(sum of c B / w, sum of (1 - c/q) B / i, B / f) + max(L, l), over a rank's messages
 
-Logarithms are rounded up. Terms in w, f and L are there where p > 1, those in i and l where q > 1. A ring passes
-through the nodes one after the other, so one of its edges leaves each adapter. Groups of ranks with the same place in
-every node ("across") share the adapters: w is divided by their number. An exchange between neighbours is taken to be
-the same shift at every rank: of the q messages of a node's ranks to those d places on, c = min(d, q) cross the adapter.
-In a binomial tree the root sends to all its children at once, which share its link, then theirs do.
+Logarithms are rounded up. Terms in w, f and L apply if p > 1, terms in i and l if q > 1. A ring visits the nodes one
+after the other, so one of its edges leaves each adapter. Groups of the ranks at the same position in every node
+("across") share the adapters: w is divided by their number. An exchange between neighbours is modelled as the same
+shift on every rank: of the q messages of a node's ranks to the ranks at distance d, c = min(d, q) cross the adapter. In
+a binomial tree, the root sends to all its children at once over its link, then each child does the same.
 
-[Note: connections] A TCP connection has at most a window under way, and the word that it has arrived takes a round
-trip: f = window / (2 L), times the connections between two ranks of a ring or a tree.
+[Note: connections] A TCP connection has at most one window in flight, and its acknowledgement takes a round trip: f =
+window / (2 L), times the number of connections between two ranks of a ring or a tree.
 
-[Note: handshakes] Where the receiver's word that it is ready must arrive before the data leaves, a message takes the
-time of two, so L and l count twice. The receivers of a broadcast wait from the beginning: only the first message comes
-after their word.
+[Note: handshakes] If the receiver must signal that it is ready before the data leaves, a message takes the time of two,
+so L and l count twice. The receivers of a broadcast wait from the beginning, so only its first message follows a
+signal.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-#: The largest segment of Gloo's ring, and how much of two segments' time a pair of them takes beside its round trip:
-#: the second is on its way while the first is acknowledged. Fitted to benchmarks/latency.py.
+#: Largest segment of Gloo's ring, and the share of a pair of segments' transfer time that adds to its round trip: the
+#: second segment is in flight while the first is acknowledged. Fitted to benchmarks/latency.py.
 _SEGMENT_BYTES = 1 << 20
 _SEGMENT_SHARE = 0.65
 
@@ -51,15 +51,15 @@ class Group:
     """The links of a group of p nodes with q ranks each.
 
     Attributes:
-        p: Nodes.
-        q: Ranks of each.
-        w: Bytes a second of an adapter.
-        i: Of a rank's link inside its node.
-        f: Of a connection from node to node.
-        latency_s: One way, from node to node.
-        local_latency_s: The same inside a node.
-        connections: How many a ring or a tree has between two ranks; a message from point to point has one.
-        delays: How many one-way latencies a message takes: 2 where the receiver says first that it is ready.
+        p: Number of nodes.
+        q: Number of ranks per node.
+        w: Bytes per second of an adapter.
+        i: Bytes per second of a rank's link inside its node.
+        f: Bytes per second of a connection between nodes.
+        latency_s: One-way latency between nodes.
+        local_latency_s: One-way latency inside a node.
+        connections: Number of connections between two ranks of a ring or a tree; point-to-point messages use one.
+        delays: Number of one-way latencies per message: 2 if the receiver first signals that it is ready.
     """
 
     p: int
@@ -74,25 +74,25 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return self.p * self.q
 
     @property
     def slowest_s(self) -> float:
-        """The latency of the slowest link."""
+        """Latency of the slowest link."""
         return self.latency_s if self.p > 1 else self.local_latency_s
 
     def move(
         self, adapter: float, local: float, hops: tuple[float, float], messages: float, flow: float | None = None
     ) -> Move:
-        """Return a transfer of so many bytes through a node's adapter and a rank's link, and its latency.
+        """Return the transfer of bytes through a node's adapter and a rank's link, with its latency.
 
         Args:
-            adapter: Bytes out of a node.
-            local: Bytes out of a rank that stay in its node.
-            hops: Messages that follow one another, between nodes and inside.
-            messages: That a rank sends.
-            flow: Bytes of the busiest pair of ranks in different nodes; None are those of the adapter.
+            adapter: Bytes that leave a node.
+            local: Bytes that leave a rank and stay in its node.
+            hops: Number of sequential messages between nodes and inside a node.
+            messages: Number of messages that a rank sends.
+            flow: Bytes of the busiest pair of ranks in different nodes; None uses `adapter`.
         """
         adapter, local = (adapter if self.p > 1 else 0.0), (local if self.q > 1 else 0.0)
         flow = (adapter if flow is None else flow) if self.p > 1 else 0.0
@@ -102,17 +102,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Move:
-    """What one collective moves, and waits for.
+    """The bytes and waiting times of one collective.
 
     Attributes:
-        adapter_bytes: Out of a node's adapter.
-        adapter_s: How long they keep it busy.
-        local_s: How long a rank's link inside the node is busy.
-        flow_s: How long the busiest connection takes.
-        latency_s: What messages take that follow one another, without their bytes.
-        messages: That a rank sends.
-        stall_s: What is waited for besides, whatever bytes are on their way.
-        is_serial: Whether stages follow one another instead of overlapping, so that they keep the links busy in turn.
+        adapter_bytes: Bytes that leave a node's adapter.
+        adapter_s: Seconds in which the adapter is busy.
+        local_s: Seconds in which a rank's link inside the node is busy.
+        flow_s: Seconds of the busiest connection.
+        latency_s: Latency of the sequential messages, without their bytes.
+        messages: Number of messages that a rank sends.
+        stall_s: Additional waiting time, independent of the bytes in flight.
+        is_serial: Whether the links are busy in turn because stages do not overlap.
     """
 
     adapter_bytes: float
@@ -126,13 +126,13 @@ class Move:
 
     @property
     def busy_s(self) -> float:
-        """What its bytes take."""
+        """Seconds of the transfer."""
         between_s = max(self.adapter_s, self.flow_s)
         return between_s + self.local_s if self.is_serial else max(between_s, self.local_s)
 
     @property
     def seconds(self) -> float:
-        """What it takes alone."""
+        """Seconds of the collective on idle links."""
         return self.busy_s + self.latency_s + self.stall_s
 
 
@@ -143,9 +143,10 @@ def _ring(group: Group, nbytes: float, passes: int) -> Move:
 
 
 def _segmented(group: Group, nbytes: float, passes: int, segments: int = 2) -> Move:
-    """Gloo's rings: each of N chunks in two segments or more, of which two are under way at once.
+    """Return Gloo's rings: each of N chunks has two segments or more, of which two are in flight at once.
 
-    A pair takes its bytes, or the round trip and a part of them (`_SEGMENT_SHARE`), whichever is more.
+    A pair of segments takes its transfer time, or the round trip plus a fraction of it (`_SEGMENT_SHARE`), whichever is
+    longer.
     """
     move = replace(_ring(group, nbytes, passes), latency_s=0.0)
     pairs = passes * (group.size - 1) * segments / 2
@@ -198,12 +199,12 @@ def _binomial(group: Group, nbytes: float) -> Move:
 
 
 def _pairwise(group: Group, nbytes: float) -> Move:
-    """Every rank sends to all others at once."""
+    """Return an all-to-all in which every rank sends to all others at once."""
     return _all_to_all(group, nbytes, flow=nbytes / group.size)
 
 
 def _sequential(group: Group, nbytes: float) -> Move:
-    """Every rank sends to one after the other, without waiting for the last one's arrival."""
+    """Return an all-to-all in which every rank sends to one rank after the other, without waiting for arrivals."""
     return _all_to_all(group, nbytes, flow=(group.size - group.q) / group.size * nbytes)
 
 
@@ -214,7 +215,7 @@ def _all_to_all(group: Group, nbytes: float, flow: float) -> Move:
 
 
 def exchange(group: Group, messages: Sequence[tuple[int, float]]) -> Move:
-    """Every rank sends messages of some bytes to the ranks so many places on, all at once."""
+    """Return an exchange in which every rank sends (distance, bytes) messages, all at once."""
     crossing = [min(distance, group.q) if group.p > 1 else 0 for distance, _ in messages]
     adapter = sum(c * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))
     local = sum((1 - c / group.q) * nbytes for c, (_, nbytes) in zip(crossing, messages, strict=True))

@@ -1,4 +1,4 @@
-"""Options of algorithms as a user writes them: which there are, and whether a value is of the right type."""
+"""Options of algorithms as users write them: their names, and type checks of their values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def options_of(cls: type[Algorithm]) -> str:
-    """Return the options that a value can be written for, with their defaults: "ratio=0.01, op='mean'"."""
+    """Return the options that can be written as text, with their defaults: "ratio=0.01, op='mean'"."""
     found = inspect.signature(cls).parameters.values()
     shown = [f"{each.name}={each.default!r}" for each in found if isinstance(each.default, _PLAIN)]
     return ", ".join(shown) or "no options"
 
 
 def check_options(cls: type[Algorithm], options: Mapping[str, Any]) -> None:
-    """Compare options with the signature of an algorithm.
+    """Check options against the signature of an algorithm.
 
     Raises:
-        TypeError: There is no such option, or its value is of another type.
-        ValueError: A number that is not finite.
+        TypeError: An option does not exist, or its value has another type.
+        ValueError: A number is not finite.
     """
     known = inspect.signature(cls).parameters
     try:
         hints = get_type_hints(cls.__init__)
-    except NameError:  # of names that are there for type checkers only
+    except NameError:  # a name imported for type checkers only
         hints = {}
     for name, value in options.items():
         if name not in known:
@@ -42,7 +42,7 @@ def check_options(cls: type[Algorithm], options: Mapping[str, Any]) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value is of the type that a hint names; of containers what they hold is not looked at."""
+    """Return whether a value has the type of a hint. Elements of containers are not checked."""
     origin = get_origin(hint)
     if hint is Any:
         return True

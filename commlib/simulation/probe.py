@@ -1,12 +1,12 @@
-"""What this machine and this network can do, measured by the ranks that will use them.
+"""Measurement of the machine and the network by the ranks that will use them.
 
-[Note: what is fitted] Each verb is measured with hardly any bytes, with many, and with a quarter of them, a few in
-a row as in training. The simulator's own model of the collectives is then turned round (`fitting`). Processor seconds
-for each byte are those that the process spends meanwhile. How many cores a rank has is what two busy threads of every
-rank get. Local work is not measured kernel by kernel: an algorithm's own `communicate` runs on a scratch bucket of some
-of the model's shapes with requests that only echo, and its time is compared with what the simulator's cost model says
-(`work_factor`). As in training, where other buckets come in between, the caches hold nothing of the bucket whenever it
-is worked on.
+[Note: fitted measurements] Each verb is measured with hardly any bytes, with many, and with a quarter of them, a few in
+a row as in training. The simulator's own model of the collectives is then inverted (`fitting`). The processor seconds
+per byte are those of the process during the measurement. The number of cores of a rank is the share that two busy
+threads of every rank get. Local work is not measured per kernel. Instead, an algorithm's own `communicate` runs on a
+scratch bucket with some of the model's shapes, with requests that only echo, and its time is compared with the
+simulator's cost model (`work_factor`). As in training, where other buckets come in between, the caches do not contain
+the bucket when work on it begins.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _VERBS = ("all_reduce", "all_gather", "all_to_all", "exchange")
 _SMALL_BYTES = 64
 _FIRST_BYTES = 256 << 10
 _MAX_BYTES = 32 << 20
-#: Roughly how long one large collective may take, and all small ones in a row, in seconds.
+#: Approximate time limit of one large collective, and of all small ones in a row, in seconds.
 _LARGE_S, _SMALL_S = 0.05, 0.04
-#: A large collective may take this part of what was aimed at; and how much more bytes are tried next at most.
+#: Fraction of the target time that is enough for a large collective, and the maximum growth of its bytes per attempt.
 _ENOUGH, _MAX_GROWTH = 0.7, 16.0
-#: How many are timed in a row, where they are so short: large ones, and small ones at most.
+#: Number of collectives timed in a row: of large ones, and at most of small ones.
 _LARGE_COUNT, _MAX_SMALL_COUNT = 2, 16
 _REPETITIONS = 3
 _BUSY_S = 0.08
@@ -54,12 +54,12 @@ _EVICTED_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured; the same on all ranks.
+    """The measurements, identical on all ranks.
 
     Attributes:
-        network: The links. `efficiency` is 1: the bandwidth is what the transport reached.
-        device: What a rank computes and encodes with.
-        profile: How the transport carries collectives out.
+        network: The links. `efficiency` is 1, because the bandwidth is the rate that the transport reached.
+        device: The device of a rank.
+        profile: The communication library.
     """
 
     network: Network
@@ -68,17 +68,17 @@ class Probe:
 
 
 def probe(transport: Transport, device: torch.device, local: Communicator | None = None) -> Probe:
-    """Measure network and device, in about two seconds, or more on slow or far links (7 s at 10 Mbit/s).
+    """Measure network and device. This takes about two seconds, or more on slow or long links (7 s at 10 Mbit/s).
 
-    Collective: nothing else may use the transport meanwhile.
+    Collective: the transport must not be used otherwise meanwhile.
 
     Args:
-        transport: The ranks' communicator.
-        device: Where the tensors are.
-        local: The ranks of this node, where several nodes have several each (`Transport.split_by_node`).
+        transport: The communicator of the ranks.
+        device: The device of the tensors.
+        local: The ranks of this node, if several nodes have several ranks each (`Transport.split_by_node`).
 
     Raises:
-        ConfigError: There is one rank only.
+        ConfigError: There is only one rank.
         TransportError: A rank did not take part.
     """
     if transport.world_size < 2:
@@ -97,14 +97,14 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
     timer.barrier()
     share = _share_of_cores()
     memory, tflops, launch_us = _describe_device(device) if transport.rank == 0 else (0.0, 0.0, 0.0)
-    share, cpu_s_per_byte = timer.mean(share, cpu_s_per_byte)  # the others wait here while rank 0 has the machine
+    share, cpu_s_per_byte = timer.mean(share, cpu_s_per_byte)  # other ranks wait here while rank 0 uses the machine
     memory, tflops, launch_us = transport.gather_objects((memory, tflops, launch_us))[0]
     is_cpu = device.type == "cpu"
     network = Network(
         name="probed",
         nodes=size // ranks_per_node,
         gpus_per_node=ranks_per_node,
-        window_mb=math.inf,  # rates are what connections reached
+        window_mb=math.inf,  # the rates were measured on connections with their windows
         source="measured",
         **intra,
     )
@@ -127,11 +127,11 @@ def probe(transport: Transport, device: torch.device, local: Communicator | None
 
 
 def _large_bytes(seconds: Callable[[int], float], small_s: float) -> int:
-    """Return the bytes of a large collective, whose bytes take at least about as long as its latency.
+    """Return the bytes of a large collective, whose transfer takes about as long as its latency or longer.
 
     Args:
-        seconds: Measures one of so many bytes.
-        small_s: What one with hardly any bytes takes.
+        seconds: Measures a collective of so many bytes.
+        small_s: Seconds of a collective with hardly any bytes.
     """
     target_s, nbytes = max(_LARGE_S, 2 * small_s), _FIRST_BYTES
     while nbytes < _MAX_BYTES and (found_s := seconds(nbytes)) < _ENOUGH * target_s:
@@ -144,18 +144,19 @@ def _large_bytes(seconds: Callable[[int], float], small_s: float) -> int:
 def work_factor(
     algorithm: Algorithm, found: Device, world_size: int, device: torch.device, parameters: Sequence[Parameter]
 ) -> float:
-    """Return how many times longer an algorithm's local work takes here than the simulator's cost model says.
+    """Return the ratio of the measured time of an algorithm's local work to the simulator's cost model.
 
     Local: the algorithm's `communicate` runs on a scratch bucket of up to 4 MiB, with requests that only echo. The
-    other ranks of the machine should wait meanwhile: that they share its cores is the device's `share`.
+        other ranks of the machine should wait meanwhile, because the device's `share` already accounts for shared
+        cores.
 
     Args:
-        algorithm: As it was before its first `setup`; copied.
+        algorithm: The algorithm before its first `setup`; copied.
         found: The device as probed.
-        world_size: The number of ranks of the group that it will run in.
-        device: Where the tensors are.
-        parameters: The model's, with their groups. The bucket has the shapes of some of them, drawn at random: many
-            small matrices are other work than a large one.
+        world_size: Number of ranks of the group.
+        device: The device of the tensors.
+        parameters: The model's parameters with their groups. The bucket has the shapes of some of them, drawn at
+            random, because many small matrices are different work from a large one.
     """
     group = main_group(parameters)
     shapes = _drawn([tuple(p.param.shape) for p in parameters if p.group == group and not p.sparse])
@@ -171,17 +172,17 @@ def work_factor(
 
 
 def beside_nothing(device: Device) -> Device:
-    """Return a device whose processor has its cores for communication: the computation is an accelerator's, or waits.
+    """Return a device whose processor is free for communication, because the computation uses an accelerator or waits.
 
-    A rank whose share of the cores is below one does its local work so much slower. What the processor takes for a byte
-    is in the rates that were measured then.
+    A rank whose share of the cores is below one does its local work slower by that factor. The measured rates already
+    include the processor time per byte.
     """
     own = scaled(device, 1.0 / min(1.0, device.share))
     return dataclasses.replace(own, cores=2 * device.ranks_per_machine, cpu_s_per_byte=0.0)
 
 
 def scaled(device: Device, factor: float) -> Device:
-    """Return a device whose local work takes `factor` times as long."""
+    """Return a device on which local work takes `factor` times as long."""
     return dataclasses.replace(
         device,
         memory_gbytes_s=device.memory_gbytes_s / factor,
@@ -191,7 +192,7 @@ def scaled(device: Device, factor: float) -> Device:
 
 
 def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return shapes in random order until they have `_WORK_BYTES` together; the last gets fewer rows, to fit."""
+    """Return shapes in random order, `_WORK_BYTES` in total. The last one gets fewer rows to fit."""
     found, room = [], _WORK_BYTES // 4
     for shape in random.Random(0).sample(shapes, len(shapes)):
         if math.prod(shape) > room:
@@ -205,7 +206,7 @@ def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 class _MeterClock(Clock):
-    """The seconds that a meter has counted."""
+    """A clock of the seconds that a meter has counted."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(torch.device("meta"))
@@ -216,9 +217,9 @@ class _MeterClock(Clock):
 
 
 def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: Clock) -> Callable[[], float]:
-    """Return a function that communicates the scratch bucket with echoes of itself, and returns its seconds.
+    """Return a function that communicates the scratch bucket with echoing requests, and returns the seconds.
 
-    The echoes, and what else is done between two pieces of work, are not among them.
+    The seconds exclude the echoes and everything else between two pieces of work.
     """
     device, comm = bucket.flat.device, Communicator(0, world_size)
     algorithm = copy.deepcopy(algorithm)
@@ -247,7 +248,7 @@ def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: C
 
 
 def _normal_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return normal random values; the user's generators are left alone."""
+    """Return normal random values without changing the state of the user's generators."""
     if tensor.device.type == "meta":
         return torch.empty_like(tensor)
     generator = torch.Generator(tensor.device).manual_seed(0)
@@ -255,7 +256,7 @@ def _normal_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _echo(request: Request) -> None:
-    """Give back what was sent, as if every rank had sent the same."""
+    """Return the sent values as if every rank had sent the same."""
     match request:
         case AllGather(output=output, input=input):
             output.view(-1, input.numel()).copy_(input)
@@ -266,7 +267,7 @@ def _echo(request: Request) -> None:
 
 
 def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_count: int) -> dict[str, float]:
-    """Return bandwidth and latency inside a node, from its all-reduce."""
+    """Return the bandwidth and the latency inside a node, measured with an all-reduce."""
     small_s = timer.seconds(verbs.request("all_reduce", _SMALL_BYTES), count)
     of = _times(verbs, timer, "all_reduce", nbytes, large_count, small_s)
     rate = of.whole.wire_bytes() / (of.whole_s - of.fixed_s)
@@ -274,7 +275,7 @@ def _describe_node(verbs: _Verbs, timer: _Timer, nbytes: int, count: int, large_
 
 
 def _times(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, count: int, small_s: float) -> VerbTimes:
-    """Measure a verb; what does not grow with its bytes is where the line through two sizes begins."""
+    """Measure a verb. The fixed time is the intercept of the line through two sizes."""
     part_s, whole_s = (timer.seconds(verbs.request(verb, n), count) for n in (nbytes // 4, nbytes))
     fixed_s = min(max(0.0, (4 * part_s - whole_s) / 3), small_s, whole_s / 2)
     of_rank_0 = verbs.of_rank_0()
@@ -282,14 +283,14 @@ def _times(verbs: _Verbs, timer: _Timer, verb: str, nbytes: int, count: int, sma
 
 
 class _Verbs:
-    """Requests of each verb, of a size."""
+    """Requests of each verb with a given size."""
 
     def __init__(self, comm: Communicator, timer: _Timer) -> None:
         self._comm = comm
         self._timer = timer
 
     def of_rank_0(self) -> _Verbs:
-        """Return those of rank 0, of which the simulator knows what they cost."""
+        """Return the requests of rank 0, whose costs the simulator knows."""
         return _Verbs(Communicator(0, self._comm.world_size), self._timer)
 
     def request(self, verb: str, nbytes: int) -> Request:
@@ -315,7 +316,7 @@ class _Timer:
     """Times collectives on all ranks at once.
 
     Attributes:
-        cpu_s_per_byte: Processor seconds of this process for each byte that it sent in the last measurement.
+        cpu_s_per_byte: Processor seconds of this process per byte sent in the last measurement.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
@@ -325,7 +326,7 @@ class _Timer:
         self.cpu_s_per_byte = 0.0
 
     def buffer(self, nbytes: int, place: int = 0) -> torch.Tensor:
-        """Return [nbytes // 4] fp32, one of two buffers."""
+        """Return one of two buffers, [nbytes // 4] fp32."""
         if self._buffers[place].numel() < nbytes:
             self._buffers[place] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         return self._buffers[place][:nbytes].view(torch.float32)
@@ -335,7 +336,7 @@ class _Timer:
         self._transport.gather_objects(None)
 
     def seconds(self, request: Request, count: int = 1) -> float:
-        """Return how long one of `count` in a row takes: the median over repetitions, of the slowest rank."""
+        """Return the seconds of one of `count` requests in a row: median over repetitions, on the slowest rank."""
         self._transport.complete(request, "measuring the network")
         found, cpu_s = [], []
         for _ in range(_REPETITIONS):
@@ -350,7 +351,7 @@ class _Timer:
         return max(self._transport.gather_objects(median(found)))
 
     def mean(self, *values: float) -> list[float]:
-        """Return the means of some figures over the ranks."""
+        """Return the mean of each value over the ranks."""
         columns = zip(*self._transport.gather_objects(values), strict=True)
         return [sum(column) / len(column) for column in columns]
 
@@ -361,7 +362,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _share_of_cores() -> float:
-    """Return how many cores this rank gets when two threads of every rank want one: at most 2."""
+    """Return the number of cores of this rank while two threads of every rank are busy: at most 2."""
     tensor = torch.zeros(1 << 14, dtype=torch.float32, device="cpu")
     end_s = time.perf_counter() + _BUSY_S
 
@@ -379,7 +380,7 @@ def _share_of_cores() -> float:
 
 
 def _rate(run: Callable[[], object], amount: float, clock: Clock) -> float:
-    """Return `amount` over the least seconds of a few runs: what one rank alone would see."""
+    """Return `amount` over the least seconds of a few runs, which approximates a rank that runs alone."""
     run()
     found = []
     for _ in range(_REPETITIONS):
@@ -392,11 +393,11 @@ def _rate(run: Callable[[], object], amount: float, clock: Clock) -> float:
 
 
 def _describe_device(device: torch.device) -> tuple[float, float, float]:
-    """Return the copy rate in GB/s, TFLOP/s of matrix products in fp32, and the microseconds of a small operation.
+    """Return the copy rate in GB/s, the TFLOP/s of matrix products in fp32, and the microseconds of a small operation.
 
-    The last on CUDA is what the host takes to queue it.
+    On CUDA, the last is the time in which the host queues the operation.
     """
-    nbytes, width = (32 << 20, 512) if device.type == "cpu" else (256 << 20, 4096)  # beyond caches and launches
+    nbytes, width = (32 << 20, 512) if device.type == "cpu" else (256 << 20, 4096)  # exceeds caches and launch times
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target, square, small = torch.empty_like(source), source.new_ones(width, width), source.new_ones(16)
     product = torch.empty_like(square)

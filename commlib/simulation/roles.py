@@ -1,13 +1,14 @@
-"""Ranks that do different work: an object of the algorithm for each role, all in the same rounds.
+"""Ranks that do different work: one algorithm object per role, all in the same rounds.
 
-[Note: roles] An algorithm names, for each rank, one that stands for it (`Algorithm.representatives`): few in all. Each
-of them communicates one round by itself, on meta tensors; of two that differ in nothing, or of which one has the more
-to do at every place and sends the same bytes, one is left. Where rounds vary, what one round shows is no reason to
-leave a node out. The others, the roles, are simulated side by side: each has an algorithm object, a count of local work
-and of memory, and a clock; a collective waits for the last of those that take part.
+[Note: roles] An algorithm assigns a representative to each rank (`Algorithm.representatives`). There are few
+representatives. Each communicates one round alone, on meta tensors. One of two representatives is dropped if they do
+the same, or if the other has at least as much work at every place and sends the same bytes. If rounds vary, a single
+round is not enough to drop the representatives of a whole node. The remaining ones, the roles, are simulated together.
+Each has an algorithm object, a count of local work and of memory, and a clock. A collective waits for its last
+participant.
 
-What a joint collective takes is what it takes the slowest role. Only collectives across nodes differ: there the ranks
-of a node share its adapter, which is busy for the sum of what they send.
+A joint collective takes the time of the slowest role. Collectives across nodes differ: the ranks of a node share its
+adapter, which is busy for the sum of their messages.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from commlib.transport.simulated import SimulatedTransport
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks of which each has a role of its own.
+    """The ranks with distinct roles.
 
     Attributes:
         ranks: One rank of each role, ascending.
-        of_rank: [world_size] For each rank, the place in `ranks` of the one that stands for it.
+        of_rank: [world_size] For each rank, the index in `ranks` of its representative.
     """
 
     ranks: tuple[int, ...]
@@ -45,22 +46,22 @@ class Roles:
 
     @classmethod
     def one(cls, world_size: int) -> Roles:
-        """Return that of rank 0, which stands for all."""
+        """Return a single role: rank 0 represents all ranks."""
         return cls((0,), np.zeros(world_size, dtype=np.intp))
 
     @property
     def shares(self) -> np.ndarray:
-        """[num_roles] The part of all ranks that each stands for."""
+        """[num_roles] Fraction of all ranks that each role represents."""
         return np.bincount(self.of_rank, minlength=len(self.ranks)) / len(self.of_rank)
 
 
 @dataclass(slots=True)
 class Joint(Request):
-    """The same collective as several ranks ask for it.
+    """A collective as issued by several ranks.
 
     Attributes:
-        parts: What each of them asks for, with peers counted from itself: as rank 0 would.
-        shares: The part of all ranks that each stands for.
+        parts: The request of each rank, with peers relative to the rank, as rank 0 would issue it.
+        shares: Fraction of all ranks that each of them represents.
     """
 
     parts: Sequence[Request]
@@ -68,7 +69,7 @@ class Joint(Request):
 
     @property
     def verb(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] (it is that of the parts)
-        """Their verb."""
+        """Verb of the parts."""
         return self.parts[0].verb
 
     @override
@@ -82,14 +83,14 @@ class Joint(Request):
 
 
 class RoleLinks(Links):
-    """Links that know joint collectives, and which clocks belong together.
+    """Links that support joint collectives and know which clocks synchronise.
 
     Args:
-        network: As of `Links`.
-        profile: The same.
-        device: The same.
-        roles: The ranks that requests come from.
-        each_rank: Whether each rank has a clock; else each role.
+        network: See `Links`.
+        profile: See `Links`.
+        device: See `Links`.
+        roles: The ranks that issue requests.
+        each_rank: Whether each rank has a clock; otherwise each role has one.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class RoleLinks(Links):
         self._each_rank = each_rank
         ranks = np.array(roles.ranks)
         self._nodes_of_roles = ranks // network.gpus_per_node
-        # Roles with the same number wait for one another in a collective of that group.
+        # Roles with the same number wait for each other in a collective of that group.
         places = {"all": np.zeros_like(ranks), "local": self._nodes_of_roles, "across": ranks % network.gpus_per_node}
         self._meetings = {
             group: [np.flatnonzero(of == number) for number in np.unique(of)] for group, of in places.items()
@@ -107,7 +108,7 @@ class RoleLinks(Links):
 
     @override
     def cost(self, request: Request) -> Cost:
-        """Return what a request costs, whoever else uses the links; of joint ones see [Note: roles]."""
+        """Return the cost of a request on idle links. For joint collectives see [Note: roles]."""
         if not isinstance(request, Joint):
             return super().cost(request)
         costs = [self._cost_of(part) for part in request.parts]
@@ -122,7 +123,7 @@ class RoleLinks(Links):
         return dataclasses.replace(slowest, seconds=seconds, adapter_s=adapter_s, adapter_bytes=bytes_out)
 
     def _cost_of(self, part: Request) -> Cost:
-        """Return what one rank's part costs: of an exchange the longer of what it sends and what it receives."""
+        """Return the cost of one rank's part; for an exchange, the longer of its sends and its receives."""
         if part.is_empty():
             return Cost()
         cost = super().cost(part)
@@ -145,13 +146,13 @@ class RoleLinks(Links):
 
 
 class Chorus(Algorithm):
-    """The objects of several ranks as one: in every round each does its part, and they ask for joint collectives.
+    """The algorithm objects of several ranks combined into one. In every round they issue joint collectives.
 
     Args:
-        prototype: The algorithm; copied for each.
-        network: What connects the ranks.
+        prototype: The algorithm; copied for each rank.
+        network: The network of the ranks.
         roles: The ranks.
-        meter: Counts the work of each apart.
+        meter: Counts the work of each rank separately.
     """
 
     def __init__(self, prototype: Algorithm, network: Network, roles: Roles, meter: Meter) -> None:
@@ -194,18 +195,18 @@ class Chorus(Algorithm):
             if not requests:
                 return
             if len(requests) < len(parts) or len({(each.verb, each.group) for each in requests}) > 1:
-                raise CommlibError(f"{self.name} asks for different collectives on different ranks")
+                raise CommlibError(f"{self.name} issues different collectives on different ranks")
             yield Joint(requests, self._shares, size=requests[0].size, group=requests[0].group)
 
 
 def _next(part: Communication) -> list[Request]:
-    """Return the next request, or nothing at the end."""
+    """Return the next request, or an empty list at the end."""
     request = next(part, None)
     return [] if request is None else [request]
 
 
 def communicator_on(network: Network, algorithm: Algorithm, rank: int) -> Communicator:
-    """Return a rank's view of the group, as the algorithm has it."""
+    """Return a rank's view of the group, with the nodes if the algorithm uses them."""
     comm = Communicator(rank, network.world_size)
     if algorithm.channel.wants_nodes:
         comm.nodes = SimulatedTransport(rank, network.world_size, network.gpus_per_node).split_by_node()
@@ -213,7 +214,7 @@ def communicator_on(network: Network, algorithm: Algorithm, rank: int) -> Commun
 
 
 def seen_from_itself(request: Request, comm: Communicator) -> Request:
-    """Return a request with its peers as rank 0 would have them: so many places on."""
+    """Return a request with its peers relative to the rank, as rank 0 would issue it."""
     if not isinstance(request, Exchange):
         return request
     own = comm
@@ -226,29 +227,29 @@ def seen_from_itself(request: Request, comm: Communicator) -> Request:
     return dataclasses.replace(request, sends=shifted(request.sends), receives=shifted(request.receives))
 
 
-# --- which ranks have a role of their own -----------------------------------------------------------------------------
+# --- ranks with roles of their own ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank does in a round: what takes time or memory, what it sends, and in which collectives."""
+    """A rank's part in a round: amounts of time and memory, bytes sent, and collectives."""
 
     amounts: np.ndarray
     sent: tuple[float, ...]
     verbs: tuple[str, ...]
 
     def covers(self, other: _Part) -> bool:
-        """Return whether this one has at least as much to do everywhere, and sends the same."""
+        """Return whether this part has at least as much work everywhere as the other, and sends the same."""
         return (self.verbs, self.sent) == (other.verbs, other.sent) and bool((self.amounts >= other.amounts).all())
 
 
 def find_roles(network: Network, links: Links, device: Device, prototype: Algorithm, context: Context) -> Roles:
-    """Find the ranks that have roles of their own; see [Note: roles].
+    """Find the ranks with distinct roles; see [Note: roles].
 
     Args:
-        network: What connects the ranks.
-        links: What collectives cost.
-        device: What a rank computes with.
+        network: The network of the ranks.
+        links: The costs of collectives.
+        device: The device of each rank.
         prototype: The algorithm; copied.
         context: Buckets and optimizer.
     """
@@ -276,7 +277,7 @@ def find_roles(network: Network, links: Links, device: Device, prototype: Algori
 def _part_of(
     rank: int, network: Network, links: Links, device: Device, prototype: Algorithm, context: Context
 ) -> _Part:
-    """Let a rank set up and communicate all buckets once, by itself, and note what that takes."""
+    """Run setup and one round over all buckets on a single rank, and record its part."""
     algorithm, comm, meter = copy.deepcopy(prototype), communicator_on(network, prototype, rank), Meter(device)
     seconds: list[float] = []
     requests: list[Request] = []

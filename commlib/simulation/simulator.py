@@ -1,4 +1,4 @@
-"""What a training step takes on a network, from the algorithm objects that train (docs/explanation/simulator.md)."""
+"""Simulation of training steps on a network with the algorithms used in training (docs/explanation/simulator.md)."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from commlib.simulation.clock import Span
 from commlib.simulation.roles import Roles
 from commlib.simulation.training import META, Options, Training, parameters_of, roles_in, time_round
 
-#: Steps of a warm-up that are simulated; all are alike.
+#: Number of simulated steps of a warm-up, whose steps are identical.
 _WARM_UP_STEPS = 2
-#: Periods that are simulated where not all of them need be alike: those of several steps, and rounds that vary.
+#: Minimum number of simulated periods if periods can differ: those of several steps, and rounds that vary.
 _LEAST_PERIODS = 16
-#: Steps in which an algorithm without rounds has to come to its third exchange.
+#: Number of steps within which an algorithm without rounds must reach its third exchange.
 _MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a simulation found. Times and bytes are means of a step and rank after the warm-up.
+    """The result of a simulation. Times and bytes are means per step and rank after the warm-up.
 
     Attributes:
-        algorithm: Its name.
-        network: The network's name.
-        workload: The workload's name.
-        world_size: The number of ranks.
+        algorithm: Name of the algorithm.
+        network: Name of the network.
+        workload: Name of the workload.
+        world_size: Number of ranks.
         step_s: Seconds of a step.
-        compute_s: Seconds of a step without communication, stragglers and jitter included.
-        exposed_s: `step_s - compute_s`: waiting, and what communication takes from the computation.
+        compute_s: Seconds of a step without communication, including stragglers and jitter.
+        exposed_s: `step_s - compute_s`: waiting, and the slowdown of the computation by communication.
         waited_s: Seconds in which the computation waited for communication.
-        wire_bytes: Bytes that a rank sends, by the verbs' optimal formulas (as `commlib.stats` counts them).
+        wire_bytes: Bytes that a rank sends, by the verbs' optimal formulas (as in `commlib.stats`).
         adapter_bytes: Bytes that leave a node through its adapter.
-        memory_bytes: What the algorithm keeps on a rank beside parameters, gradients and the optimizer's state.
-        samples_per_s: Samples of all ranks a second.
-        num_buckets: How many buckets the plan has.
-        steps_s: The simulated steps after the warm-up, mean over the ranks.
-        phases: Seconds of a step, by phase: "warm-up" (where there is one) and "steady".
-        spans: What the traced ranks did, from the first step on. Of asynchronous algorithms on ranks that differ, what
-            it would be if they did not; so are the warm-up's seconds.
+        memory_bytes: Memory of the algorithm on a rank, in addition to parameters, gradients and optimizer state.
+        samples_per_s: Samples per second over all ranks.
+        num_buckets: Number of buckets of the plan.
+        steps_s: Seconds of the simulated steps after the warm-up, mean over the ranks.
+        phases: Seconds of a step, by phase: "warm-up" (if there is one) and "steady".
+        spans: Spans of the traced ranks from the first step on. For asynchronous algorithms on ranks that differ, the
+            spans and the seconds of the warm-up are those on identical ranks.
     """
 
     algorithm: str
@@ -82,18 +82,18 @@ def simulate(
 ) -> Result:
     """Simulate training steps.
 
-    The algorithm's `setup` and `communicate` run on meta tensors, one object for all ranks that do the same; see
+    The algorithm's `setup` and `communicate` run on meta tensors, with one object for all ranks that do the same; see
     docs/explanation/simulator.md.
 
     Args:
-        workload: What is trained.
-        network: What connects the ranks.
-        device: What each rank computes with.
+        workload: The trained workload.
+        network: The network of the ranks.
+        device: The device of each rank.
         algorithm: A registered name or an instance, which is copied.
-        options: How the simulation is made.
+        options: Options of the simulation.
 
     Raises:
-        ConfigError: Options that make no sense, or an algorithm that cannot be simulated.
+        ConfigError: An option is invalid, or the algorithm cannot be simulated.
     """
     options = options or Options()
     _check(options, network)
@@ -109,7 +109,7 @@ def simulate(
         raise
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"simulate: {prototype.name} failed on meta tensors, whose values nothing may ask for: {error}"
+            f"simulate: {prototype.name} failed on meta tensors, whose values cannot be read: {error}"
         ) from error
 
 
@@ -139,9 +139,9 @@ def _check(options: Options, network: Network) -> None:
 def _measure(
     training: Training, workload: Workload, network: Network, prototype: Algorithm, options: Options
 ) -> Result:
-    """Simulate a few steps of the warm-up, two periods to get going, and the steps that count.
+    """Simulate a few steps of the warm-up, two transient periods, and the measured steps.
 
-    A round of the first period, which may be unlike the others, may last into the second.
+    A round of the first period, which may differ from the others, may last into the second.
     """
     channel, driver = prototype.channel, training.driver
     num_warm_up = min(channel.warmup_steps, _WARM_UP_STEPS)
@@ -186,12 +186,12 @@ def _measure(
 
 
 def _get_going(training: Training, channel: Channel) -> int:
-    """Make steps until all periods are alike; return the steps of a period."""
+    """Run steps until all periods are identical. Return the number of steps in a period."""
     if channel.has_rounds or training.is_alone:
         for _ in range(2 * channel.cycle):
             training.step()
         return channel.cycle
-    taken_at: list[int] = []  # after how many steps, exchanges that take as long as they take
+    taken_at: list[int] = []  # step numbers at which exchanges were taken; exchanges have no fixed duration
     for number in range(_MOST_STEPS):
         before = training.num_taken
         training.step()
@@ -203,7 +203,7 @@ def _get_going(training: Training, channel: Channel) -> int:
 
 
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
-    """Simulate an asynchronous algorithm on ranks that differ, each with a clock of its own (asynchronous.py)."""
+    """Simulate an asynchronous algorithm on ranks that differ, each with its own clock (asynchronous.py)."""
     pace = options.pace(network.world_size)
     alike = replace(options, stragglers=None, jitter=0.0)
     training = Training(workload, network, device, prototype, alike)
@@ -220,7 +220,7 @@ def _apart(workload: Workload, network: Network, device: Device, prototype: Algo
 
 
 def _mean_of(base: Result, workload: Workload, steps_s: np.ndarray, ends_s: np.ndarray, wire_bytes: float) -> Result:
-    """Return the result of ranks whose steps [world_size, num_steps] compute so long and end then."""
+    """Return the result of ranks with the given compute times and ends of steps, both [world_size, num_steps]."""
     step_s = ends_s[:, -1] / steps_s.shape[1]
     steady_s = float(step_s.mean())
     mean_ends_s = [0.0, *ends_s.mean(axis=0)]
@@ -240,7 +240,7 @@ def _mean_of(base: Result, workload: Workload, steps_s: np.ndarray, ends_s: np.n
 
 @dataclass(frozen=True)
 class _Totals:
-    """What has been counted up to a moment."""
+    """Totals up to a moment."""
 
     now_s: np.ndarray
     computed_s: np.ndarray
@@ -260,9 +260,9 @@ class _Totals:
 def _plan(
     workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options, roles: Roles
 ) -> Plan | None:
-    """Choose buckets as the engine does: by size where one is given, else the fastest of its candidates.
+    """Choose buckets like the engine: by size if one is given, otherwise the fastest of its candidates.
 
-    None where gradients are synchronised in the warm-up only.
+    None if gradients are synchronised in the warm-up only.
     """
     if not prototype.channel.syncs_gradients(prototype.channel.warmup_steps):
         return None
@@ -285,7 +285,7 @@ def _plan(
 
 
 def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
-    """Return what a bucket costs, from scratch buckets as in `engine.planning.cost.measure_cost`."""
+    """Return the cost of a bucket from scratch buckets, as in `engine.planning.cost.measure_cost`."""
     samples = []
     for nbytes, count in SCRATCH_SIZES:
         buckets = scratch_buckets(count, as_square(nbytes), META, group)

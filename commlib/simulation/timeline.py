@@ -1,4 +1,4 @@
-"""One step of a simulation: its spans, and as a trace that Perfetto and Chrome open."""
+"""One step of a simulation: its spans, and a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from commlib.simulation.clock import Span
 from commlib.simulation.simulator import Result
 
-#: The lanes of a timeline, from above.
+#: The lanes of a timeline, from top to bottom.
 LANES = ("compute", "local work", "network")
 
 
 def last_step(result: Result, rank: int = 0) -> list[Span]:
-    """Return what a rank did in the last step that begins and ends within the simulation; times begin with the step.
+    """Return a rank's spans in the last step that lies within the simulation, with times relative to its start.
 
-    Collectives that began before the step or end after it are cut at its ends.
+    Collectives that began before the step or end after it are clipped to the step.
     """
     own, bounds_s = _steps(result, rank)
     return _cut(own, bounds_s[-2], bounds_s[-1])
 
 
 def longest_step(result: Result, rank: int = 0) -> tuple[int, list[Span]]:
-    """Return which of the steps that count (`Result.steps_s`) is the longest, from 0 on, and what a rank did in it.
+    """Return the index of the longest measured step (`Result.steps_s`, from 0), and a rank's spans in it.
 
-    Of equally long ones it is the last; what is returned of it is as in `last_step`.
+    The last of equally long steps is used. The spans are clipped as in `last_step`.
     """
     own, bounds_s = _steps(result, rank)
     steps = list(itertools.pairwise(bounds_s))[-len(result.steps_s) :]
@@ -37,7 +37,7 @@ def longest_step(result: Result, rank: int = 0) -> tuple[int, list[Span]]:
 
 
 def _steps(result: Result, rank: int) -> tuple[list[Span], list[float]]:
-    """Return what a rank did, and when its steps began and the last one ended."""
+    """Return a rank's spans, and the start of each step followed by the end of the last one."""
     own = [span for span in result.spans if span.rank == rank]
     starts_s = sorted(span.start_s for span in own if span.name == "forward") or [0.0]
     return own, [*starts_s, max((span.end_s for span in own if span.lane == "compute"), default=0.0)]
@@ -52,7 +52,7 @@ def _cut(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
 
 
 def chrome_trace(results: Sequence[Result]) -> dict[str, object]:
-    """Return a trace in the Trace Event Format: a process for each result, a thread for each lane, times in us."""
+    """Return a trace in the Trace Event Format: one process per result, one thread per lane, times in us."""
     events: list[dict[str, object]] = []
     for pid, result in enumerate(results):
         events.append(_name("process_name", pid, 0, f"{result.algorithm} ({result.network})"))

@@ -1,4 +1,4 @@
-"""One model in training on virtual clocks: the engine's own rounds, driven by a computation that only takes time."""
+"""A model in training on virtual clocks: the engine's own rounds, driven by a computation that only takes time."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
 
 @dataclass(frozen=True)
 class Options:
-    """How a simulation is made.
+    """Options of a simulation.
 
     Attributes:
-        steps: Steps after the warm-up; 16 whole periods or more where those have several steps, or rounds vary.
-        bucket_cap_mb: Size of a bucket in MiB. None takes the transport's, or else plans as the engine does.
-        stragglers: How many times longer ranks compute than the others, by rank.
+        steps: Number of steps after the warm-up. At least 16 whole periods run if periods have several steps or rounds
+            vary.
+        bucket_cap_mb: Size of a bucket, MiB. None uses the transport's, or else plans as the engine does.
+        stragglers: Factor on the compute time of individual ranks, by rank.
         jitter: Standard deviation of the logarithm of each rank's and step's compute time.
-        seed: Of the jitter.
-        transport: How collectives are carried out.
-        traced: Ranks whose spans are kept.
+        seed: Seed of the jitter.
+        transport: The communication library.
+        traced: Ranks whose spans are recorded.
     """
 
     steps: int = 20
@@ -61,17 +62,17 @@ class Options:
 
     @property
     def cap_bytes(self) -> int | None:
-        """The size of a bucket in bytes, if it is given."""
+        """Size of a bucket in bytes, or None if not given."""
         cap_mb = self.bucket_cap_mb or self.transport.bucket_cap_mb
         return None if cap_mb is None else int(cap_mb * 2**20)
 
     @property
     def has_clocks_of_ranks(self) -> bool:
-        """Whether each rank has a clock, as they compute differently long."""
+        """Whether each rank has its own clock, because compute times differ between ranks."""
         return bool(self.stragglers or self.jitter)
 
     def pace(self, world_size: int, num_roles: int = 1) -> np.ndarray:
-        """Return how many times longer each rank computes; a number for each role where they do so alike."""
+        """Return the factor on the compute time of each rank, or of each role if ranks have no clocks of their own."""
         if not self.has_clocks_of_ranks:
             return np.ones(num_roles)
         pace = np.ones(world_size)
@@ -81,23 +82,23 @@ class Options:
 
 
 class Training:
-    """A wrapped model, without the model. The algorithm has an object for each role ([Note: roles] in `roles.py`).
+    """A wrapped model without the model. The algorithm has one object per role ([Note: roles] in `roles.py`).
 
     Args:
-        workload: What is trained.
-        network: What connects the ranks.
-        device: What each rank computes with.
+        workload: The trained workload.
+        network: The network of the ranks.
+        device: The device of each rank.
         prototype: The algorithm; copied.
-        options: How the simulation is made.
-        plan: The buckets of gradients; None where there are none, or none is chosen.
-        roles: Whose objects there are; None for rank 0's.
+        options: Options of the simulation.
+        plan: The buckets of gradients; None uses buckets of a fixed size, if gradients are synchronised.
+        roles: The ranks with algorithm objects; None for rank 0 only.
 
     Attributes:
-        driver: The clocks.
-        progress: Which step it is.
-        computed_s: [num_clocks] What the computation has taken by itself.
-        num_buckets: Of a round.
-        is_alone: Whether there is one rank.
+        driver: The virtual clocks.
+        progress: Counts the steps.
+        computed_s: [num_clocks] Total time of the computation without communication.
+        num_buckets: Number of buckets of a round.
+        is_alone: Whether the world size is 1.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class Training:
         self.meter.take()
 
     def _make_optimizer(self, prototype: Algorithm, device: Device) -> torch.optim.Optimizer:
-        """Make the optimizer, with its state where the algorithm uses that: it is not the algorithm's memory."""
+        """Create the optimizer, with state if the algorithm reads it. The state is not the algorithm's memory."""
         kind: Any = prototype.optimizer_type or _OPTIMIZERS[self._workload.optimizer]
         optimizer = kind([parameter.param for parameter in self._parameters], lr=1e-3)
         if prototype.channel.reads_state:
             self._receive_gradients()
-            with Meter(device).active():  # of whose count nothing is used; it knows operations faster than torch
+            with Meter(device).active():  # its count is discarded; it handles operations faster than torch
                 optimizer.step()
         return optimizer
 
@@ -169,46 +170,46 @@ class Training:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are."""
+        """Number of buckets."""
         return len(self.weight_buckets or self._buckets)
 
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
-        """The buckets of rounds over weights or state."""
+        """Buckets of rounds over weights or state."""
         return self._beside.buckets if isinstance(self._beside, OpenChannel) else ()
 
     @property
     def num_taken(self) -> int:
-        """Exchanges of an algorithm without rounds so far."""
+        """Number of completed exchanges of an algorithm without rounds."""
         return self._beside.num_taken if isinstance(self._beside, Exchanges) else 0
 
     @property
     def context(self) -> Context:
-        """What the algorithm is told of its buckets."""
+        """Context of the algorithm, with its buckets."""
         return Context(self.line.comm, self.weight_buckets or self._buckets, META, self._optimizer)
 
     def time_s(self, clocks_s: np.ndarray) -> float:
-        """Return the time of clocks: of roles that of the last, else the mean over the ranks."""
+        """Return a single time for a vector of clocks: the maximum over roles, or the mean over ranks."""
         return float(clocks_s.mean() if self._has_clock_of_rank else clocks_s.max())
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that a rank has sent so far."""
+        """Bytes sent by a rank so far."""
         return self.line.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
 
     def skip_to(self, step: int) -> None:
-        """Go on at a later step, as if each step until there had had a round; nothing if it is the next one."""
+        """Continue at a later step, as if each skipped step had had a round. No effect if it is the next step."""
         if step > self.progress.step:
             self.progress.step = self._num_rounds = step
 
     def step(self) -> None:
-        """Make one training step."""
+        """Run one training step."""
         pace = self._pace
         if self._jitter:
             pace = pace * self._rng.lognormal(0.0, self._jitter, len(pace))
         workload, driver = self._workload, self.driver
         self.computed_s = self.computed_s + workload.step_s * pace
-        with self.meter.active():  # also in forward, beside which rounds in the background go on
+        with self.meter.active():  # also in forward, because background rounds run concurrently
             driver.compute(workload.forward_s * pace, "forward")
             if self._buckets and self.progress.syncs_gradients:
                 self._backward(pace)
@@ -244,7 +245,7 @@ class Training:
         self._num_rounds += 1
 
     def _receive_gradients(self) -> None:
-        """Give every parameter a gradient, as backward does after `zero_grad`."""
+        """Set the gradient of every parameter, as backward does after `zero_grad`."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.param.grad = gradient
 
@@ -252,7 +253,7 @@ class Training:
 def time_round(
     network: Network, device: Device, prototype: Algorithm, options: Options, buckets: Sequence[BucketView]
 ) -> tuple[float, float]:
-    """Return the seconds of one round over buckets that are ready at once, on idle links, and the bytes of a rank."""
+    """Return the seconds of one round on idle links over buckets that are ready at once, and a rank's bytes sent."""
     algorithm = copy.deepcopy(prototype)
     channel = algorithm.channel
     assert isinstance(channel, Gradients | Weights)
@@ -269,17 +270,17 @@ def time_round(
 
 
 def roles_in(training: Training, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
-    """Return the ranks that have roles of their own with the buckets of a training."""
+    """Return the ranks with distinct roles for the buckets of a training."""
     return find_roles(network, Links(network, options.transport, device), device, prototype, training.context)
 
 
 def _object_of(prototype: Algorithm, network: Network, roles: Roles, meter: Meter) -> Algorithm:
-    """Return the algorithm's object: rank 0's own, or those of several roles."""
+    """Return the algorithm object: rank 0's own, or the combination of several roles."""
     return copy.deepcopy(prototype) if roles.ranks == (0,) else Chorus(prototype, network, roles, meter)
 
 
 def line_on(network: Network, driver: VirtualDriver, algorithm: Algorithm) -> Line:
-    """Return what carries rank 0's rounds on a network that does not exist, as the engine has it for an algorithm."""
+    """Return the line for rank 0's rounds on a simulated network, as the engine creates it for an algorithm."""
     return Line(transport_on(network), driver, wants_nodes=algorithm.channel.wants_nodes)
 
 

@@ -1,4 +1,4 @@
-"""Simulations on several cores: each is one thread of Python, so they run in processes of their own."""
+"""Simulations on several cores. Each is a single Python thread, so they run in separate processes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from typing import Any
 
 from commlib.errors import CommlibError
 
-#: `map`, or the same of an executor: results in the order of the arguments, as they come.
+#: `map`, or that of an executor: yields results in the order of the arguments.
 Map = Callable[..., Iterable[Any]]
 
-#: A process takes seconds to start; it is worth that for so many simulations.
+#: Minimum number of simulations per process, because a process takes seconds to start.
 _LEAST_SIMULATIONS = 8
 _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
 def on_all_cores(num_simulations: int) -> Iterator[Map]:
-    """Yield `map` over as many processes as there are cores, or the plain one where so few are not worth it.
+    """Yield a `map` over one process per core, or the built-in one if there are too few simulations.
 
-    Processes end with the context, and with this one however it ends; what they have not begun by then is not done.
+    The processes end with the context, and with this process however it ends. Simulations not started by then are
+    cancelled.
 
     Raises:
-        CommlibError: One of them was killed.
+        CommlibError: A process was killed.
     """
     num_workers = min(len(os.sched_getaffinity(0)), num_simulations // _LEAST_SIMULATIONS)
     if num_workers < 2:
@@ -39,21 +40,21 @@ def on_all_cores(num_simulations: int) -> Iterator[Map]:
         return
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), initializer=_begin)
-    resource_tracker.ensure_running()  # which every process needs, and whose start lets interrupts through
+    resource_tracker.ensure_running()  # every process needs it, and its start unblocks interrupts
 
     def run(function: Callable[..., Any], *arguments: Iterable[Any]) -> Iterable[Any]:
-        with _interrupts_held():  # processes are started in here
+        with _interrupts_held():  # starts the processes
             return executor.map(function, *arguments)
 
     try:
         yield run
     except BrokenProcessPool as error:
         raise CommlibError(
-            "a process that simulates has ended before its time, as the kernel does without memory"
+            "a simulation process was killed, for example by the kernel because memory was exhausted"
         ) from error
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
-            process.terminate()  # rather than wait for what it simulates
+            process.terminate()  # without waiting for its current simulation
         raise
     finally:
         executor.shutdown(cancel_futures=True)
@@ -61,14 +62,14 @@ def on_all_cores(num_simulations: int) -> Iterator[Map]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Start processes that leave interrupts to this one, undisturbed by an interrupt, which comes afterwards.
+    """Start processes that ignore interrupts, and defer an interrupt of this process until they have started.
 
-    Processes inherit that interrupts are blocked. Here that is not enough: the kernel gives them to any thread that
-    does not block them, such as one of torch's, and Python raises them in the main thread all the same.
+    The processes inherit the blocked signal mask. In this process, blocking is not enough: the kernel delivers the
+    signal to any thread that does not block it, such as one of torch's, and Python still raises it in the main thread.
     """
     held: list[int] = []
-    is_main = threading.current_thread() is threading.main_thread()  # the only one that may set handlers
-    handler = signal.getsignal(signal.SIGINT) if is_main else None  # None also for one that is not of Python
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
+    handler = signal.getsignal(signal.SIGINT) if is_main else None  # None also for a handler not set by Python
     if handler is not None:
         signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -83,8 +84,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """End when the process that asks is gone."""
+    """Exit this process when its parent exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # it has gone before
+    if parent is None or os.getppid() != parent.pid:  # the parent has already exited
         os._exit(1)

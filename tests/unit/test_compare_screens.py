@@ -245,7 +245,7 @@ def test_a_line_that_ends_where_nothing_can_be_simulated_has_a_name_and_that_is_
     plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png")
     (ax,) = figures[0].axes
     assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd": 1.0, "topk": 0.5}
-    assert "cannot be simulated everywhere: 2 of the lines, as async_sgd" in ax.get_title()
+    assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in ax.get_title()
 
 
 def test_a_timeline_says_which_step_of_a_period_it_shows():
@@ -256,7 +256,7 @@ def test_a_timeline_says_which_step_of_a_period_it_shows():
     length_s = max(span.end_s for span in spans)
     assert length_s == pytest.approx(max(row.result.steps_s), rel=0.02)
     text = plots._step_in_words(place, length_s, row.result.step_s, row.cycle)
-    assert text == f"{row.result.step_s * 1e3:.1f} ms in the mean;\ndrawn: step 3 of 3, {length_s * 1e3:.1f} ms"
+    assert text == f"{row.result.step_s * 1e3:.1f} ms on average;\ndrawn: step 3 of 3, {length_s * 1e3:.1f} ms"
     assert plots._step_in_words(3, 0.1, 0.1, 1) == "100.0 ms"
 
 

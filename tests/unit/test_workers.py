@@ -42,7 +42,7 @@ def test_the_results_are_those_of_one_process():
 
 
 def test_a_process_that_is_killed_is_an_error():
-    with pytest.raises(CommlibError, match="ended before its time"), on_all_cores(MANY) as run:
+    with pytest.raises(CommlibError, match="a simulation process was killed"), on_all_cores(MANY) as run:
         list(run(_end, [1]))
 
 
