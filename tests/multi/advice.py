@@ -526,7 +526,7 @@ def without_reentrance() -> None:
     commlib.wrap(model, optimizer=optimizer, bucket_cap_mb=0.0001)
     trains(model, optimizer, 1)
     model.times = 2
-    with refused("arrived after it had been gathered"):
+    with refused("accumulated again after it had been gathered"):
         trains(model, optimizer, 1)
     commlib.unwrap(model)
     model.use_reentrant = False

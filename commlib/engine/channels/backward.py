@@ -319,9 +319,9 @@ class Backward:
     def _fired_again(self, slot: Slot) -> None:
         if slot.segment is not None and slot.segment.left < 0:
             raise CommlibError(
-                f"rank {self._host.line.comm.rank}: another gradient of {slot.name!r} arrived after it had been "
-                f"gathered: it was ready {slot.expected - slot.left} times in this backward and {slot.expected} times "
-                "in the first one. Run the model the same way in every step, or use checkpoint(..., "
+                f"rank {self._host.line.comm.rank}: the gradient of {slot.name!r} was accumulated again after it had "
+                f"been gathered: it was ready {slot.expected - slot.left} times in this backward and {slot.expected} "
+                "times in the first one. Run the model the same way in every step, or use checkpoint(..., "
                 "use_reentrant=False)."
             )
 

@@ -48,7 +48,7 @@ class OpenChannel(ABC):
     Attributes:
         line: Carries the channel's communication.
         keeper: Holds the algorithm's state.
-        num_rounds: Number of rounds whose result this rank has taken; of exchanges, if the algorithm runs itself.
+        num_rounds: Number of rounds (exchanges, if the algorithm runs itself) whose result this rank has taken.
         waited_s: Seconds that the training thread has waited for rounds so far (on CUDA: host time).
     """
 

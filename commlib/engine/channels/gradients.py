@@ -273,7 +273,7 @@ class GradientChannel(OpenChannel):
         return GradientRound(self.buckets, self.current_algorithm, self.line, tail, self._loss_scale)
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
-        """Wait for a round. Publish its results as the gradients if `publishes`, otherwise leave these unchanged."""
+        """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
         start_s, start = time.perf_counter(), self._clock.now()
         round_.wait()
         self.line.check_streams()

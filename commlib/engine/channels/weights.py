@@ -162,7 +162,7 @@ class WeightChannel(OpenChannel):
                 self._take()
 
     def _is_over(self, votes: Votes, has_arrived: bool) -> bool:
-        """Return whether rounds have ended because a rank has left, or may still turn out to have left.
+        """Return whether rounds have ended because a rank has left, or whether peers may still report that.
 
         Raises:
             TransportError: A rank died; or a collective failed, and no rank has left cleanly.
@@ -206,7 +206,7 @@ class WeightChannel(OpenChannel):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state. The weights that it belongs to are loaded before or after."""
+        """Load the state. The weights that it belongs to are loaded before or after this call."""
         self._has_loaded_state = self.begins = True
         if self._declared.keeps_step:
             self.num_started = self.num_rounds = int(state["num_weight_rounds"])
