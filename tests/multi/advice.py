@@ -526,7 +526,7 @@ def without_reentrance() -> None:
     commlib.wrap(model, optimizer=optimizer, bucket_cap_mb=0.0001)
     trains(model, optimizer, 1)
     model.times = 2
-    with refused("came after it had been gathered"):
+    with refused("accumulated again after it had been gathered"):
         trains(model, optimizer, 1)
     commlib.unwrap(model)
     model.use_reentrant = False
@@ -536,7 +536,7 @@ def without_reentrance() -> None:
         trains(model, optimizer, 1)
 
 
-@follows("and make all backwards of a step but the last one inside model.no_sync()")
+@follows("and run all backwards of a step except the last one inside model.no_sync()")
 def zeroed() -> None:
     model, optimizer = made(algorithm="dgc")
     mlp_loss(model, 0).backward()

@@ -1,1 +1,1 @@
-"""What a model communicates, each kind by a channel of its own."""
+"""Communication channels of a model, one for each kind of communicated data."""

@@ -1,21 +1,21 @@
-"""One backward of a model: from autograd's hooks to a round of gradients.
+"""The backward of a model, from autograd hooks to a round of gradients.
 
-[Note: the life of a backward] The first hook that fires (on an output of the forward, or on a parameter where the
-outputs could not be hooked) *begins* a backward and queues a callback for its end. The first gradient *opens* a round.
-Each bucket whose gradients are all there is gathered and *launched*. The callback *flushes* the buckets that are not
-complete (unused parameters), launches what goes beside them (rank 0's buffers) and waits. A backward that touches no
-parameter (`torch.autograd.grad` on inputs) opens no round. Several models in one backward all flush before any of them
-waits. An exception in backward destroys the callback: a backward whose callback is gone is forgotten if it had
-communicated nothing, and else ends the model's communication.
+[Note: the life of a backward] The first hook that fires *begins* a backward and queues a callback for its end. It is a
+hook on an output of the forward, or on a parameter if the outputs could not be hooked. The first complete segment of a
+bucket *opens* a round. Each bucket whose gradients are complete is gathered and *launched*. The callback *flushes* the
+incomplete buckets (unused parameters), launches further tasks (such as the broadcast of rank 0's buffers) and waits. A
+backward that reaches no parameter (`torch.autograd.grad` on inputs) opens no round. If several models share a backward,
+all of them flush before any of them waits. An exception in backward destroys the callback. The backward is then
+discarded if it has communicated nothing; otherwise the model's communication ends.
 
-[Note: several models] Losses of several models may be added in any order, and in another one on each rank; so the
-callbacks of one backward come in different orders, too. Rounds are all under way before any is waited for. What ranks
-then tell each other about plans blocks, so a thread for each model does it, and is waited for once all callbacks have
-begun theirs.
+[Note: several models] Each rank may add the losses of several models in a different order, so the callbacks of one
+backward also run in different orders. All rounds are therefore under way before any rank waits for one. Agreeing on the
+next plan blocks, so one thread per model does it. The threads are joined once all callbacks have started theirs.
 
-[Note: hooks and dynamo] Where a function that calls `backward` or `step` is compiled, dynamo leaves those calls out but
-looks at every Python frame within them, hooks included, and would trace and guard commlib's own work. So it is told at
-each hook to look away (a third of a microsecond); no hook is a lambda, whose frame it would see before.
+[Note: hooks and dynamo] When a function that calls `backward` or `step` is compiled, dynamo excludes these calls from
+the graph. It still inspects every Python frame within them, including hooks, and would trace and guard commlib's code.
+Each hook therefore disables dynamo, which takes a third of a microsecond. No hook is a lambda, because dynamo would
+inspect the lambda's frame first.
 """
 
 from __future__ import annotations
@@ -45,31 +45,31 @@ from commlib.weak import WeakMembers
 _log = logging.getLogger("commlib")
 
 _under_way: WeakMembers[Backward] = WeakMembers(locks.lock("backwards", is_of_process=True))
-os.register_at_fork(after_in_child=_under_way.clear)  # none goes on in a child
+os.register_at_fork(after_in_child=_under_way.clear)  # no backward continues in a child process
 
 
 class Phase(Enum):
-    """Where the backward of a model is."""
+    """Phase of a model's backward."""
 
-    NONE = "there is none"
-    LOCAL = "it is not synchronised, or not yet"
-    OVERLAPPED = "each bucket leaves as soon as its gradients are there"
-    RECORDED = "when each gradient is there is recorded; the buckets leave at the end"
-    FLUSHED = "its gradients are all there, and all buckets have left"
+    NONE = "no backward is under way"
+    LOCAL = "the backward is not synchronised, or not yet"
+    OVERLAPPED = "each bucket is launched as soon as its gradients are complete"
+    RECORDED = "the time at which each gradient is ready is recorded; buckets are launched at the end"
+    FLUSHED = "all gradients are complete, and all buckets have been launched"
 
 
-# A look at an enum's class costs more than the rest of a hook.
+# A member lookup on the enum class costs more than the rest of a hook.
 _NONE, _LOCAL, _OVERLAPPED, _RECORDED, _FLUSHED = Phase
 
 
 class Host(Protocol):
-    """The channel whose backward this is.
+    """The channel that owns a `Backward`.
 
     Attributes:
-        line: What carries it.
-        buckets: Of the current plan.
-        readiness: Where a recorded backward is recorded.
-        watch_steps: Called with True where a backward begins in which hooks of the user's run; else with False.
+        line: Carries the channel's communication.
+        buckets: Buckets of the current plan.
+        readiness: Records when gradients become ready.
+        watch_steps: Called with True when a backward begins that runs user hooks, and with False at its end.
     """
 
     line: Line
@@ -86,11 +86,11 @@ class Host(Protocol):
         ...
 
     def backward_begins(self) -> float:
-        """A backward begins: change to a plan that is pending; return the predivisor. Raises what forbids it."""
+        """Install a pending plan before a backward and return the predivisor; raise if the backward is not allowed."""
         ...
 
     def sync_begins(self) -> Phase:
-        """A backward is to be synchronised; return in which phase it goes on."""
+        """Begin a backward that requires synchronisation; return its phase."""
         ...
 
     def open_round(self) -> GradientRound:
@@ -98,26 +98,26 @@ class Host(Protocol):
         ...
 
     def backward_ends(self) -> None:
-        """The computation of a synchronised backward has ended."""
+        """Record that the computation of a synchronised backward has ended."""
         ...
 
     def finish(self, round_: GradientRound) -> None:
-        """Wait for the round, and make its results the gradients."""
+        """Wait for the round, and publish its results as the gradients."""
         ...
 
     def follow_round(self, in_background: bool) -> None:
-        """Agree with the other ranks on the next plan, where that is due."""
+        """Agree with the other ranks on the next plan, if due."""
         ...
 
     def join(self) -> None:
-        """Wait for what that does in the background, and raise its error."""
+        """Wait for the exchange that `follow_round` runs in the background; raise its error."""
         ...
 
 
 class _End:
-    """The callback at the end of a backward. It dies with the backward, also with one that an exception ends.
+    """The callback at the end of a backward. It is destroyed with the backward, also when an exception ends it.
 
-    It lets those go first that were queued during the backward: FSDP2 makes the last gradients in one of its own.
+    It runs after callbacks that were queued during the backward: FSDP2 produces the last gradients in such a callback.
     """
 
     __slots__ = ("__weakref__", "_backward", "_has_waited", "_host")
@@ -136,18 +136,18 @@ class _End:
 
 
 class Backward:
-    """Where the backward of one model is, from hook to hook.
+    """State of one model's backward, updated by hooks.
 
     Args:
-        host: The channel; it owns this.
+        host: The channel that owns this object.
 
     Attributes:
-        require_sync: Whether backwards of forwards that are made now are synchronised.
-        is_deferred: Whether forwards that are made now announce no synchronised backward, as those of a micro-batch.
-        refuses_unannounced: Whether a backward that would stay local because nothing announced it is an error.
-        phase: Where the backward is.
-        round: Its round, once there is one.
-        has_counts: Whether it is known how often each hook fires.
+        require_sync: Whether forwards that run now require a synchronised backward.
+        is_deferred: Whether forwards that run now do not announce a synchronised backward, as for micro-batches.
+        refuses_unannounced: Whether to raise if a backward would stay local because no forward announced it.
+        phase: The current phase.
+        round: The current round; None before it is opened.
+        has_counts: Whether it is known how often each hook fires per backward.
     """
 
     def __init__(self, host: Host) -> None:
@@ -158,14 +158,14 @@ class Backward:
         self.round: GradientRound | None = None
         self.has_counts = False
         self._slots: Sequence[Slot] = ()
-        self._forward_ran = self._expects_sync = False  # since the last backward: any forward, a synchronised one
-        self._is_expected = False  # the next backward is a synchronised one, whatever its forwards were
-        self._has_hidden_outputs = False  # a forward returned nothing whose gradient announces the backward
+        self._forward_ran = self._expects_sync = False  # since the last backward
+        self._is_expected = False  # whether the next backward is synchronised regardless of its forwards
+        self._has_hidden_outputs = False  # a forward returned no tensor whose gradient announces the backward
         self._has_warned = self._has_watched = False
         self._graph_task: int | None = None
         self._callback: Callable[[], _End | None] = lambda: None
-        self._together: list[Backward] = []  # all of this backward; from its end until this one's own
-        self._on_leaves: dict[int, RemovableHandle] = {}  # by the identity of the leaf
+        self._together: list[Backward] = []  # models in this backward; set from its end until this model's callback
+        self._on_leaves: dict[int, RemovableHandle] = {}  # by the `id` of the leaf
 
     @property
     def _host(self) -> Host:
@@ -175,34 +175,34 @@ class Backward:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a backward began that has not ended."""
+        """Whether a backward has begun and not ended."""
         return self.phase is not _NONE
 
     @property
     def is_communicating(self) -> bool:
-        """Whether a backward is under way whose gradients are to be communicated, and are not yet."""
+        """Whether a backward is under way whose gradients have yet to be communicated."""
         return self.phase is not _NONE and self.phase is not _LOCAL
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Expect gradients of these parameters, of which it is not known how often their hooks fire."""
+        """Expect gradients of these parameters. How often their hooks fire is not known yet."""
         self._slots, self.has_counts = slots, False
 
     def hook_counts(self) -> dict[str, int] | None:
-        """Return how often each gradient hook fires in a backward, where not once; None before that is known."""
+        """Return how often gradient hooks fire per backward, omitting those that fire once; None until known."""
         if not self.has_counts:
             return None
         return {slot.name: slot.expected for slot in self._slots if slot.expected != 1}
 
     def restore_counts(self, counts: dict[str, int] | None) -> None:
-        """Take over what `hook_counts` returned."""
+        """Load the return value of `hook_counts`."""
         self.has_counts = counts is not None
         for slot in self._slots:
             slot.expected = (counts or {}).get(slot.name, 1)
 
     def announce(self, outputs: Sequence[torch.Tensor]) -> None:
-        """A forward has ended: the first gradient of any of these outputs announces its backward."""
+        """Hook the outputs of a forward; the first gradient of any of them announces its backward."""
         host, sync = self._host, self.require_sync and not self.is_deferred
         self._has_hidden_outputs = not outputs
         self._forward_ran = True
@@ -214,9 +214,10 @@ class Backward:
                 tensor.register_hook(functools.partial(self._on_output, sync, host))
 
     def _announce_leaf(self, leaf: torch.Tensor, sync: bool) -> None:
-        """Announce the backward of an output that lives on: a parameter or an input, as it is.
+        """Hook an output that outlives the forward: a parameter or an input, returned unchanged.
 
-        It has one hook, of the last forward, whose backward it is taken for (as in DDP). It does not keep the channel.
+        The leaf has one hook, which attributes its gradient to the last forward (as in DDP). The hook does not keep the
+        channel alive.
         """
         for key, handle in list(self._on_leaves.items()):
             if key == id(leaf) or handle.hooks_dict_ref() is None:
@@ -224,13 +225,13 @@ class Backward:
         self._on_leaves[id(leaf)] = leaf.register_hook(functools.partial(_on_leaf, weakref.ref(self), sync))
 
     def unhook(self) -> None:
-        """Take the hooks off what lives on."""
+        """Remove the hooks from leaves."""
         for handle in self._on_leaves.values():
             handle.remove()
         self._on_leaves.clear()
 
     def expect(self) -> None:
-        """The next backward is one of a forward that is made now, whatever begins it."""
+        """Treat the next backward as belonging to a forward that runs now, whichever hook begins it."""
         self._forward_ran = True
         self._is_expected |= self.require_sync
 
@@ -241,11 +242,11 @@ class Backward:
         self.begin(sync, host)
 
     def begin(self, sync: bool, host: Host | None = None) -> None:
-        """Take part in the backward that is running now; called by every hook on an output, counts once.
+        """Join the running backward. Every hook on an output calls this; only the first call begins the backward.
 
         Args:
-            sync: Whether the forward was made to be synchronised.
-            host: The channel, which a hook on an output keeps alive.
+            sync: Whether the forward requires a synchronised backward.
+            host: The channel; a hook on an output keeps it alive.
         """
         host = host or self._host
         self.forget_failed()
@@ -253,7 +254,7 @@ class Backward:
             _refuse_compiled_autograd()
             predivisor = host.backward_begins()
             if not self.has_counts:
-                predivisor = 1.0  # a gradient that is placed may still grow: divide at the end
+                predivisor = 1.0  # later hooks may add to a placed gradient: divide at the end
             self._graph_task = torch._C._current_graph_task_id()
             end = _End(self, host)
             self._callback = weakref.ref(end)
@@ -268,32 +269,32 @@ class Backward:
             self._start_sync(host)
 
     def _begin_unannounced(self) -> None:
-        """A gradient came, and no output of a forward announced it."""
+        """Begin a backward whose first gradient no output of a forward announced."""
         if not self._forward_ran and not self._has_hidden_outputs and self.require_sync:
             self._object()
         self.begin(self._expects_sync or (self._has_hidden_outputs and self.require_sync))
 
     def _object(self) -> None:
-        """Say that a backward stays local, or refuse it."""
+        """Warn that a backward stays local, or raise."""
         came = (
-            f"gradients of {self._slots[0].name!r} came without a forward of the wrapped model (a call of "
-            "model.module, or of another method of it)"
+            f"gradients of {self._slots[0].name!r} arrived without a forward of the wrapped model (a call to "
+            "model.module, or to another method of it)"
         )
         if self.refuses_unannounced:
             raise ConfigError(
-                f"rank {self._host.line.comm.rank}: {came}, and would stay local. Call commlib.expect_backward(model) "
-                "before such a backward, or make it inside model.no_sync() if it is to be local"
+                f"rank {self._host.line.comm.rank}: {came} and would stay local. Call commlib.expect_backward(model) "
+                "before such a backward, or run it inside model.no_sync() if it should stay local"
             )
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s; as with DDP they stay local, unless commlib.expect_backward(model) is called before", came
+                "%s. They stay local, as with DDP, unless commlib.expect_backward(model) is called before", came
             )
 
     def _start_sync(self, host: Host) -> None:
         self.phase = host.sync_begins()
         complete = [bucket for bucket in host.buckets if bucket.left == 0]
-        if complete and self.phase is _OVERLAPPED:  # an unsynchronised forward shares this backward, and came first
+        if complete and self.phase is _OVERLAPPED:  # gradients of an unsynchronised forward came first in this backward
             self.round = host.open_round()
             for bucket in complete:
                 self.round.launch(bucket)
@@ -301,7 +302,7 @@ class Backward:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def on_gradient(self, slot: Slot) -> None:
-        """Take note that a parameter has its gradient in `param.grad`. Runs for each of them: every line counts."""
+        """Record that a parameter's gradient is in `param.grad`. Runs for every parameter, so it must be fast."""
         if self.phase is _NONE:
             self._begin_unannounced()
         if self.phase is _RECORDED:
@@ -318,14 +319,14 @@ class Backward:
     def _fired_again(self, slot: Slot) -> None:
         if slot.segment is not None and slot.segment.left < 0:
             raise CommlibError(
-                f"rank {self._host.line.comm.rank}: a further gradient of {slot.name!r} came after it had been "
-                f"gathered: it was ready {slot.expected - slot.left} times in this backward and {slot.expected} times "
-                "in the first one. Run the model the same way in every step, or use checkpoint(..., "
+                f"rank {self._host.line.comm.rank}: the gradient of {slot.name!r} was accumulated again after it had "
+                f"been gathered: it was ready {slot.expected - slot.left} times in this backward and {slot.expected} "
+                "times in the first one. Run the model the same way in every step, or use checkpoint(..., "
                 "use_reentrant=False)."
             )
 
     def _segment_complete(self, segment: Segment) -> None:
-        """All gradients of the segment are there."""
+        """Gather a segment whose gradients are complete, and launch its bucket if that is complete too."""
         bucket: Any = segment.bucket
         bucket.left -= 1
         if self.phase is _LOCAL:
@@ -340,10 +341,10 @@ class Backward:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def end(self, host: Host) -> None:
-        """The callback at the end of backward."""
+        """Run the callback at the end of backward."""
         try:
             for each in self._of_this_backward():
-                if each.is_under_way:  # others have ended
+                if each.is_under_way:  # the others have ended
                     each._flush()
             if self.round is not None:
                 host.finish(self.round)
@@ -358,7 +359,7 @@ class Backward:
                 _join([each._reference() for each in together])
 
     def _of_this_backward(self) -> list[Backward]:
-        """Return all models that take part in the backward under way; the first that ends finds them."""
+        """Return all models in the current backward. The first one to end collects them."""
         if not self._together:
             found = [other for other in _under_way.alive() if other._graph_task == self._graph_task]
             for each in found:
@@ -366,7 +367,7 @@ class Backward:
         return self._together
 
     def _flush(self) -> None:
-        """Launch what is not complete. Every model in this backward does so before any of them waits."""
+        """Launch the incomplete buckets. Every model in this backward does so before any of them waits."""
         if self.phase is _FLUSHED:
             return
         syncs, self.phase = self.phase is not _LOCAL, _FLUSHED
@@ -382,19 +383,19 @@ class Backward:
             self.round.flush()
 
     def cancel(self, error: BaseException) -> None:
-        """End the round under way, if there is one."""
+        """Cancel the current round with an error, if there is one."""
         if self.round is not None:
             self.round.cancel(error)
 
     def forget_failed(self) -> None:
-        """Forget a backward that an exception has ended, if it communicated nothing; else end the communication."""
+        """Discard a backward that an exception has ended. If it has communicated, end the communication."""
         if self.phase is _NONE or self._callback() is not None:
             return
         if self.round is not None and self.round.has_begun:
             self._host.line.abandon(
                 CommlibError(
-                    "the previous backward did not finish (an exception in it?), so the ranks no longer agree on what "
-                    "was communicated. Restart from a checkpoint on all ranks"
+                    "the previous backward did not finish (an exception in it?), so the ranks may have communicated "
+                    "different buckets. Restart from a checkpoint on all ranks"
                 )
             )
         elif self.round is not None:
@@ -413,7 +414,7 @@ class Backward:
 
 
 def _join(hosts: Sequence[Host | None]) -> None:
-    """Wait for what all of these do in the background; raise the first error."""
+    """Wait for the background exchanges of all hosts; raise the first error."""
     errors: list[BaseException] = []
     for host in hosts:
         try:
@@ -432,14 +433,16 @@ def _on_leaf(found: Callable[[], Backward | None], sync: bool, _: torch.Tensor) 
 
 
 def _refuse_compiled_autograd() -> None:
-    """Raise where this backward is a graph that compiled autograd runs.
+    """Raise if compiled autograd runs this backward.
 
-    It stores gradients again after the hooks on them, so that each rank would go on with its own. Nothing public tells
-    whether it does: `torch._dynamo.config.compiled_autograd` also leaves ordinary backwards of compiled models.
+    Compiled autograd stores gradients again after their hooks, so each rank would continue with its own gradients. No
+    public API reports whether it is running: with `torch._dynamo.config.compiled_autograd`, the backward of a compiled
+    model may still be an ordinary one.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise ConfigError(
-            "compiled autograd (torch._dynamo.config.compiled_autograd) does not leave gradients to commlib, nor to "
-            "DDP. Turn it off, or compile the model instead of the function that calls backward"
+            "compiled autograd (torch._dynamo.config.compiled_autograd) supports neither commlib nor DDP: it stores "
+            "gradients again after their hooks. Turn it off, or compile the model instead of the function that calls "
+            "backward"
         )

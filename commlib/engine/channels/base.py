@@ -1,4 +1,4 @@
-"""What a model communicates, at work: the verbs that every kind of channel has."""
+"""The interface that every kind of communication channel implements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from commlib.engine.planning.plan import Parameter
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user gave `wrap` beside the model and the algorithm.
+    """Arguments of `wrap` other than the model and the algorithm.
 
     Attributes:
-        cap_bytes: A fixed bucket size; None plans it.
-        optimizer: What `optimizers.resolve` returned; None if it is not known.
-        scaler: The GradScaler; None if there is none.
+        cap_bytes: A fixed bucket size in bytes; None lets the engine plan the sizes.
+        optimizer: The return value of `optimizers.resolve`; None if the optimizer is not known.
+        scaler: The GradScaler; None if not used.
     """
 
     cap_bytes: int | None = None
@@ -27,29 +27,29 @@ class Settings:
 
 
 class Keeper(Protocol):
-    """Who has the algorithm's state: the algorithm, or its runner."""
+    """Holds the algorithm's state: the algorithm, or its runner."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         ...
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse a state from which this run cannot go on; nothing changes."""
+        """Raise if this run cannot resume from the state; changes nothing."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
+        """Load the state."""
         ...
 
 
 class OpenChannel(ABC):
-    """A channel at work. Nobody who has one asks of which kind it is.
+    """An open channel. Callers use every kind through this interface only.
 
     Attributes:
-        line: What carries it.
-        keeper: Who has the algorithm's state.
-        num_rounds: Rounds so far whose result this rank has taken; of an algorithm that runs itself, exchanges.
-        waited_s: Seconds so far in which the thread that trains has waited for rounds (on CUDA: the host).
+        line: Carries the channel's communication.
+        keeper: Holds the algorithm's state.
+        num_rounds: Number of rounds (exchanges, if the algorithm runs itself) whose result this rank has taken.
+        waited_s: Seconds that the training thread has waited for rounds so far (on CUDA: host time).
     """
 
     line: Line
@@ -64,71 +64,71 @@ class OpenChannel(ABC):
 
     @property
     def buckets(self) -> Sequence[Any]:
-        """Its buckets, in plan order; none where it has no rounds."""
+        """The buckets, in plan order; empty if the channel has no rounds."""
         return ()
 
     @property
     def consensus_distance(self) -> float | None:
-        """The L2 distance between this rank's weights and what the last round made of them, if there was one."""
+        """The L2 distance between this rank's weights and the result of the last round; None if not available."""
         return None
 
     @property
     def is_settled(self) -> bool:
-        """Whether its rounds are what they will be: no plan is tried any more."""
+        """Whether the bucket plan is final, so that no further plans are tried."""
         return True
 
     @property
     def allows_join(self) -> bool:
-        """Whether a rank that has no data left may stay away from its rounds, or stand in for itself."""
+        """Whether a rank without data left may skip the channel's rounds or take part in them without data."""
         return True
 
     def has_moved(self) -> bool:
         """Return whether parameters were cast or moved to another device since the buckets were made."""
         return False
 
-    def allow_change(self) -> None:  # noqa: B027 (most can follow any change)
-        """Refuse other parameters, if that is not possible.
+    def allow_change(self) -> None:  # noqa: B027 (most channels accept any change)
+        """Raise if the channel cannot change its parameters.
 
         Raises:
-            ConfigError: It is not; alike on all ranks, and nothing has changed.
+            ConfigError: The channel keeps its parameters. Raised on all ranks, before anything has changed.
         """
 
     @abstractmethod
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on. Collective, and not within a backward."""
+        """Communicate these parameters from now on. Collective; must not be called during backward."""
 
     @abstractmethod
     def set_up(self, settings: Settings) -> None:
-        """Go on with other settings: another optimizer. Collective, and not within a backward."""
+        """Use other settings, such as another optimizer. Collective; must not be called during backward."""
 
     def begin_step(self, has_closure: bool = False) -> None:  # noqa: B027
-        """The optimizer is about to make a step; `has_closure`: which computes gradients inside of it."""
+        """Run before an optimizer step. `has_closure`: whether the step computes gradients in a closure."""
 
     def end_step(self) -> None:  # noqa: B027
-        """The optimizer has made its step, which is counted already."""
+        """Run after an optimizer step, which has already been counted."""
 
     def drain(self) -> None:  # noqa: B027
-        """Take the result of what is in the background, if that waits for nobody: the model is saved or unwrapped."""
+        """Take the result of a background round, unless that may block on a peer. Runs before saving or unwrapping."""
 
     def settle(self) -> None:  # noqa: B027
-        """End what depends on clocks and can end: a checkpoint is made."""
+        """End the search for a plan, which depends on measured times. Runs when a checkpoint is made."""
 
-    def synchronize(self) -> None:  # noqa: B027 (gradients keep replicas alike)
+    def synchronize(self) -> None:  # noqa: B027 (averaged gradients keep replicas identical)
         """Give all ranks the same weights. Collective."""
 
     def weights_were_loaded(self) -> None:  # noqa: B027
-        """The user has loaded other weights: what is kept of earlier ones begins anew from those."""
+        """Discard state that depends on earlier weights. Runs after the user has loaded other weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its own state, by names that no other channel has; `keeper` has the algorithm's."""
+        """Return the channel's own state; no two channels share a key. `keeper` holds the algorithm's state."""
         return {}
 
     def drop_background(self) -> None:  # noqa: B027
-        """Let what is in the background come to nothing: what it works on is replaced. Alike on all ranks."""
+        """Drop the result of a background round, because its tensors are replaced. Must be called on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take over what `state_dict` returned; the keeper has its state already."""
+        """Load the return value of `state_dict`. The keeper's state has already been loaded."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it; parameters and gradients stay as they are. Harmless when called twice."""
+        """Close the channel; parameters and gradients do not change. Idempotent."""

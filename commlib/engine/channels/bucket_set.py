@@ -17,16 +17,16 @@ _dtype = operator.attrgetter("dtype")
 
 
 class BucketSet:
-    """Slots of parameters, and the buckets that these are in.
+    """The slots of parameters, and the buckets that contain them.
 
     Args:
-        parks: Whether gradients wait in the host's memory while buckets are made anew, so that the device's does not
-            hold them twice.
+        parks: Whether gradients are kept in host memory while buckets are rebuilt, so that device memory does not hold
+            them twice.
 
     Attributes:
-        slots: One for each parameter.
-        buckets: The plan's.
-        dense: Those that have a buffer.
+        slots: One slot per parameter.
+        buckets: All buckets of the plan.
+        dense: The buckets that have a flat buffer.
     """
 
     def __init__(self, parks: bool) -> None:
@@ -40,24 +40,24 @@ class BucketSet:
         self.dense: list[Bucket] = []
 
     def follow(self, parameters: Sequence[Parameter]) -> list[Slot]:
-        """Make slots for these parameters, and return those that there were. Buckets are made by `build`."""
+        """Create slots for these parameters, and return the previous slots. `build` creates the buckets."""
         before, self.slots = self.slots, plans.make_slots(parameters)
         self._parameters = parameters
         self._params = [parameter.param for parameter in parameters]
         self._dtypes = list(map(_dtype, self._params))
-        self._memory = Memory()  # gradients of parameters that are frozen now may stay where they are
+        self._memory = Memory()  # gradients of parameters that are now frozen may stay in the old memory
         return before
 
     def hook(self, listener: Callable[[], Listener | None]) -> None:
-        """Tell the listener of every gradient."""
+        """Notify the listener of every gradient."""
         for slot in self.slots:
             slot.hook(listener)
 
     def build(self, plan: Plan, num_marks: int = 0) -> tuple[list[Bucket | SparseBucket], list[Bucket]]:
-        """Return the buckets of a plan, and the dense ones of them; gradients that exist are moved into them."""
+        """Build the buckets of a plan and move existing gradients into them; return all buckets and the dense ones."""
         existing = [slot for slot in self.slots if slot.param.grad is not None]
         parked = {slot: _parked(slot) for slot in existing if self._parks and slot.param.grad is slot.view}
-        if len(parked) < len(existing):  # they may lie where the old buckets are
+        if len(parked) < len(existing):  # the others may share memory with the old buckets
             self._memory = Memory()
         for slot in parked:
             slot.param.grad = None
@@ -70,13 +70,13 @@ class BucketSet:
         return buckets, dense
 
     def take(self, buckets: list[Bucket | SparseBucket], dense: list[Bucket]) -> None:
-        """Use what `build` returned from now on; let go of the buckets that there were."""
+        """Use the buckets that `build` returned, and release the previous buckets."""
         before, self.buckets, self.dense = self.dense, buckets, dense
         for bucket in before:
             bucket.release()
 
     def leave_gradients(self) -> None:
-        """Give the user gradients of his own in place of views of the buffers, which are written now."""
+        """Replace gradients that are views of the buffers by copies, before the buffers are overwritten."""
         with torch.no_grad():
             for slot in self.slots:
                 if slot.param.grad is not None and slot.param.grad is slot.view:
@@ -87,13 +87,13 @@ class BucketSet:
         return have_moved(self.dense) or list(map(_dtype, self._params)) != self._dtypes
 
     def close(self) -> None:
-        """Remove every hook. Harmless when called twice."""
+        """Remove every hook. Idempotent."""
         for slot in self.slots:
             slot.unhook()
 
 
 def have_moved(buckets: Sequence[Bucket]) -> bool:
-    """Return whether the parameters of buckets are of another dtype or device than these."""
+    """Return whether parameters have another dtype or device than their buckets."""
     return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
 
 

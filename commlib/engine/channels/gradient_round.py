@@ -1,4 +1,4 @@
-"""One synchronisation of gradients: from buckets that are complete to gradients that are communicated."""
+"""One synchronisation of gradients: from complete buckets to communicated gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from commlib.transport.base import Communication
 
 
 class GradientRound:
-    """Takes the buckets of a plan in any order, each once.
+    """Launches the buckets of a plan in any order, each once.
 
-    The bucket that carries the flags leaves last: only then is it known which parameters had a gradient. An algorithm
-    that cannot sum them with its values (`Gradients.reduces_flags`) has them sent by themselves, as one more task.
+    The bucket with the flags is launched last, because only then is it known which parameters had a gradient. If an
+    algorithm cannot sum the flags together with its values (`Gradients.reduces_flags`), a separate task sends them.
 
     Args:
-        buckets: All buckets of the plan, in its order.
-        algorithm: What to do with a bucket.
+        buckets: All buckets of the plan, in plan order.
+        algorithm: Communicates each bucket.
         line: Carries the round.
-        tail: What is communicated beside the buckets, once backward has ended.
-        loss_scale: What compares it, where the ranks share one: the plan's buckets have marks for it.
+        tail: Further tasks, launched once backward has ended.
+        loss_scale: Compares the loss scales of the ranks. The plan's buckets must then have space for its marks.
 
     Attributes:
-        left: How many buckets have not been given to the driver; see [Note: what is left] in `slot.py`.
+        left: Number of buckets that have not been given to the driver; see the note in `slot.py`.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class GradientRound:
 
     @property
     def tasks(self) -> list[Task]:
-        """The tasks that carry gradients: one per bucket, in plan order, and perhaps one for the flags."""
+        """The tasks that carry gradients: one per bucket, in plan order, then one for separately sent flags."""
         return self._round.tasks[: self._num_gradient_tasks]
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything has been given to the driver."""
+        """Whether any bucket has been given to the driver."""
         return self.left < len(self._buckets)
 
     def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
@@ -82,7 +82,7 @@ class GradientRound:
         return centralized_full_precision(self._last.flags, self._comm)
 
     def launch(self, bucket: Bucket | SparseBucket) -> None:
-        """Gather the bucket and give it to the driver; the one with the flags is held back until it is the last."""
+        """Gather a bucket and give it to the driver. The bucket with the flags is held back until it is the last."""
         if bucket.left == TAKEN or (bucket is self._last and self.left > 1):
             return
         with marks.phase("gather", bucket.describe):
@@ -92,7 +92,7 @@ class GradientRound:
             self.launch(self._last)
 
     def flush(self) -> None:
-        """Launch what is left: backward has ended, and some parameter had no gradient in it."""
+        """Launch the remaining buckets and the further tasks at the end of backward."""
         for bucket in [*(b for b in self._buckets if b is not self._last), *([self._last] if self._last else [])]:
             self.launch(bucket)
         self._launch_tail()
@@ -102,7 +102,7 @@ class GradientRound:
             self._driver.ready(self._round, idx)
 
     def contribute_nothing(self) -> None:
-        """Launch every bucket with zeros: what a rank without data does."""
+        """Launch every bucket with zeros, on a rank without data."""
         for bucket in self._dense:
             bucket.zero()
         for idx in range(self._num_gradient_tasks):
@@ -138,15 +138,15 @@ class GradientRound:
             self._driver.wait(self._round)
 
     def cancel(self, error: BaseException) -> None:
-        """End the round, which cannot go on."""
+        """Cancel the round with an error."""
         self._driver.cancel(self._round, error)
 
     def discard(self) -> None:
-        """Forget the round, of which nothing was given to the driver."""
+        """Discard the round, before anything was given to the driver."""
         self._driver.discard(self._round)
 
     def publish(self) -> frozenset[int]:
-        """Make the results the parameters' gradients; return the places of parameters that do not require one now.
+        """Publish the results as the parameters' gradients; return the indices of parameters that are frozen now.
 
         Raises:
             ConfigError: The loss scale differs between ranks.
@@ -161,7 +161,7 @@ class GradientRound:
             if isinstance(bucket, SparseBucket):
                 bucket.finish(divisor)
                 continue
-            if not bucket.is_plain:  # the flags are read, on CUDA by waiting, only where they matter
+            if not bucket.is_plain:  # read the flags only if needed: on CUDA this synchronises
                 is_used = is_used or [value > 0 for value in self._dense[-1].flags.tolist()]
                 bucket.finish(is_used[start : start + len(bucket.slots)])
                 frozen.update(slot.idx for slot in bucket.slots if not slot.param.requires_grad)
@@ -169,7 +169,7 @@ class GradientRound:
         return frozenset(frozen)
 
     def drop(self) -> None:
-        """Leave the parameters' gradients as they are."""
+        """Discard the results; the parameters' gradients do not change."""
         for bucket in self._buckets:
             if isinstance(bucket, SparseBucket):
                 bucket.result.clear()

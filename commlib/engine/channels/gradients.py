@@ -1,4 +1,4 @@
-"""The channel of gradients: buckets, hooks and rounds, in every synchronised backward."""
+"""The gradient channel: buckets, hooks and rounds of synchronised backwards."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from commlib.transport.base import Communication
 
 @dataclass(frozen=True)
 class LastRound:
-    """What the last round took.
+    """Statistics of the last round.
 
     Attributes:
-        sent_bytes: Per bucket, bytes that this rank sent, and those of the flags if they went by themselves.
-        seconds: Of the same.
-        exposed_s: How long the training thread waited (on CUDA: the host).
-        waited: The moments, of the model's `Clock`, between which it did; on CUDA those of its stream.
+        sent_bytes: Bytes that this rank sent, per bucket, then for the flags if they were sent separately.
+        seconds: Durations of the same transfers.
+        exposed_s: Seconds that the training thread waited (on CUDA: host time).
+        waited: Start and end of that wait, from the model's `Clock`; on CUDA, events on its stream.
     """
 
     sent_bytes: tuple[float, ...] = ()
@@ -59,43 +59,43 @@ class LastRound:
 
 @dataclass
 class Buffers:
-    """The model's buffers that are to be alike on all ranks after each round.
+    """The model's buffers that each round makes identical on all ranks.
 
     Attributes:
-        tensors: Returns them.
-        source: Whose they become.
+        tensors: Returns the buffers.
+        source: The rank whose buffers are broadcast.
     """
 
     tensors: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
     source: int = 0
 
     def copy(self, line: Line) -> Communication:
-        """Make them those of the source."""
-        # As they are when backward has ended: it may have run forwards again. Not through autograd's eyes, as a graph
-        # that is kept has saved them.
+        """Broadcast the buffers from the source rank."""
+        # Read at the end of backward, which may have run forwards again. `data` hides the change from autograd: a
+        # retained graph may have saved the buffers.
         return broadcast_all([local_of(buffer.data) for buffer in self.tensors()], line.comm, self.source)
 
 
 class GradientChannel(OpenChannel):
-    """Buckets, hooks and rounds of the gradients of one model.
+    """Buckets, hooks and rounds for the gradients of one model.
 
-    It is there for every algorithm: one that does not communicate gradients may have a warm-up in which they are
-    averaged in full precision. Without one, and in a group of one rank where the algorithm has nothing to do there, the
-    channel is *idle*: no hooks, no buckets.
+    Every algorithm has this channel. An algorithm that does not communicate gradients may average them in full
+    precision during a warm-up; without a warm-up, the channel is *idle*: it has no hooks and no buckets. It is also
+    idle in a group of one rank if the algorithm has nothing to do there.
 
     Args:
         line: Carries the rounds.
-        device: Where the parameters are.
-        settings: What the user gave.
+        device: Device of the parameters.
+        settings: Arguments of `wrap`.
 
     Attributes:
-        backward: The backward under way.
-        search: Finds the plan.
-        idle_parameters: Those that are frozen for a while.
-        buffers: What is copied beside the buckets.
-        last: What the last round took.
-        is_idle: See above.
-        watch_steps: Called with True where a backward begins in which hooks of the user's run, with False at its end.
+        backward: State of the current backward.
+        search: Searches for the bucket plan.
+        idle_parameters: Tracks parameters that have been frozen for several rounds.
+        buffers: The buffers that each round broadcasts.
+        last: Statistics of the last round.
+        is_idle: Whether the channel is idle; see above.
+        watch_steps: Called with True when a backward begins that runs user hooks, and with False at its end.
     """
 
     algorithm: Algorithm
@@ -125,13 +125,13 @@ class GradientChannel(OpenChannel):
         line.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
 
     def use(self, algorithm: Algorithm, progress: Progress, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters by this algorithm from now on. Collective, and not within a backward."""
+        """Communicate these parameters with this algorithm from now on. Collective; not allowed during backward."""
         declared = algorithm.channel
         self.keeper = self.algorithm = algorithm
         self.progress = progress
         self.is_idle = (self.line.comm.world_size == 1 and declared.rests_alone) or not progress.ever_syncs_gradients
-        self._is_own = isinstance(declared, Gradients)  # else it is there for the warm-up
-        # Without buffers, to measure with: what communicates gradients.
+        self._is_own = isinstance(declared, Gradients)  # otherwise only the warm-up uses this channel
+        # A copy of the algorithm that communicates gradients, without buffers, for measurements.
         self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
         scaler = self._settings.scaler
         shares_scale = scaler is not None and scaler.is_enabled() and declared.keeps_replicas_alike
@@ -159,7 +159,7 @@ class GradientChannel(OpenChannel):
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def _install(self, plan: Plan) -> None:
-        """Make the buckets of `plan`, and move gradients that exist into them; then let the old ones go."""
+        """Build the buckets of `plan`, move existing gradients into them, and release the old buckets."""
         buckets, dense = ([], []) if self.is_idle else self._set.build(plan, self._num_marks)
         if not self.is_idle:
             context = Context(self.line.comm, dense, self._device, self._settings.optimizer, self._settings.scaler)
@@ -175,14 +175,14 @@ class GradientChannel(OpenChannel):
         return 0 if self._loss_scale is None else NUM_LEVELS
 
     def install_pending(self) -> None:
-        """Change to the plan that the last rounds led to, if there is one and no backward is under way."""
+        """Install the pending plan, if there is one and no backward is under way."""
         if self.search.pending is not None and not self.backward.is_under_way:
             with self.line.wholly():
                 self._install(self.search.pending)
 
     @property
     def plan(self) -> Plan:
-        """What the buckets hold."""
+        """The plan of the current buckets."""
         return self.search.plan
 
     @property
@@ -193,12 +193,12 @@ class GradientChannel(OpenChannel):
 
     @property
     def dense(self) -> list[Bucket]:
-        """Those that have a buffer."""
+        """The buckets that have a flat buffer."""
         return self._set.dense
 
     @property
     def readiness(self) -> Readiness:
-        """Where a recorded backward is recorded."""
+        """Records when gradients become ready."""
         return self.search.readiness
 
     @property
@@ -218,10 +218,10 @@ class GradientChannel(OpenChannel):
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> float:
-        """A backward begins: change to a plan that is pending; return what gradients are divided by when gathered.
+        """Install a pending plan before a backward; return the divisor to apply when gathering gradients.
 
         Raises:
-            ConfigError: There are gradients that were communicated already, which the algorithm would take for a
+            ConfigError: Some gradients have already been communicated, and the algorithm would treat them as this
                 rank's own.
             CommlibError: The communication has ended.
         """
@@ -233,13 +233,13 @@ class GradientChannel(OpenChannel):
         return self.current_algorithm.predivisor(self.line.comm)
 
     def sync_begins(self) -> Phase:
-        """A backward is to be synchronised; return in which phase it goes on."""
+        """Begin a backward that requires synchronisation; return its phase, `LOCAL` in a step without communication."""
         if self.is_idle or not self.progress.syncs_gradients:
             return Phase.LOCAL
         return Phase.RECORDED if self.search.begins() else Phase.OVERLAPPED
 
     def backward_ends(self) -> None:
-        """The computation of a synchronised backward has ended."""
+        """Record that the computation of a synchronised backward has ended."""
         self.search.backward_ends()
 
     def _refuse_communicated(self) -> None:
@@ -251,21 +251,22 @@ class GradientChannel(OpenChannel):
         if kept:
             self._may_hold_communicated = True
             raise ConfigError(
-                f"rank {self.line.comm.rank}: the gradient of {kept[0].name!r} holds what an earlier synchronised "
-                f"backward has communicated, and {self.algorithm.name!r} would count it as new. Call zero_grad() after "
-                "each step, and make all backwards of a step but the last one inside model.no_sync()"
+                f"rank {self.line.comm.rank}: the gradient of {kept[0].name!r} holds values that an earlier "
+                f"synchronised backward communicated, and {self.algorithm.name!r} would count them as new. Call "
+                "zero_grad() after each step, and run all backwards of a step except the last one inside "
+                "model.no_sync()"
             )
 
     @property
     def current_algorithm(self) -> Algorithm:
-        """What communicates gradients now: the algorithm, or full precision in its warm-up."""
+        """The algorithm that communicates gradients now; full-precision all-reduce during the warm-up."""
         return self._warm_up if self.progress.is_warming_up or not self._is_own else self.algorithm
 
     def open_round(self, contributes: bool = True) -> GradientRound:
-        """Open the round of this backward; `contributes`: whether this rank has data for it."""
+        """Open the round of this backward. `contributes`: whether this rank has data for it."""
         comm = self.line.comm
         if not self.buckets:
-            raise CommlibError(f"rank {comm.rank}: there are parameters and no buckets: a defect of commlib")
+            raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
         comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, self.progress.step
         tail = self.search.tasks(comm)
         if self.buffers.tensors():
@@ -273,7 +274,7 @@ class GradientChannel(OpenChannel):
         return GradientRound(self.buckets, self.current_algorithm, self.line, tail, self._loss_scale)
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
-        """Wait for a round and make its results the gradients, or leave those as they are."""
+        """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
         start_s, start = time.perf_counter(), self._clock.now()
         round_.wait()
         self.line.check_streams()
@@ -297,10 +298,11 @@ class GradientChannel(OpenChannel):
         self.progress.end_backward()
 
     def follow_round(self, in_background: bool = False) -> None:
-        """After a round, agree with the other ranks on the next plan, where that is due.
+        """Agree with the other ranks on the next plan after a round, if due.
 
         Args:
-            in_background: Not to wait for them here; `join` does. [Note: several models] in `backward.py`.
+            in_background: Run the exchange in a thread, which `join` waits for. See [Note: several models] in
+                `backward.py`.
         """
         if in_background and self.search.is_undecided:
             self._exchange = Background("commlib-plan", lambda: self.search.ended(self._measure_cost))
@@ -308,14 +310,14 @@ class GradientChannel(OpenChannel):
             self.search.ended(self._measure_cost)
 
     def join(self) -> None:
-        """Wait for what `follow_round` does in the background, and raise its error."""
+        """Wait for the exchange that `follow_round` runs in the background; raise its error."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             with self.line.wholly():
                 exchange.join()
 
     def communicate(self) -> None:
-        """Communicate the gradients as they are, in a round as at the end of a backward that no hook has seen."""
+        """Communicate the current gradients in one round, as after a backward that did not run any hooks."""
         predivisor = self.backward_begins()
         if self.sync_begins() is Phase.LOCAL:
             return
@@ -329,7 +331,7 @@ class GradientChannel(OpenChannel):
             self.follow_round()
 
     def shadow_round(self) -> None:
-        """Take part in a round without data: what a rank that has joined early does."""
+        """Take part in a round without data, on a rank that has joined early."""
         self.install_pending()
         if self.sync_begins() is Phase.LOCAL:
             return
@@ -365,7 +367,7 @@ class GradientChannel(OpenChannel):
 
     @override
     def weights_were_loaded(self) -> None:
-        if self._is_own and not self._has_loaded_state:  # else what is kept is of these weights
+        if self._is_own and not self._has_loaded_state:  # otherwise the kept state belongs to these weights
             self.algorithm.forget()
 
     @property
@@ -384,7 +386,7 @@ class GradientChannel(OpenChannel):
         return {
             "num_rounds": self.num_rounds,
             "plan": self.search.next.saved(names),
-            "hook_counts": self.backward.hook_counts(),  # None before they are known
+            "hook_counts": self.backward.hook_counts(),  # None until they are known
         }
 
     @override
@@ -393,7 +395,7 @@ class GradientChannel(OpenChannel):
         self._has_loaded_state = True
 
     def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
-        """Change to a plan from a checkpoint; nothing is recorded then. None is the first one, to be settled."""
+        """Install a plan from a checkpoint, without recording. None installs the initial plan and settles it."""
         with self.line.wholly():
             self.backward.restore_counts(hook_counts)
             self._install(self.search.restore(plan))

@@ -1,4 +1,4 @@
-"""From what an algorithm declares to the channel that carries it out."""
+"""Opens the channel that an algorithm declares."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def open_beside(
     settings: Settings,
     connect: Callable[[], Transport],
 ) -> OpenChannel | None:
-    """Open the channel that an algorithm needs beside that of gradients. Collective.
+    """Open the channel that an algorithm needs in addition to the gradient channel. Collective.
 
     Args:
         algorithm: The algorithm.
         parameters: The parameters, in the model's order.
         progress: Counts the steps.
-        line: That of gradients; if it ends, so does this channel.
-        settings: What the user gave; without an optimizer there is no channel.
-        connect: Makes a communicator for the channel's rounds. Collective.
+        line: The line of the gradient channel. If it ends, this channel ends too.
+        settings: Arguments of `wrap`. Without an optimizer, no channel is opened.
+        connect: Creates a communicator for the channel's rounds. Collective.
 
     Raises:
         ConfigError: The algorithm cannot run on this model, optimizer or group.

@@ -1,4 +1,4 @@
-"""Algorithms that run themselves: what the engine does for them."""
+"""The channel of algorithms that run themselves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from commlib.transport.mailbox import Mailbox
 
 
 class SelfRunningChannel(OpenChannel):
-    """The runner of an algorithm that declares `SelfRunning`, driven by the optimizer's steps.
+    """Calls the runner of an algorithm that declares `SelfRunning` around the optimizer's steps.
 
     Args:
         parameters: The parameters, in the model's order.
-        algorithm: What is to run.
+        algorithm: The algorithm to run.
         progress: Counts the steps.
-        line: The model's, which carries what is collective.
-        optimizer: Its steps are what the runner works around.
+        line: The model's line, which carries the runner's collectives.
+        optimizer: The optimizer whose steps call the runner.
 
     Raises:
         ConfigError: The algorithm cannot run on this model, optimizer or group.
@@ -57,7 +57,7 @@ class SelfRunningChannel(OpenChannel):
     @override
     def set_up(self, settings: Settings) -> None:
         with torch.no_grad():
-            self._runner.synchronize()  # a runner begins where the ranks' parameters are the same
+            self._runner.synchronize()  # a runner starts with identical parameters on all ranks
         state = self._runner.state_dict()
         self._runner.close()
         self._attach(settings.optimizer)
@@ -65,12 +65,12 @@ class SelfRunningChannel(OpenChannel):
 
     @property
     def runner(self) -> Runner:
-        """The algorithm at work."""
+        """The runner of the algorithm."""
         return self._runner
 
     @property
     def num_rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Exchanges whose result this rank has taken."""
+        """Number of exchanges whose result this rank has taken."""
         return self._runner.num_rounds
 
     @property
@@ -81,8 +81,8 @@ class SelfRunningChannel(OpenChannel):
     @override
     def allow_change(self) -> None:
         raise ConfigError(
-            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, and the algorithm "
-            f"{self._algorithm.name!r} keeps those it was given. Unwrap the model and wrap it again on all ranks"
+            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, but the algorithm "
+            f"{self._algorithm.name!r} cannot change its parameters. Unwrap the model and wrap it again on all ranks"
         )
 
     @override
@@ -95,8 +95,8 @@ class SelfRunningChannel(OpenChannel):
             return
         if has_closure and self._runner.needs_gradients:
             raise ConfigError(
-                "optimizer.step(closure) computes gradients inside the step, and the algorithm "
-                f"{self._algorithm.name!r} takes them before it. Call backward(), then optimizer.step()"
+                "optimizer.step(closure) computes gradients inside the step, but the algorithm "
+                f"{self._algorithm.name!r} reads them before the step. Call backward(), then optimizer.step()"
             )
         self._guarded(self._runner.before_step)
 
@@ -106,7 +106,7 @@ class SelfRunningChannel(OpenChannel):
             self._guarded(self._runner.after_step)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Act; an error of the communication ends it for good."""
+        """Call `act`. A communication error permanently ends the communication."""
         self.line.check()
         try:
             with torch.no_grad():

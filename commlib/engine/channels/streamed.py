@@ -1,4 +1,4 @@
-"""A backward on an accelerator, whose gradients may come on several streams."""
+"""A backward on an accelerator, whose gradients may be produced on several streams."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from commlib.engine.channels.backward import Backward, Host
 
 
 class StreamedBackward(Backward):
-    """A backward whose gradients may come on several streams of an accelerator.
+    """A backward whose gradients may be produced on several streams of an accelerator.
 
-    A bucket is gathered on the stream of the gradient that came last, which therefore waits for the streams of those
-    that came before: autograd itself makes its caller wait for them at the end of backward only.
+    Gradients are gathered on the stream of the last one. That stream first waits for the streams of earlier gradients,
+    because autograd synchronises streams with its caller only at the end of backward.
 
     Args:
-        host: As in `Backward`.
+        host: See `Backward`.
         current: Returns the current stream.
     """
 

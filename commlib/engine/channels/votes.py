@@ -1,11 +1,12 @@
-"""Whether all ranks have come to a round, without waiting for them.
+"""Detects when all ranks have reached a round, without blocking.
 
-A rank that comes to round k tells every other one so, and goes on. The collectives of the round are issued, in the
-background, when the last rank has come: so the ordinary timeout applies to them, and none to a rank that is slow,
-evaluates or saves. A rank that has left ends the rounds quietly; one that died is an error at the next step's end.
+A rank that reaches round k notifies every other rank and continues. The collectives of the round are issued in the
+background when the last rank has reached it. The collective timeout therefore does not apply to a rank that is slow,
+evaluates or saves a model. When a rank leaves, the rounds end without an error. When a rank dies, the end of the next
+step raises an error.
 
-[Note: loaded weights] Where users load other weights, one rank may have come to a round before that, and another comes
-to it afterwards: its result would bring the old weights back. So each vote says how often weights were loaded before.
+[Note: loaded weights] When users load other weights, one rank may reach a round before loading, and another rank after
+it. The result of that round would restore the old weights. Each vote therefore reports how often weights were loaded.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _log = logging.getLogger("commlib")
 
 _VOTE = 1
 
-#: How long a failed collective waits for the word of the peers on who left or died, in seconds.
+#: Seconds that a failed collective waits for peers to report which rank left or died.
 _VERDICT_S = 3.0
 
 
 class Votes:
-    """The rounds that the ranks have come to. Collective to make.
+    """Tracks the rounds that the ranks have reached. Construction is collective.
 
     Args:
-        transport: The ranks, and how they find each other.
+        transport: Connects the ranks.
 
     Attributes:
-        are_mixed: Whether the last round that was launched is of weights some of which were loaded since, on any rank.
+        are_mixed: Whether some ranks reached the last launched round before weights were loaded, and others after it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -49,16 +50,16 @@ class Votes:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes sent, which are none: a vote has no payload."""
+        """Bytes sent; always 0, because a vote has no payload."""
         return self._mailbox.bytes_sent
 
     def cast(self, number: int, num_loads: int, launch: Callable[[], None]) -> None:
-        """Come to a round.
+        """Vote for a round that this rank has reached.
 
         Args:
-            number: The round's: 1, 2, ...
+            number: Number of the round: 1, 2, ...
             num_loads: How often the user has loaded weights so far.
-            launch: Called once all ranks have come, from this or another thread.
+            launch: Called once all ranks have reached the round, from this or another thread.
         """
         with self._lock:
             self._launch = launch
@@ -80,7 +81,7 @@ class Votes:
         launch()
 
     def have_ended(self) -> bool:
-        """Return whether a rank has left, so that there are no rounds any more.
+        """Return whether a rank has left, which ends the rounds.
 
         Raises:
             PeerFailure: A rank died, or failed.
@@ -90,14 +91,14 @@ class Votes:
             gone = sorted(set(range(len(self._came_to))) - {self._rank, *self._mailbox.present()})
             self._has_ended = bool(gone)
             if gone:
-                _log.info("rank %d: ranks %s have left; averaging ends, training goes on", self._rank, gone)
+                _log.info("rank %d: ranks %s have left; averaging ends, training continues", self._rank, gone)
         return self._has_ended
 
     def explains_soon(self) -> bool:
-        """Return whether the peers' word on a collective that failed may still come. Asked at every step's end."""
+        """Return whether peers may still report why a collective failed. Called at the end of every step."""
         self._failed_s = self._failed_s or time.monotonic()
         return time.monotonic() - self._failed_s < _VERDICT_S
 
     def close(self) -> None:
-        """Say goodbye. Harmless when called twice."""
+        """Notify the peers that this rank leaves. Idempotent."""
         self._mailbox.close()

@@ -1,4 +1,4 @@
-"""The buckets of rounds over weights or optimizer state: what goes into them, and how results come out."""
+"""Buckets for rounds over weights or optimizer state: loads tensors into them, and writes results back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from commlib.engine.rounds import marks
 from commlib.primitives.replicate import mean_all
 from commlib.transport.base import Communication, Communicator
 
-#: Where steps wait for their round, how far it moved the weights is measured once in this many steps.
+#: Blocking rounds that are fewer steps apart measure how far they move the weights once in this many rounds.
 _DISTANCE_EVERY = 10
 
 
 class WeightBuckets:
-    """Buckets over the weights, or an entry of the optimizer's state, of some parameters.
+    """Buckets over the weights of parameters, or over one entry of their optimizer state.
 
-    A round that is waited for replaces the tensors by its result. One in the background works on a copy taken at its
-    start; its effect, `result - copy`, is added to the tensors when it is taken, so that the steps made meanwhile are
-    kept (BAGUA's asynchronous model averaging does the same). `Weights.mixing` asks for a weighted mean instead.
+    A blocking round replaces the tensors by its result. A background round works on a copy made at its start. When it
+    is taken, `result - copy` is added to the tensors, which keeps the steps made in the meantime (as in BAGUA's
+    asynchronous model averaging). With `Weights.mixing`, a weighted mean is used instead.
 
     Args:
         parameters: The parameters, in the model's order.
-        declared: What the algorithm communicates.
-        optimizer: Whose state may be what is communicated.
-        cap_bytes: Size of a bucket.
+        declared: The channel that the algorithm declares.
+        optimizer: The optimizer whose state may be communicated.
+        cap_bytes: Maximum size of a bucket in bytes.
 
     Attributes:
-        buckets: Those of all parameters but the ones that rest; see [Note: frozen layers] in `frozen.py`.
-        holds_weights: Whether they hold weights.
+        buckets: Buckets of all parameters except resting ones; see [Note: frozen layers] in `frozen.py`.
+        holds_weights: Whether the buckets hold weights.
     """
 
     def __init__(self, parameters: Sequence[Parameter], declared: Weights, optimizer: Any, cap_bytes: int) -> None:
@@ -56,15 +56,15 @@ class WeightBuckets:
         return self._key is None
 
     def _build(self) -> None:
-        """Make the buckets of all parameters but those that rest."""
+        """Build the buckets of all parameters except resting ones."""
         moving = [p for p in self._parameters if id(p.param) not in self._resting]
         num_bytes = sum(p.part.nbytes for p in moving)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._declared.fragments) or 1)
         built = plans.build(plans.initial(moving, cap_bytes), moving, plans.make_slots(moving))
         self.buckets = [bucket for bucket in built if isinstance(bucket, Bucket)]
         self._copies = [torch.empty_like(b.flat) for b in self.buckets] if self._declared.in_background else []
-        self._moved: dict[int, torch.Tensor] = {}  # per bucket, the square of how far its last round moved it
-        self._carried: list[Bucket] = []  # by the round under way
+        self._moved: dict[int, torch.Tensor] = {}  # per bucket, the squared distance of its last round
+        self._carried: list[Bucket] = []  # buckets of the current round
 
     def has_moved(self) -> bool:
         """Return whether parameters were cast or moved to another device since the buckets were made."""
@@ -73,16 +73,16 @@ class WeightBuckets:
     # --- frozen parameters ------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Look at which parameters are frozen, at the end of a step."""
+        """Record which parameters are frozen at the end of a step."""
         self._frozen.end_step()
 
     def follow_freezing(self) -> list[torch.Tensor] | None:
-        """Leave parameters out that are frozen for good, and take those in that are not any more.
+        """Rebuild the buckets if other parameters are permanently frozen now.
 
-        All ranks alike, so not where they may be a round apart: there buckets stay.
+        All ranks must rebuild in the same round. Buckets do not change if ranks may be a round apart.
 
         Returns:
-            The weights that came back, in which the ranks may differ; None if all is as it was.
+            The weights of unfrozen parameters, which may differ between ranks; None if the buckets did not change.
         """
         resting = self._frozen.resting()
         if resting == self._resting or not self._declared.keeps_step or len(resting) == len(self._parameters):
@@ -95,12 +95,12 @@ class WeightBuckets:
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def load(self, bucket: Bucket) -> None:
-        """Bring the tensors into a bucket."""
+        """Copy the tensors into a bucket."""
         with marks.phase("gather", bucket.describe):
             bucket.load(self._tensors(bucket))
 
     def begin_round(self, number: int) -> list[Bucket]:
-        """Load the buckets that the round of that number, from 0 on, carries, and return them."""
+        """Load and return the buckets of the round with this number, counted from 0."""
         self._carried = self.buckets[number % self._declared.fragments :: self._declared.fragments]
         for bucket in self._carried:
             self.load(bucket)
@@ -109,7 +109,7 @@ class WeightBuckets:
         return self._carried
 
     def take_results(self, num_rounds: int) -> None:
-        """Bring the results of the round into the tensors; `num_rounds`: how many there were, with this one."""
+        """Write the results of the round to the tensors. `num_rounds`: number of rounds, including this one."""
         resting = self._frozen.resting()
         for bucket in self._carried:
             tensors = self._tensors(bucket)
@@ -144,10 +144,10 @@ class WeightBuckets:
         resting = [p.part.data for p in self._parameters if id(p.param) in self._resting]
         yield from mean_all(resting, comm)
 
-    # --- how far rounds move the weights ----------------------------------------------------------------------------
+    # --- consensus distance -----------------------------------------------------------------------------------------
 
     def _measure(self, bucket: Bucket, tensors: Sequence[torch.Tensor], num_rounds: int) -> None:
-        """Note how far the round moved the bucket: on a copy in every round, else now and then, as it costs a pass."""
+        """Record how far the round moved the bucket. Without a copy this costs a pass, so not in every round."""
         if self._copies:
             self._moved[bucket.index] = torch.dist(bucket.flat, self._copies[bucket.index]).float().square()
         elif self._declared.period >= _DISTANCE_EVERY or num_rounds % _DISTANCE_EVERY == 1:
@@ -155,7 +155,7 @@ class WeightBuckets:
 
     @property
     def consensus_distance(self) -> float | None:
-        """The L2 distance between the weights and what the last round, or mean, made of them; None before."""
+        """The L2 distance between the weights and the result of the last round or mean; None before the first."""
         if not self._moved or not self.holds_weights:
             return None
         return math.sqrt(sum(float(square) for square in self._moved.values()))

@@ -1,4 +1,4 @@
-"""Rounds over weights or optimizer state: at the end of optimizer steps, waited for at once or taken steps later."""
+"""Rounds over weights or optimizer state. They start after optimizer steps, blocking or in the background."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class WeightChannel(OpenChannel):
 
     Args:
         parameters: The parameters, in the model's order.
-        algorithm: What to do with a bucket.
+        algorithm: Communicates each bucket.
         progress: Counts the steps.
-        line: Carries these rounds alone.
-        main: That of gradients, where ranks meet whatever rounds they are in.
-        settings: What the user gave: the optimizer, whose state may be what is communicated, and the size of buckets.
+        line: Carries only these rounds.
+        main: The line of the gradient channel, for collectives that do not depend on the round that a rank is in.
+        settings: Arguments of `wrap`: the optimizer, whose state may be communicated, and the bucket size.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WeightChannel(OpenChannel):
         needs_votes = declared.asynchronous and not line.transport.stands_for_all
         self._votes = Votes(line.transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
-        self._drops_result = False  # of the round under way: it is of weights that were replaced
+        self._drops_result = False  # whether the round under way is over weights that were replaced
         self._has_loaded_state = False  # since the last step
         self._num_loads = 0  # how often the user has loaded weights
         self._follow(parameters)
@@ -78,13 +78,13 @@ class WeightChannel(OpenChannel):
         self.adopt(self._parameters)
 
     def _started_by_any(self) -> int:
-        """Return the number of rounds that the foremost rank has started. Collective."""
+        """Return the maximum over the ranks of the number of rounds started. Collective."""
         return max(self._main.transport.gather_objects(self.num_started))
 
     def _follow(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on; the result of a round under way is waited for and dropped.
+        """Communicate these parameters from now on. Wait for a round under way, and drop its result.
 
-        Asynchronous rounds are settled before: a rank may be in one to which others have not come.
+        Asynchronous rounds must be settled first, because a rank may be in a round that its peers have not reached.
         """
         self._drop_round()
         self._parameters = parameters
@@ -93,17 +93,17 @@ class WeightChannel(OpenChannel):
         self._set_up()
 
     def _drop_round(self) -> None:
-        """Wait for a round under way and drop its result: it works on state that moves into other buckets now."""
+        """Wait for a round under way, and drop its result, because its tensors or buckets are replaced."""
         if self._round is not None:
             self._schedule.drain()
             round_, self._round = self._round, None
             self.line.driver.wait(round_)
 
     def _set_up(self) -> None:
-        """Let the algorithm know the buckets, which are new."""
+        """Set up the algorithm with the new buckets."""
         device = self.buckets[0].flat.device
         self._algorithm.setup(Context(self.line.comm, self.buckets, device, self._settings.optimizer))
-        self.begins = True  # the algorithm has yet to see the weights
+        self.begins = True  # whether the algorithm has yet to see the weights
 
     @property
     @override
@@ -124,9 +124,9 @@ class WeightChannel(OpenChannel):
     @override
     @torch.no_grad()
     def begin_step(self, has_closure: bool = False) -> None:
-        """Show the algorithm the weights, if it has not seen those of these buckets."""
+        """Show the algorithm the weights, if it has not seen them in the current buckets."""
         self._has_loaded_state = False
-        is_in_use = self._declared.asynchronous and self._round is not None  # then it is shown before the next round
+        is_in_use = self._declared.asynchronous and self._round is not None  # then shown before the next round
         if self.begins and not (self._progress.is_warming_up or is_in_use):
             self._begin()
 
@@ -139,13 +139,13 @@ class WeightChannel(OpenChannel):
     @override
     @torch.no_grad()
     def end_step(self) -> None:
-        """Do what is due: nothing after an error, which the next forward raises."""
+        """Take and start the rounds that are due. After an error, do nothing: the next forward raises it."""
         if self.line.error is not None:
             return
         try:
             self._end_step()
         except BaseException as error:
-            self.line.keep(error)  # which the driver has ended already, or a peer
+            self.line.keep(error)  # no abort: the driver or a peer has already ended the round
             raise
 
     def _end_step(self) -> None:
@@ -163,19 +163,19 @@ class WeightChannel(OpenChannel):
                 self._take()
 
     def _is_over(self, votes: Votes, has_arrived: bool) -> bool:
-        """Return whether there are no rounds any more, as a rank has left or may be found to have.
+        """Return whether rounds have ended because a rank has left, or whether peers may still report that.
 
         Raises:
-            TransportError: A rank died; or a collective failed, and no rank has left in good order.
+            TransportError: A rank died; or a collective failed, and no rank has left cleanly.
         """
         has_failed = has_arrived and self._round is not None and self._round.error is not None
         return votes.have_ended() or (has_failed and votes.explains_soon())
 
     @override
     def weights_were_loaded(self) -> None:
-        """They are what the algorithm begins with, and a round under way comes to nothing.
+        """Restart the algorithm from the loaded weights, and drop the result of a round under way.
 
-        State that was loaded since the last step is of these weights, so it stays.
+        Do nothing if state was loaded since the last step: it belongs to these weights.
         """
         if self._has_loaded_state or self.line.error is not None:
             return
@@ -185,9 +185,9 @@ class WeightChannel(OpenChannel):
 
     @override
     def drop_background(self) -> None:
-        """Let a round under way come to nothing, on all ranks: see [Note: loaded weights] in `votes.py`."""
+        """Drop the result of a round under way on all ranks; see [Note: loaded weights] in `votes.py`."""
         self._num_loads += 1
-        if self._declared.asynchronous:  # peers may come to the round much later
+        if self._declared.asynchronous:  # peers may reach the round much later
             self._drops_result = self._round is not None
         else:
             self._drop_round()
@@ -207,7 +207,7 @@ class WeightChannel(OpenChannel):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The algorithm's state is of weights that are, or will be, loaded too."""
+        """Load the state. The weights that it belongs to are loaded before or after this call."""
         self._has_loaded_state = self.begins = True
         if self._declared.keeps_step:
             self.num_started = self.num_rounds = int(state["num_weight_rounds"])
@@ -215,10 +215,10 @@ class WeightChannel(OpenChannel):
     @override
     @torch.no_grad()
     def drain(self) -> None:
-        """Take the result of a round in the background now, if there is one.
+        """Take the result of a background round now, if there is one.
 
-        An asynchronous one is left where its result has not arrived, as peers may come to it much later, or where it
-        broke, as a peer may have left in the middle of it.
+        Skip an asynchronous round if its result has not arrived, because peers may reach it much later, or if it
+        failed, because a peer may have left during it.
         """
         if self._round is None or self.line.error is not None:
             return
@@ -230,7 +230,7 @@ class WeightChannel(OpenChannel):
 
     @override
     def synchronize(self) -> None:
-        """Take part in every round that any rank has started, take the results, and then the mean of the weights."""
+        """Complete every round that any rank has started, then replace the weights by their mean over the ranks."""
         self._complete(self._started_by_any())
         with torch.no_grad():
             self._main.run("the mean of the weights", self._set.mean(self.line.comm))
@@ -244,7 +244,7 @@ class WeightChannel(OpenChannel):
             self._take()
 
     def _settle(self, num_started: int) -> None:
-        """Take part in every asynchronous round up to the given number, and drop what comes of them."""
+        """Take part in every asynchronous round up to the given number, and drop the results."""
         while self._declared.asynchronous and (self._round is not None or self.num_started < num_started):
             if self._round is None:
                 self._start()
@@ -255,9 +255,9 @@ class WeightChannel(OpenChannel):
 
     @override
     def close(self) -> None:
-        """Wait for what is in the background, keep the weights as they are, and release the communicator.
+        """Wait for a background round, drop its result, and release the communicator.
 
-        An asynchronous round is not waited for: peers may come to it much later, or not at all.
+        Cancel an asynchronous round without waiting: peers may reach it much later, or never.
         """
         if self._votes is not None:
             self._votes.close()
@@ -287,7 +287,7 @@ class WeightChannel(OpenChannel):
             self._votes.cast(self.num_started, self._num_loads, lambda: driver.launch(round_))
 
     def _take(self) -> None:
-        """Wait for the round under way and bring its result into the tensors."""
+        """Wait for the round under way, and write its result to the tensors."""
         round_, self._round = self._round, None
         assert round_ is not None
         start_s = time.perf_counter()
@@ -306,4 +306,4 @@ class WeightChannel(OpenChannel):
             return
         self._set_up()
         if back:
-            self.line.run("the mean of parameters that are not frozen any more", mean_all(back, self.line.comm))
+            self.line.run("the mean of parameters that are no longer frozen", mean_all(back, self.line.comm))
