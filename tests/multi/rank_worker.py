@@ -94,6 +94,8 @@ def import_torch() -> None:
     # What torch 2.11 says of itself, once a process, whatever a program does.
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
     warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+    # A plugin that imports a name from its former place.
+    warnings.filterwarnings("ignore", message="commlib.algorithms.families.policy has moved")
     # What an algorithm loses with an optimizer is not what tests are about that use the two together.
     warnings.filterwarnings("ignore", message=".* more loss than all-reduce with")
 

@@ -556,7 +556,7 @@ def test_state_of_another_outer_optimizer_is_refused() -> None:
 
 @pytest.mark.parametrize("outer", [0.1, torch.optim.AdamW([torch.zeros(1)])])
 def test_what_makes_no_optimizer_is_refused_at_once(outer: Any) -> None:
-    with pytest.raises(ConfigError, match="DiLoCo.outer: expected what makes"):
+    with pytest.raises(ConfigError, match="DiLoCo.outer: expected a callable"):
         DiLoCo(outer=outer)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import commlib
 from commlib import algorithms
-from commlib.algorithms.demo import chunk_shape
+from commlib.primitives.components import chunk_shape
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import BlockTopK
 from commlib.replica import replica_of
