@@ -139,7 +139,7 @@ class _Compared:
     optimizer: Annotated[_Optimizer | None, typer.Option(help="Overrides the workload's optimizer.")] = None
     device: Annotated[str | None, typer.Option(help="Device of each rank; default: the workload's.")] = None
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Bucket size in MiB; default: planned.", callback=_above_zero)
+        float | None, typer.Option(help="Bucket size in MiB; default: chosen by the planner.", callback=_above_zero)
     ] = None
     steps: Annotated[
         int | None,
