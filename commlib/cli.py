@@ -1,4 +1,4 @@
-"""The `commlib` command. A subcommand imports what it needs when it runs, so that `commlib --help` is quick."""
+"""The `commlib` command. Each subcommand imports its dependencies when it runs, so that `commlib --help` is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from commlib.reports.comparison import Selection
 
-#: The networks of a comparison that names none.
+#: Default networks of a comparison.
 _NETWORKS = "10gbps,100gbps"
 
 app = typer.Typer(
@@ -51,9 +51,9 @@ def _all_commands(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show versions, backends, instruction sets and devices, and what is missing with its fix.
+    """Show versions, backends, instruction sets and devices, and how to fix missing components.
 
-    Ends with exit code 1 if the compiled extension cannot be loaded.
+    The exit code is 1 if the compiled extension cannot be loaded.
     """
     from commlib import doctor as checks
 
@@ -65,38 +65,38 @@ def doctor(
     raise typer.Exit(checks.exit_code(report))
 
 
-# --- what options may be ----------------------------------------------------------------------------------------------
+# --- validation of options --------------------------------------------------------------------------------------------
 
 
 def _above_zero(value: float | None) -> float | None:
-    """Refuse numbers that are not finite and above 0."""
+    """Reject values that are not finite numbers above 0."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise typer.BadParameter(f"expected a number above 0, got {value:g}")
     return value
 
 
 def _zero_or_more(value: float | None) -> float | None:
-    """Refuse numbers that are not finite, and those below 0."""
+    """Reject values that are not finite numbers of 0 or more."""
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"expected a number of 0 or more, got {value:g}")
     return value
 
 
 class _Optimizer(str, enum.Enum):
-    """Kinds of optimizers, by their state."""
+    """Optimizers, distinguished by their state."""
 
     sgd = "sgd"
     adamw = "adamw"
 
 
-# --- options that a command takes as objects --------------------------------------------------------------------------
+# --- groups of options as dataclasses ---------------------------------------------------------------------------------
 
 
 def _takes(*groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take one object per dataclass of `groups`; each of their fields is an option of the command.
+    """Pass a command one object per dataclass of `groups`; each field becomes an option of the command.
 
-    Typer reads options off a function's signature, so the command gets one that lists all fields, and the call puts
-    them into the objects.
+    Typer reads the options from a function's signature. The decorated command therefore gets a signature that lists all
+    fields, and a call collects the values into the objects.
     """
     fields = {group: [field.name for field in dataclasses.fields(group)] for group in groups}
     options = [option for group in groups for option in _options_of(group)]
@@ -124,65 +124,74 @@ def _options_of(group: type[Any]) -> Iterator[inspect.Parameter]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compared:
-    """What `compare` compares."""
+    """The subjects of `compare`."""
 
-    workload: Annotated[str, typer.Option(help="A name of `--list`, or a file that `commlib profile` wrote.")] = "vgg16"
+    workload: Annotated[str, typer.Option(help="A name from `--list`, or a file written by `commlib profile`.")] = (
+        "vgg16"
+    )
     network: Annotated[
-        str | None, typer.Option(help="Names of `--list`, with commas between them.", show_default=_NETWORKS)
+        str | None, typer.Option(help="Names from `--list`, separated by commas.", show_default=_NETWORKS)
     ] = None
     algorithms: Annotated[
-        str, typer.Option(help="'all', or names with commas between them, with options: 'bytegrad, topk(ratio=0.001)'.")
+        str, typer.Option(help="'all', or names separated by commas, with options: 'bytegrad, topk(ratio=0.001)'.")
     ] = "all"
-    exactness: Annotated[str, typer.Option(help="The widest class: exact, 8bit, compensated or any.")] = "any"
-    optimizer: Annotated[_Optimizer | None, typer.Option(help="Instead of the workload's.")] = None
-    device: Annotated[str | None, typer.Option(help="What ranks compute with; the workload's by default.")] = None
+    exactness: Annotated[str, typer.Option(help="Widest class of algorithms: exact, 8bit, compensated or any.")] = "any"
+    optimizer: Annotated[_Optimizer | None, typer.Option(help="Overrides the workload's optimizer.")] = None
+    device: Annotated[str | None, typer.Option(help="Device of each rank; default: the workload's.")] = None
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Size of a bucket; by default they are planned.", callback=_above_zero)
+        float | None, typer.Option(help="Bucket size in MiB; default: chosen by the planner.", callback=_above_zero)
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option(help="Simulated steps (4), or with --emulate those of a timed block (3).", callback=_above_zero),
+        typer.Option(
+            help="Simulated steps (default 4); with --emulate, steps per timed block (3).", callback=_above_zero
+        ),
     ] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Overrides:
-    """What replaces fields of the networks, by the fields' names; None leaves one as it is."""
+    """Overrides of the networks' fields, by field name; None keeps a field."""
 
-    nodes: Annotated[int | None, typer.Option(help="Instead of the network's.", callback=_above_zero)] = None
-    gpus_per_node: Annotated[int | None, typer.Option(help="Instead of the network's.", callback=_above_zero)] = None
+    nodes: Annotated[int | None, typer.Option(help="Overrides the number of nodes.", callback=_above_zero)] = None
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Overrides the number of ranks per node.", callback=_above_zero)
+    ] = None
     bandwidth_gbps: Annotated[
-        float | None, typer.Option(help="Of a node's adapter, instead of the network's.", callback=_above_zero)
+        float | None, typer.Option(help="Overrides the bandwidth of each node's adapter.", callback=_above_zero)
     ] = None
     latency_us: Annotated[
         float | None,
         typer.Option(
-            help="Between nodes, instead of the network's. With --emulate: added between hosts.", callback=_zero_or_more
+            help="Overrides the latency between nodes; with --emulate, latency added between hosts.",
+            callback=_zero_or_more,
         ),
     ] = None
     intra_gbps: Annotated[
-        float | None, typer.Option(help="Of a rank inside its node, instead of the network's.", callback=_above_zero)
+        float | None, typer.Option(help="Overrides the bandwidth of each rank within its node.", callback=_above_zero)
     ] = None
     efficiency: Annotated[
-        float | None, typer.Option(help="The part of the bandwidth that messages reach.", callback=_above_zero)
+        float | None, typer.Option(help="Fraction of the bandwidth that messages achieve.", callback=_above_zero)
     ] = None
     ceiling_gbps: Annotated[
-        float | None, typer.Option(help="The most that the transport carries.", callback=_above_zero)
+        float | None, typer.Option(help="Maximum throughput of the transport.", callback=_above_zero)
     ] = None
     window_mb: Annotated[
         float | None,
-        typer.Option(help="What a TCP connection between nodes has under way at most, MiB.", callback=_above_zero),
+        typer.Option(help="Maximum bytes in flight per TCP connection between nodes, in MiB.", callback=_above_zero),
     ] = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shown:
-    """What `compare` prints, draws and writes."""
+    """The output of `compare`."""
 
-    plot: Annotated[Path | None, typer.Option(help="A folder to draw pictures in.")] = None
-    trace: Annotated[Path | None, typer.Option(help="A file for a step of each algorithm; Perfetto opens it.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="File for a trace of one step per algorithm, in Perfetto's format.")
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
-    wide: Annotated[bool, typer.Option("--wide", help="Print all columns, whatever the terminal's width.")] = False
+    wide: Annotated[bool, typer.Option("--wide", help="Print all columns, regardless of the terminal's width.")] = False
     list_known: Annotated[bool, typer.Option("--list", help="List workloads and networks with their sources.")] = False
 
 
@@ -191,18 +200,20 @@ class _Emulated:
     """Whether and how `compare` emulates."""
 
     emulate: Annotated[
-        bool, typer.Option("--emulate", help="Time shrunk models on emulated hosts instead, where layers wait.")
+        bool, typer.Option("--emulate", help="Time shrunk models on emulated hosts instead of simulating.")
     ] = False
-    hosts: Annotated[int | None, typer.Option(help="With --emulate: hosts (4).", callback=_above_zero)] = None
-    rate: Annotated[str | None, typer.Option(help="With --emulate: link rates instead of networks: 200mbit,1gbit.")] = (
-        None
-    )
+    hosts: Annotated[
+        int | None, typer.Option(help="With --emulate: number of hosts (default 4).", callback=_above_zero)
+    ] = None
+    rate: Annotated[
+        str | None, typer.Option(help="With --emulate: link rates instead of networks, such as 200mbit,1gbit.")
+    ] = None
 
 
 @app.command()
 @_takes(_Compared, _Overrides, _Shown, _Emulated)
 def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated: _Emulated) -> None:
-    """Simulate what each algorithm makes of a workload on networks: step time, speed-up over DDP, bytes, memory."""
+    """Simulate a workload with each algorithm on networks: step time, speed-up over DDP, bytes, memory."""
     from commlib.reports import comparison as report
 
     with _config_errors():
@@ -215,13 +226,13 @@ def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated:
 
             options = {"plot": shown.plot, "trace": shown.trace, "wide": shown.wide or None, "device": compared.device}
             _refuse(
-                "--emulate does nothing with", **options, intra_gbps=overrides.intra_gbps, window_mb=overrides.window_mb
+                "--emulate does not support", **options, intra_gbps=overrides.intra_gbps, window_mb=overrides.window_mb
             )
             if emulated.rate is not None:
-                _refuse("--rate stands instead of", network=compared.network)
+                _refuse("--rate replaces", network=compared.network)
             emulation.run(selection, emulated.rate, emulated.hosts or 4, shown.as_json)
             return
-        _refuse("only --emulate takes", rate=emulated.rate, hosts=emulated.hosts)
+        _refuse("without --emulate there is no", rate=emulated.rate, hosts=emulated.hosts)
         report.run(selection, report.Output(shown.plot, shown.trace, shown.as_json, shown.wide))
 
 
@@ -239,18 +250,18 @@ def _selection(compared: _Compared, overrides: _Overrides) -> Selection:
 def profile(
     script: Annotated[Path, typer.Argument(help="A Python file that defines `model` and `step(model)`.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="What the file finds in `sys.argv`; write -- before it.")
+        list[str] | None, typer.Argument(help="Arguments for the file's `sys.argv`, after --.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="The workload to write, for `commlib compare --workload`.")] = Path(
-        "workload.json"
-    ),
-    batch_per_rank: Annotated[int, typer.Option(help="Samples in a step.", callback=_above_zero)] = 1,
-    steps: Annotated[int, typer.Option(help="Steps to measure; the median counts.", callback=_above_zero)] = 5,
+    output: Annotated[
+        Path, typer.Option(help="File to write the workload to, for `commlib compare --workload`.")
+    ] = Path("workload.json"),
+    batch_per_rank: Annotated[int, typer.Option(help="Samples per step and rank.", callback=_above_zero)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps to measure; the median is used.", callback=_above_zero)] = 5,
 ) -> None:
-    """Measure a model of your own, layer by layer, for `commlib compare --workload FILE`.
+    """Profile a custom model layer by layer, for `commlib compare --workload FILE`.
 
-    The script is run as a module (what is below `if __name__ == "__main__":` is not); `step(model)` must make one
-    forward and backward (`loss.backward()`); a global `optimizer`, if there is one, is stepped and timed too.
+    The script is imported as a module, without its `if __name__ == "__main__":` block. `step(model)` must run one
+    forward and one backward (`loss.backward()`). A global `optimizer`, if defined, is stepped and timed too.
     """
     from commlib.network import profiling
     from commlib.reports import targets
@@ -261,17 +272,17 @@ def profile(
         profiling.save(measured, output)
     _say(
         f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; {measured.source}",
-        f"now: commlib compare --workload {output}",
+        f"next: commlib compare --workload {output}",
     )
 
 
 @app.command()
 def topology(
     name: Annotated[str, typer.Argument(help="ring, exponential, one_peer_exponential, shift_one, grid, ...")],
-    ranks: Annotated[int, typer.Option(help="The number of ranks.", callback=_above_zero)] = 8,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks.", callback=_above_zero)] = 8,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Show whom ranks average with: weights, spectral gap, and how many steps lead to the mean."""
+    """Show a topology: each rank's peers and weights, the spectral gap, and the steps to reach the mean."""
     from commlib.primitives.topology import create
     from commlib.reports import topology as topology_report
 
@@ -285,7 +296,7 @@ def topology(
 
 
 def _say(*lines: str) -> None:
-    """Print lines, broken where the terminal's width ends."""
+    """Print lines, wrapped at the terminal's width."""
     from commlib.reports import tables
 
     for line in lines:
@@ -293,7 +304,7 @@ def _say(*lines: str) -> None:
 
 
 def _refuse(why: str, **options: object) -> None:
-    """Raise ConfigError if one of the options was given."""
+    """Raise `ConfigError` if any of the options is given."""
     from commlib.errors import ConfigError
 
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
@@ -303,7 +314,7 @@ def _refuse(why: str, **options: object) -> None:
 
 @contextmanager
 def _config_errors() -> Iterator[None]:
-    """Turn wrong input into an error of the command line, exit code 2, and what else failed into 1; no traceback."""
+    """Report `ConfigError` as a usage error with exit code 2, other commlib errors with code 1; no traceback."""
     from commlib.errors import CommlibError, ConfigError
 
     try:
@@ -316,7 +327,7 @@ def _config_errors() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the `commlib` command; what cannot be read or written is an error of one line, exit code 1."""
+    """Run the `commlib` command; an `OSError` is reported in one line, with exit code 1."""
     try:
         try:
             app()
@@ -324,5 +335,5 @@ def main() -> None:
             sys.stdout.flush()
     except OSError as error:
         with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is left to be written would fail again at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # flushing the remaining output at exit would fail again
         sys.exit(f"Error: {error}")

@@ -1,4 +1,4 @@
-"""What `commlib doctor` finds out: versions, backends, instruction sets, devices, and what is missing with its fix."""
+"""Checks of `commlib doctor`: versions, backends, instruction sets, devices, and fixes for missing components."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commlib.errors import CommlibError
 
 Status = Literal["ok", "absent", "broken"]
-"""`ok`: there; `absent`: not there, and something optional needs it; `broken`: commlib does not work like this."""
+"""`ok`: available; `absent`: not available, but only optional features need it; `broken`: commlib cannot work."""
 
 
 _STYLES = {"ok": "", "absent": "yellow", "broken": "bold red"}
@@ -30,11 +30,11 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: The group that it belongs to, as "versions".
-        name: What was looked for.
-        status: Whether it is there.
-        value: What was found, in words.
-        fix: What to do about it, or "" where nothing is to be done.
+        topic: The group of the finding, such as "versions".
+        name: The component that was checked.
+        status: Whether it is available.
+        value: A description of the result.
+        fix: The action to take, or "" if none is needed.
     """
 
     topic: str
@@ -45,9 +45,9 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine and return the findings, in the order in which they are shown.
+    """Run all checks and return the findings, in display order.
 
-    A check that fails in an unforeseen way becomes a finding itself, so that the others are still shown.
+    A check that raises an unexpected exception becomes a finding itself, so that the others are still shown.
     """
     findings: list[Finding] = []
     for check in _CHECKS:
@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """Return 0, or 1 where commlib cannot work: a finding is broken."""
+    """Return 1 if any finding is `broken`, otherwise 0."""
     return int(any(finding.status == "broken" for finding in findings))
 
 
@@ -70,7 +70,7 @@ def to_json(findings: list[Finding]) -> str:
 
 
 def show(findings: list[Finding]) -> None:
-    """Print the findings as a table, and below it what to do about those that are not `ok`."""
+    """Print the findings as a table, followed by the fixes."""
     from commlib.reports import tables
 
     console = tables.console()
@@ -92,13 +92,13 @@ def show(findings: list[Finding]) -> None:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    yield Finding("versions", "torch", "ok", torch.__version__)  # which build of it, too
+    yield Finding("versions", "torch", "ok", torch.__version__)  # includes the build
     for name in ("commlib", "numpy"):
         try:
             yield Finding("versions", name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             fix = "Install it: pip install ." if name == "commlib" else f"Install it: pip install {name}."
-            yield Finding("versions", name, "absent", "is not an installed package", fix)
+            yield Finding("versions", name, "absent", "not an installed package", fix)
 
 
 def _backends() -> Iterator[Finding]:
@@ -168,7 +168,11 @@ def _cuda_kernels() -> Iterator[Finding]:
         major, minor = cuda.nvrtc_version()
         known = cuda.supported_architectures()
     except CommlibError as error:
-        fix = "Codecs on CUDA tensors need it; see above what to install." if torch.cuda.is_available() else ""
+        fix = (
+            "Codecs on CUDA tensors need it; the message above says what to install."
+            if torch.cuda.is_available()
+            else ""
+        )
         yield Finding("devices", "CUDA kernels", "absent", str(error), fix)
         return
     value = f"NVRTC {major}.{minor}, for sm_{min(known)} to sm_{max(known)} (compiles without a device too)"
@@ -179,7 +183,9 @@ def _cuda_kernels() -> Iterator[Finding]:
         try:
             architecture = cuda.architecture_for(torch.cuda.get_device_capability(index), known)
         except CommlibError as error:
-            yield Finding("devices", f"kernels for device {index}", "absent", str(error), "Codecs there do not work.")
+            yield Finding(
+                "devices", f"kernels for device {index}", "absent", str(error), "Codecs do not work on this device."
+            )
         else:
             yield Finding("devices", f"kernels for device {index}", "ok", f"compiled for {architecture}")
 
@@ -206,8 +212,10 @@ def _emulated_hosts() -> Iterator[Finding]:
     missing = check_requirements()
     if not missing:
         lacking = check_latency()
-        latency = f"; latency cannot be emulated, for want of {', '.join(lacking)}" if lacking else ""
-        yield Finding("machine", "emulated hosts", "ok", f"root, iproute2 and the kernel's features are there{latency}")
+        latency = f"; latency cannot be emulated, missing: {', '.join(lacking)}" if lacking else ""
+        yield Finding(
+            "machine", "emulated hosts", "ok", f"root, iproute2 and the kernel features are available{latency}"
+        )
         return
     fix = "Needed only for benchmarks on emulated hosts: run as root; Debian, Ubuntu: apt-get install iproute2."
     yield Finding("machine", "emulated hosts", "absent", f"missing: {', '.join(missing)}", fix)

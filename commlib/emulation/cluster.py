@@ -1,13 +1,13 @@
-"""Emulated hosts: network namespaces joined by veth pairs and a bridge, with shaped links, running real processes.
+"""Emulated hosts: network namespaces connected by veth pairs and a bridge, with shaped links and real processes.
 
-Picture of a cluster, every box a network namespace; nothing of it is in the machine's own::
+Each host and the hub is its own network namespace. The machine's own namespace is not modified::
 
     host 0 [eth0] ---- [h0]
     host 1 [eth0] ---- [h1]  hub: br0
     host N [eth0] ---- [hN]
 
-A link is shaped in both directions by a token bucket (``tbf``): on ``eth0`` what the host sends, on the hub's end what
-it receives. A host's name is its address: nothing in there resolves names, and libraries tell peers their host's name.
+A token bucket (``tbf``) shapes each direction of a link: ``eth0`` shapes outgoing traffic, the hub's end incoming
+traffic. A host's name is its IPv4 address: libraries send it to peers, and the namespaces cannot resolve names.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ _MAX_CORRECTION = 0.05
 _PASS_S = (0.3, 0.6, 1.2)
 _PASS_PACKETS = 60
 _SEND_BUFFER_S = 0.02
-#: What is made room for on unshaped links with latency, in bit/s.
+#: Rate used to size the buffers of unshaped links with latency, in bit/s.
 _UNSHAPED_RATE = 1e10
 
 _RTT_TOLERANCE, _RTT_TOLERANCE_S = 0.05, 2e-4
 _FINE_US, _MAX_LATENESS_US = 25.0, 250.0
 _RTT_ROUNDS, _MIN_RTT_ROUNDS, _RTT_S = 200, 15, 0.5
-#: How often a round trip is measured that is not the one asked for: a busy machine makes it longer, for a while.
+#: Maximum number of measurements of the round-trip time: load on the machine increases it temporarily.
 _RTT_PROBES = 4
 
 _cluster_ids = itertools.count()
 
 
 class EmulatedCluster:
-    """Hosts in network namespaces, joined by shaped links. Use it as a context manager.
+    """Hosts in network namespaces, connected by shaped links. Use it as a context manager.
 
-    The links are calibrated on entry: the payload goodput of a TCP stream between two hosts is measured, and the shaper
-    is set so that it is the asked rate. Everything is removed on exit, and also when the process is killed.
+    On entry the links are calibrated: the shapers are adjusted so that the measured goodput of a TCP stream between two
+    hosts matches the requested rate. Everything is removed on exit, even if this process is killed.
 
     Args:
         hosts: Number of hosts, 2 to 250.
-        rate: Payload rate of each host's link in each direction: bit/s, or text such as ``"200mbit"``. None leaves the
-            links unshaped.
-        mtu: Largest packet in bytes, 1280 to 65535.
-        latency_us: Delay of every packet that arrives at a host, in microseconds: a round trip takes twice that longer.
+        rate: Payload rate of each host's link in each direction: bit/s, or a string such as ``"200mbit"``. None leaves
+            the links unshaped.
+        mtu: Maximum packet size in bytes, 1280 to 65535.
+        latency_us: Delay of every packet that arrives at a host, in microseconds; the round-trip time grows by twice as
+            much.
 
     Raises:
-        ConfigError: If an argument makes no sense, or the machine lacks something (`check_requirements`; with a latency
-            also `check_latency`).
+        ConfigError: If an argument is invalid, or the machine does not meet the requirements (`check_requirements`;
+            with a latency also `check_latency`).
     """
 
     def __init__(self, hosts: int, rate: str | float | None = None, mtu: int = 9000, latency_us: float = 0.0) -> None:
@@ -82,7 +83,7 @@ class EmulatedCluster:
         self._latency_us = parse_latency(latency_us)
         missing = check_requirements()
         if missing:
-            raise ConfigError("emulated hosts need what this machine lacks: " + "; ".join(missing))
+            raise ConfigError("this machine cannot run emulated hosts; missing: " + "; ".join(missing))
         _require_latency(self._latency_us)
         self._asked = [self.asked_rate] * hosts
         self._overhead = (mtu + 14) / (mtu - 52)  # Ethernet header against IPv4, TCP and TCP timestamps
@@ -96,10 +97,10 @@ class EmulatedCluster:
         self._hub, self._hosts = _name_namespaces(hosts)
         self._links = [Link(host, self._hub, f"h{rank}", mtu) for rank, host in enumerate(self._hosts)]
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> EmulatedCluster:
-        """Build the hosts and calibrate their links."""
+        """Create the hosts and calibrate their links."""
         netns.sweep_stale()
         try:
             self._reaper = netns.start_reaper([*self._hosts, self._hub])
@@ -116,11 +117,11 @@ class EmulatedCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove everything."""
+        """Call `close`."""
         self.close()
 
     def close(self) -> None:
-        """End every process on the hosts and remove the namespaces. May be called again."""
+        """Terminate every process on the hosts and remove the namespaces. Idempotent."""
         hostrun.terminate(self._processes, self._hosts)
         self._processes.clear()
         if self._forwarder is not None:
@@ -151,25 +152,25 @@ class EmulatedCluster:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Measured payload goodput from each host to the next one, in bit/s, as of the last `calibrate`."""
+        """Payload goodput from each host to the next one, in bit/s, as measured by the last `calibrate`."""
         return self._rates
 
     @property
     def latency_s(self) -> float:
-        """Measured median round trip of one byte between hosts 0 and 1, in seconds, on idle links."""
+        """Measured median round-trip time of one byte between hosts 0 and 1 on idle links, in seconds."""
         return self._latency_s
 
     @property
     def latency_us(self) -> float:
-        """The asked delay of every packet that arrives at a host, in microseconds."""
+        """The requested delay of every packet that arrives at a host, in microseconds."""
         return self._latency_us
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether every measured rate is within 2 % of the asked one, and the round trip is what latency makes it.
+        """Whether the measured rates and the round-trip time match the requested rate and latency.
 
-        Unshaped links have any rate. A round trip may be 5 %, or 0.2 ms where that is more, away from the machine's own
-        and twice the latency.
+        Every rate must be within 2 % of the requested one; unshaped links always pass. With a latency, the round-trip
+        time must be within 5 % or 0.2 ms, whichever is larger, of the machine's own plus twice the latency.
         """
         return self._has_rates() and self._has_latency()
 
@@ -188,11 +189,10 @@ class EmulatedCluster:
         return self._own_rtt_s + 2e-6 * self._latency_us
 
     def calibrate(self) -> tuple[float, ...]:
-        """Measure every link of the idle cluster; where that misses the asked rate, correct the shapers and repeat.
+        """Measure every link of the idle cluster. If a rate is off, correct the shapers and measure again.
 
         Returns:
-            The measured rates, as in `rates`. A warning is given when one is further than 2 % from what was asked, or
-            the round trip from what latency makes it (`is_calibrated`).
+            The measured rates, as in `rates`. Warns if `is_calibrated` is false afterwards.
 
         Raises:
             TransportError: If the process that delays packets is dead.
@@ -206,15 +206,15 @@ class EmulatedCluster:
             self._check_forwarder()
             raise
         if not self._has_rates():
-            warnings.warn(f"emulated links are further than 2 % from the asked rate: {self}", stacklevel=2)
+            warnings.warn(f"emulated links are more than 2 % off the requested rate: {self}", stacklevel=2)
         if not self._has_latency():
-            warnings.warn(f"the emulated round trip is not what the asked latency makes it: {self}", stacklevel=2)
+            warnings.warn(f"the emulated round-trip time does not match the requested latency: {self}", stacklevel=2)
         return self._rates
 
     def _measure_latency(self) -> None:
-        """Measure the round trip, and delay packets for less by what they are late; twice at most.
+        """Measure the round-trip time and reduce the packet delay by the measured lateness; at most twice.
 
-        How late they are depends on how busy the machine is: more than `_MAX_LATENESS_US` are not corrected.
+        The lateness depends on the load of the machine. The correction is limited to `_MAX_LATENESS_US`.
         """
         for last in (False, False, True):
             self._latency_s = self._measure_asked_rtt()
@@ -225,7 +225,7 @@ class EmulatedCluster:
             self.set_latency(self._latency_us)
 
     def _measure_asked_rtt(self) -> float:
-        """Return the least of some round trips: other work on the machine only adds to them. The first fit is taken."""
+        """Return the minimum of several round-trip times; other load only adds to them. Stop at the first match."""
         rounds = max(_MIN_RTT_ROUNDS, min(_RTT_ROUNDS, int(_RTT_S / self._asked_rtt_s)))
         least_s = math.inf
         for _ in range(_RTT_PROBES if self._latency_us else 1):
@@ -244,8 +244,8 @@ class EmulatedCluster:
     def _measure_link(self, rank: int) -> float:
         """Return the goodput from a host to the next one.
 
-        A measurement that misses the asked rate is made again, for longer: on a busy machine the scheduling of the two
-        ends disturbs a short one in both directions.
+        A measurement that does not match the requested rate is repeated for longer: on a busy machine, the scheduling
+        of the two ends biases a short measurement in either direction.
         """
         peer = (rank + 1) % self.hosts
         asked = self._asked_between(rank)
@@ -262,10 +262,10 @@ class EmulatedCluster:
         return goodput
 
     def _correct(self) -> bool:
-        """Scale all shapers by what the median link lacks (the cause is the same on all); tell whether that was done.
+        """Scale all shapers by the error of the median link; return whether a correction was applied.
 
-        A link that is far off is not corrected: then the machine is too busy or too slow for the rate, and a shaper set
-        higher would be wrong as soon as it is not.
+        The cause of the error is the same on all links. Errors above 5 % are not corrected: the machine is then too
+        busy or too slow for the rate, and a raised shaper rate would be wrong as soon as the load drops.
         """
         ratios = [asked / rate for rate, asked in self._measured_links() if asked is not None]
         ratio = statistics.median(ratios)
@@ -276,7 +276,7 @@ class EmulatedCluster:
         return True
 
     def _asked_between(self, rank: int) -> float | None:
-        """Return the asked rate from a host to the next one: the smaller of the two links."""
+        """Return the requested rate from a host to the next one: the minimum of the two links' rates."""
         rates = [rate for rate in (self._asked[rank], self._asked[(rank + 1) % self.hosts]) if rate is not None]
         return min(rates, default=None)
 
@@ -284,20 +284,20 @@ class EmulatedCluster:
         return [(rate, self._asked_between(rank)) for rank, rate in enumerate(self._rates)]
 
     def set_rate(self, rank: int, rate: str | float | None) -> None:
-        """Change the rate of one host's link, in both directions, at once; what runs on the hosts goes on.
+        """Change the rate of one host's link in both directions, immediately. Running processes are not interrupted.
 
-        The calibration found before is applied, nothing is measured: `rates` stays until the next `calibrate`.
+        The existing calibration is applied without a new measurement; `rates` is updated by the next `calibrate`.
         """
         self._asked[self._check_rank(rank)] = parse_rate(rate)
         self._links[rank].shape(self._asked[rank], self._overhead)
 
     def set_latency(self, latency_us: float) -> None:
-        """Change the latency of all hosts at once; what runs on the hosts goes on, and packets stay in order.
+        """Change the latency of all hosts immediately. Running processes are not interrupted; packets stay in order.
 
-        The calibration found before is applied, nothing is measured: `latency_s` stays until the next `calibrate`.
+        The existing calibration is applied without a new measurement; `latency_s` is updated by the next `calibrate`.
 
         Raises:
-            ConfigError: If it makes no sense, or the machine lacks something (`check_latency`).
+            ConfigError: If the value is invalid, or the machine does not meet the requirements (`check_latency`).
             TransportError: If the process that delays packets is dead.
         """
         self._latency_us = parse_latency(latency_us)
@@ -348,24 +348,25 @@ class EmulatedCluster:
         timeout: float | None = None,
         on_line: LineHandler | None = None,
     ) -> list[HostResult]:
-        """Run a command on every host and wait for all. When it returns or raises, nothing runs on any host.
+        """Run a command on every host and wait for all. No process remains on any host afterwards.
 
         Args:
             cmd: The command line, the same on every host.
-            env: Environment variables on top of this process's own and of those of `environment`.
-            timeout: Seconds that the whole run may take; None for ever.
-            on_line: Called as ``on_line(rank, line)`` from a thread for each line of output as it comes.
+            env: Environment variables, added to those of this process and of `environment`.
+            timeout: Time limit of the whole run, in seconds; None for no limit.
+            on_line: Called as ``on_line(rank, line)`` from another thread for each line of output.
 
         Returns:
-            One result per host, in order of rank.
+            One result per host, in rank order.
 
         Raises:
-            PeerFailure: If the command fails on a host. The others are ended at once; the message names the host, the
-                exit code and its last lines.
-            PeerTimeout: If it takes longer than `timeout`. All are ended; the message names who still ran.
-            TransportError: If the process that delays packets dies. All are ended.
+            PeerFailure: If the command fails on a host. The other hosts are terminated immediately; the message
+                contains the host's rank, exit code and last lines of output.
+            PeerTimeout: If `timeout` expires. All hosts are terminated; the message lists the ranks that were still
+                running.
+            TransportError: If the process that delays packets dies. All hosts are terminated.
         """
-        self._port += 1  # the former run's port may still be held by a process that is ending
+        self._port += 1  # an exiting process may still hold the previous run's port
         processes: list[HostProcess] = []
         try:
             for rank in range(self.hosts):
@@ -382,7 +383,7 @@ class EmulatedCluster:
         env: Mapping[str, str] | None = None,
         on_line: LineHandler | None = None,
     ) -> HostProcess:
-        """Start a command on one host and return at once. It is ended, if it still runs, when the cluster is closed."""
+        """Start a command on one host and return immediately. `close` terminates it if it still runs."""
         variables = {**os.environ, **self.environment(rank), **(env or {})}
         pinned = ["taskset", "--cpu-list", ",".join(map(str, self.processors(rank))), *cmd]
         host, check = self._hosts[rank], self._check_forwarder
@@ -391,7 +392,7 @@ class EmulatedCluster:
         return process
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables that a process on a host finds the others by."""
+        """Return the environment variables with which a process on a host finds its peers."""
         return {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(self._port),
@@ -404,10 +405,10 @@ class EmulatedCluster:
         }
 
     def processors(self, rank: int) -> list[int]:
-        """Return the processors that a host's processes run on: an equal share of those of this process.
+        """Return the processors that a host's processes are pinned to: an equal share of those of this process.
 
-        Where hosts are more than processors each has one, which it shares. Left to float, one host may have a processor
-        for itself while three share the other, and hosts that are equal take turns in being late.
+        If there are more hosts than processors, each host is pinned to one shared processor. Without pinning, one host
+        may have a processor of its own while three share the other, and the slowest host changes over time.
         """
         own = sorted(os.sched_getaffinity(0))
         share = max(1, len(own) // self.hosts)
@@ -415,15 +416,15 @@ class EmulatedCluster:
         return own[first : first + share]
 
     def kill(self, rank: int) -> int:
-        """Kill every process of a host (SIGKILL) and return how many there were."""
+        """Kill every process of a host (SIGKILL) and return the number of processes."""
         return self._signal(rank, signal.SIGKILL)
 
     def stop(self, rank: int) -> int:
-        """Freeze every process of a host (SIGSTOP), as a host that hangs; its kernel still answers for it."""
+        """Freeze every process of a host (SIGSTOP) to emulate a hanging host. Its kernel still acknowledges packets."""
         return self._signal(rank, signal.SIGSTOP)
 
     def cont(self, rank: int) -> int:
-        """Let the processes of a stopped host go on (SIGCONT)."""
+        """Resume the processes of a stopped host (SIGCONT)."""
         return self._signal(rank, signal.SIGCONT)
 
     def _signal(self, rank: int, number: int) -> int:
@@ -440,7 +441,7 @@ def _name_namespaces(hosts: int) -> tuple[Namespace, list[Namespace]]:
 def _require_latency(latency_us: float) -> None:
     missing = check_latency() if latency_us else []
     if missing:
-        raise ConfigError("emulated latency needs what this machine lacks: " + "; ".join(missing))
+        raise ConfigError("this machine cannot emulate latency; missing: " + "; ".join(missing))
 
 
 def _is_within(rate: float, asked: float | None) -> bool:

@@ -1,13 +1,13 @@
-"""Real training processes on emulated hosts, and what the simulator says of them: `commlib compare --emulate`.
+"""Time real training processes on emulated hosts and compare with the simulator: `commlib compare --emulate`.
 
-A workload is shrunk (`network.synthetic`). Parameters, gradients, codecs, optimizers and messages are real; the layers'
-computation is not: they wait as for an accelerator, so that the processor is there for communication. The network is
-scaled so that communication takes as long beside computation as on the one that it stands for: with B bytes of
-parameters, C seconds of computation, p ranks and w bytes a second out of each node,
+The workload is shrunk (`emulation.synthetic`). Parameters, gradients, codecs, optimizers and messages are real. The
+layers do not compute: they wait as for an accelerator, which leaves the processor to communication. The link rate is
+scaled so that the ratio of communication time to computation time is that of the reference network: with B bytes of
+parameters, C seconds of computation, p ranks and w bytes per second out of each node,
 
     (2 (p-1)/p B / w) / C   of the reference   =   (2 (h-1)/h B' / w') / C'   of h emulated hosts.
 
-C' is measured first, on all hosts at once. All systems then live in the same processes and take turns.
+C' is measured first, on all hosts concurrently. All systems then run in the same processes, one after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from commlib.simulation.training import parameters_of
 from commlib.transport.torch_dist import TorchTransport
 from commlib.wrap import stats, wrap
 
-#: Not algorithms of commlib: no communication, and `DistributedDataParallel`.
+#: Systems that are not commlib algorithms: no communication, and `DistributedDataParallel`.
 BASELINES = ("none", "ddp")
 
 _WARM_UP_STEPS = 4
@@ -57,17 +57,17 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How an emulation is made.
+    """Settings of an emulation.
 
     Attributes:
-        hosts: Emulated hosts, one rank each.
-        max_numel: Elements that the workload is shrunk to.
-        compute_s: Seconds of forward and backward together, in which ranks wait as for an accelerator.
-        bucket_cap_mb: Size of all buckets, in MiB; measured and simulated alike.
-        reps: Timed blocks of each system.
-        block: Steps in a block; whole periods of an algorithm where that is more.
-        timeout_s: Of all systems at one rate.
-        latency_us: One-way latency that is added between the hosts. It is not scaled, as the rate is.
+        hosts: Number of emulated hosts, one rank each.
+        max_numel: Maximum number of elements of the shrunk workload.
+        compute_s: Duration of forward plus backward, in seconds; ranks wait for it as for an accelerator.
+        bucket_cap_mb: Size of all buckets, in MiB, for both the measurement and the simulation.
+        reps: Number of timed blocks per system.
+        block: Steps per block, rounded up to whole periods of the algorithm.
+        timeout_s: Time limit for all systems at one rate, in seconds.
+        latency_us: One-way latency added between the hosts, in microseconds. Unlike the rate, it is not scaled.
     """
 
     hosts: int = 4
@@ -82,14 +82,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One system on the emulated hosts.
+    """The measurement of one system on the emulated hosts.
 
     Attributes:
         system: An algorithm's name, or one of `BASELINES`.
-        step_s: Median seconds of a step over the blocks, mean of the ranks.
-        predicted_s: What the simulator says, from the probe and the step without communication; None for baselines.
-        blocks_s: The blocks.
-        algorithm: What ran in the end: for "auto" what it chose, else the system.
+        step_s: Median over the blocks of the seconds per step, averaged over ranks.
+        predicted_s: Simulated seconds per step, from the probe and the step without communication; None for baselines.
+        blocks_s: Seconds per step of each block.
+        algorithm: The algorithm at the end of the run: for "auto" its choice, otherwise the system.
     """
 
     system: str
@@ -106,19 +106,19 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Emulation:
-    """All systems at one rate.
+    """The measurements of all systems at one rate.
 
     Attributes:
-        network: The name of the network that the rate stands for, or "".
-        rate_bps: Of each host's link, in bit/s of payload.
-        scale: That network's bandwidth divided by the rate; None where the rate was given.
-        latency_us: Added between the hosts, one way, in microseconds; the network's own is not.
-        rtt_s: Seconds of a round trip between the hosts, as measured.
-        links: The emulated cluster in words.
-        compute_s: A step without communication, on all hosts at once.
-        rows: The systems.
-        found: What the probe measured there.
-        refused: Why systems were not run, or run but not simulated, by name.
+        network: The name of the network that the rate represents, or "".
+        rate_bps: Payload rate of each host's link, in bit/s.
+        scale: The network's bandwidth divided by the rate; None if the rate was given.
+        latency_us: One-way latency added between the hosts, in microseconds; the network's latency is not added.
+        rtt_s: Measured round-trip time between the hosts, in seconds.
+        links: Description of the emulated cluster.
+        compute_s: Duration of a step without communication, on all hosts concurrently, in seconds.
+        rows: One measurement per system.
+        found: The results of the probe on the hosts.
+        refused: Reasons why systems were not run, or not simulated, by name.
     """
 
     network: str
@@ -140,19 +140,19 @@ def emulate(
     setting: Setting = Setting(),
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Emulation]:
-    """Train on emulated hosts at each rate, and simulate the same.
+    """Train on emulated hosts at each rate, and simulate the same configuration.
 
     Args:
-        workload: What is shrunk and trained.
-        targets: Networks to stand for, or rates in bit/s.
-        systems: Algorithms as `commlib compare` takes them ("topk(ratio=0.001)"), and `BASELINES`; "none" is always
-            measured.
-        setting: How.
-        progress: Called with what is being done.
+        workload: The workload to shrink and train.
+        targets: Networks to represent, or link rates in bit/s.
+        systems: Algorithms in the notation of `commlib compare` ("topk(ratio=0.001)"), and `BASELINES`; "none" is
+            always measured.
+        setting: Settings of the emulation.
+        progress: Called with a description of each stage.
 
     Raises:
-        ConfigError: An unknown name, or the machine lacks what emulated hosts need.
-        TransportError: A process failed, or took too long.
+        ConfigError: If a name is unknown, or the machine does not meet the requirements of emulated hosts.
+        TransportError: If a process fails or exceeds the time limit.
     """
     systems = ["none", *(name for name in dict.fromkeys(systems) if name != "none")]
     for name in systems:
@@ -194,7 +194,7 @@ def emulate(
 
 
 def shrunk(workload: Workload, setting: Setting) -> Workload:
-    """Return the workload as the hosts train it."""
+    """Return the shrunk fp32 workload that the hosts train."""
     small = shrink(workload, setting.max_numel)
     ratio = setting.compute_s / (small.forward_s + small.backward_s)
     return dataclasses.replace(
@@ -203,14 +203,14 @@ def shrunk(workload: Workload, setting: Setting) -> Workload:
 
 
 def scaled_rate(workload: Workload, network: Network, small: Workload, compute_s: float, setting: Setting) -> float:
-    """Return the rate in bit/s at which the shrunk workload's communication weighs as much as on `network`.
+    """Return the rate, in bit/s, that keeps the ratio of communication to computation time on `network`.
 
     Args:
-        workload: The whole one.
-        network: What it stands for.
-        small: The shrunk one.
-        compute_s: Seconds of its step without communication, on all hosts at once.
-        setting: How it is emulated.
+        workload: The full workload.
+        network: The network to represent.
+        small: The shrunk workload.
+        compute_s: Duration of its step without communication, on all hosts concurrently, in seconds.
+        setting: Settings of the emulation.
     """
     wire = 2 * (network.world_size - 1) / network.world_size * workload.nbytes / network.bytes_per_s
     own_bytes = 2 * (setting.hosts - 1) / setting.hosts * small.numel * 4
@@ -229,16 +229,16 @@ def _run(
 
 
 def run(selection: Selection, rates: str | None = None, hosts: int = 4, as_json: bool = False) -> list[Emulation]:
-    """Do what `commlib compare --emulate` says, and print it.
+    """Run `commlib compare --emulate` and print the results.
 
     Args:
-        selection: What is compared.
-        rates: Rates of the links instead of the selection's networks, as in "200mbit,1gbit".
-        hosts: Emulated hosts.
+        selection: The workload, networks and algorithms to compare.
+        rates: Link rates to use instead of the selection's networks, as in "200mbit,1gbit".
+        hosts: Number of emulated hosts.
         as_json: Print JSON.
 
     Raises:
-        ConfigError: A name that is not known, or a value that is not possible.
+        ConfigError: If a name is unknown or a value is invalid.
     """
     targets = _targets(selection, rates)
     labels = compare.candidates(selection.algorithms, selection.exactness)
@@ -271,13 +271,13 @@ def _targets(selection: Selection, rates: str | None) -> list[Network | float]:
     if rates is None:
         return [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
     if any(value is not None for name, value in selection.overrides.items() if name != "latency_us"):
-        raise ConfigError("--rate: expected no options of the network beside it, as the rate replaces the network")
+        raise ConfigError("--rate: expected no network options with it, because the rate replaces the network")
     return [parse_rate(rate.strip()) for rate in rates.split(",")]  # pyright: ignore[reportReturnType]
 
 
 def table(workload: str, emulation: Emulation, width: int) -> list[str]:
-    """Return an emulation as the lines of a table."""
-    name = f"{workload}, {emulation.network or 'a rate of its own'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
+    """Format an emulation as the lines of a table."""
+    name = f"{workload}, {emulation.network or 'a given rate'}: links of {emulation.rate_bps / 1e6:.1f} Mbit/s"
     scale = "" if emulation.scale is None else f", 1/{emulation.scale:.0f} of the network's"
     ddp_s = next((row.step_s for row in emulation.rows if row.system == "ddp"), math.nan)
     rows = sorted(emulation.rows, key=lambda row: row.step_s)
@@ -291,7 +291,7 @@ def table(workload: str, emulation: Emulation, width: int) -> list[str]:
     ]
     links = emulation.links
     if emulation.network:
-        links += f"; a message takes {emulation.rtt_s * 5e5:.0f} us one way, whatever {emulation.network}'s latency"
+        links += f"; one-way latency {emulation.rtt_s * 5e5:.0f} us, instead of {emulation.network}'s"
     head, caption = tables.wrapped(name + scale, width, "  "), tables.wrapped(links, width, "  ")
     for system, reason in emulation.refused.items():
         caption += tables.wrapped(f"{tables.kept(system)}: {reason}", width, "  ")
@@ -320,7 +320,7 @@ class _Racer:
         self.parts_s = [0.0, 0.0, 0.0]  # forward, backward, optimizer
 
     def steps(self, count: int) -> None:
-        """Take training steps."""
+        """Run training steps."""
         for _ in range(count):
             times = [time.perf_counter()]
             loss = self.model()
@@ -333,9 +333,9 @@ class _Racer:
             self.parts_s = [part + b - a for part, a, b in zip(self.parts_s, times, times[1:], strict=False)]
 
     def time_block(self) -> None:
-        """Take one step that is not timed, then a block that is; note the ranks' mean seconds per step.
+        """Run one untimed step, then a timed block; append the seconds per step, averaged over ranks.
 
-        What a round in the background still sends then is waited for: it is not the next system's.
+        Wait at the end until background rounds stop sending, so that they do not delay the next system.
         """
         self.steps(1)
         dist.barrier()
@@ -348,20 +348,20 @@ class _Racer:
 
 
 def _create(label: str) -> Algorithm:
-    """Return the algorithm that a label of `commlib compare` means."""
+    """Return the algorithm for a label of `commlib compare`."""
     ((_, algorithm),) = compare.candidates(label).items()
     return algorithm
 
 
 def _steady(algorithm: Algorithm) -> Algorithm:
-    """Shorten the warm-up: what is measured is the time after it."""
+    """Shorten the warm-up, because only the steps after it are measured."""
     channel = algorithm.channel
     algorithm.channel = dataclasses.replace(channel, warmup_steps=min(channel.warmup_steps, _WARM_UP_STEPS - 2))
     return algorithm
 
 
 def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workload: Workload) -> torch.optim.Optimizer:
-    """Make the workload's optimizer, or the one that the algorithm demands; the rate is small, nothing is learnt."""
+    """Create the workload's optimizer, or the one that the algorithm requires, with a negligible learning rate."""
     if algorithm is not None and algorithm.optimizer_type is not None:
         return algorithm.optimizer_type(model.parameters(), lr=1e-6)  # pyright: ignore[reportCallIssue]
     if workload.optimizer == "adam":
@@ -373,12 +373,12 @@ def _make_optimizer(model: torch.nn.Module, algorithm: Algorithm | None, workloa
 def _predict(
     workload: Workload, racer: _Racer, found: Probe, setting: Setting, refused: dict[str, str]
 ) -> float | None:
-    """Return the simulated step of a system, or None and say why in `refused`; this rank alone measures its work."""
+    """Return the simulated step time in seconds, or None with the reason in `refused`. Involves only this rank."""
     if racer.algorithm is None or isinstance(racer.algorithm, Auto):
         return None
     try:
         return _predicted(workload, racer.name, racer.algorithm, found, setting)
-    except Exception as error:  # the others, and what was measured, are not lost
+    except Exception as error:  # keep the measurements and the other systems
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         refused[racer.name] = f"not simulated: {kind}{error}"
         return None
@@ -386,7 +386,7 @@ def _predict(
 
 def _predicted(workload: Workload, name: str, algorithm: Algorithm, found: Probe, setting: Setting) -> float:
     if (steady_step := algorithm.channel.steady_step) > _WARM_UP_STEPS:
-        raise ConfigError(f"timed before step {steady_step}, from which on its steps are alike")
+        raise ConfigError(f"timed before step {steady_step}, where its steady state begins")
     device = beside_nothing(found.device)
     if algorithm.channel.has_rounds:
         parameters = parameters_of(workload, algorithm)
@@ -397,7 +397,7 @@ def _predicted(workload: Workload, name: str, algorithm: Algorithm, found: Probe
 
 
 def _work(spec: dict[str, Any]) -> None:
-    """Be one rank: time all systems, and let rank 0 write what was found."""
+    """Run as one rank: time all systems; rank 0 writes the results."""
     setting, folder = Setting(**spec["setting"]), Path(spec["folder"])
     workload = workloads.load(folder / "workload.json")
     torch.set_num_threads(1)
@@ -409,7 +409,7 @@ def _work(spec: dict[str, Any]) -> None:
     for name in spec["systems"]:
         try:
             racers.append(_Racer(name, workload, setting))
-        except ConfigError as error:  # on all ranks alike
+        except ConfigError as error:  # the same on all ranks
             refused[name] = f"not run: {error}"
     for racer in racers:
         racer.steps(_WARM_UP_STEPS * (3 if isinstance(racer.algorithm, Auto) else 1))

@@ -1,14 +1,15 @@
-"""The process that delays packets: it takes them from netfilter's queues, and lets each pass a fixed time later.
+"""The process that delays packets: it accepts each packet of the netfilter queues after a fixed time.
 
-Run as a file, so that it starts without commlib and torch: ``python -I -S forwarder.py NAMESPACE...``. In each of the
-network namespaces an iptables rule sends what arrives into queue 0, where it waits, in the kernel and whole, for this
-process's verdict; what travels over the netlink socket is only each packet's number. Standard input takes the delay in
-microseconds, one number a line, and its end ends the process; each line is answered by ``ready``. Anything that would
-lose or reorder packets is an error: the process ends, which stops all traffic.
+Runs as a file, without importing commlib or torch: ``python -I -S forwarder.py NAMESPACE...``. In each network
+namespace, an iptables rule puts incoming packets into queue 0. They stay in the kernel, unmodified, until this process
+returns a verdict; the netlink socket carries only packet ids. Each line of standard input sets the delay in
+microseconds, and the process answers ``ready``; it exits at end of file. Any condition that would lose or reorder
+packets is an error: the process exits, which stops all traffic.
 
-[Note: a delay's precision] The process runs under SCHED_FIFO, before everything that trains: what is late here is late
-everywhere. A wake-up costs more than a packet, so where two follow one another in less than `_QUANTUM_S` it sleeps for
-that long, and takes what came meanwhile at once: a single message is on time, and a stream hardly late.
+[Note: a delay's precision] The process runs under SCHED_FIFO, before all training processes, because its lateness adds
+to every packet's delay. A wake-up costs more than handling a packet. If two wake-ups follow within `_QUANTUM_S`, the
+process sleeps for that long and handles all packets that arrived meanwhile in one batch. A single message is therefore
+on time, and a stream at most slightly late.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ACCEPT = 1
 _HEADER = struct.Struct("=IHHIIBBH")  # length, type, flags, sequence, port; then family, version, queue
 _ATTRIBUTE = struct.Struct("=HH")
 _ID = struct.Struct("!I")
-_TYPE_AT, _ID_AT = 4, _HEADER.size + _ATTRIBUTE.size  # a packet's first attribute begins with its number
+_TYPE_AT, _ID_AT = 4, _HEADER.size + _ATTRIBUTE.size  # a packet's first attribute begins with its id
 
 
 def _message(kind: int, flags: int, *attributes: tuple[int, bytes]) -> bytes:
@@ -57,7 +58,7 @@ def _message(kind: int, flags: int, *attributes: tuple[int, bytes]) -> bytes:
 
 
 class _Queue:
-    """The packets that wait in one namespace: for each time, the number of the last packet that is due then."""
+    """The packets that wait in one namespace: for each due time, the id of the last packet due then."""
 
     def __init__(self, namespace: str) -> None:
         self.socket = _in_namespace(namespace)
@@ -77,20 +78,20 @@ class _Queue:
         self._receive()
 
     def _receive(self) -> int | None:
-        """Return the number of the next packet; None for the kernel's consent to a request."""
+        """Return the id of the next packet, or None for an acknowledgement from the kernel."""
         self.socket.recv_into(self._buffer)
         kind = int.from_bytes(self._buffer[_TYPE_AT : _TYPE_AT + 2], sys.byteorder)
         if kind == _NLMSG_ERROR:
             code = -struct.unpack_from("=i", self._buffer, 16)[0]
             if code:
-                raise OSError(code, f"the kernel refuses a request to the packet queue: {os.strerror(code)}")
+                raise OSError(code, f"the kernel rejected a request to the packet queue: {os.strerror(code)}")
             return None
         if kind != _PACKET or _ATTRIBUTE.unpack_from(self._buffer, _HEADER.size)[1] != _ATTR_PACKET_HDR:
             raise OSError(errno.EPROTO, f"expected a packet from the queue, got a netlink message of type {kind}")
         return _ID.unpack_from(self._buffer, _ID_AT)[0]
 
     def take(self, due_s: float) -> None:
-        """Take note of the packets that have come; they are due at `due_s`, and never before those that came first."""
+        """Record the packets that have arrived; they are due at `due_s`, but never before earlier packets."""
         last = None
         try:
             while True:
@@ -102,11 +103,11 @@ class _Queue:
 
     @property
     def next_s(self) -> float:
-        """When the first packet is due."""
+        """Due time of the first packet, in seconds of the monotonic clock; infinity if the queue is empty."""
         return self._waiting[0][0] if self._waiting else float("inf")
 
     def release(self, until_s: float) -> None:
-        """Let the packets through that are due until then."""
+        """Accept the packets that are due by `until_s`."""
         last = None
         while self._waiting and self._waiting[0][0] <= until_s:
             last = self._waiting.popleft()[1]
@@ -115,7 +116,7 @@ class _Queue:
 
 
 def _in_namespace(name: str) -> socket.socket:
-    """Make a netlink socket that belongs to the namespace, and come back."""
+    """Create a netlink socket inside the namespace, then return to the original namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     home, there = (os.open(path, os.O_RDONLY) for path in ("/proc/self/ns/net", f"/run/netns/{name}"))
     try:
@@ -131,7 +132,7 @@ def _in_namespace(name: str) -> socket.socket:
 
 
 def _forward(queues: list[_Queue]) -> None:
-    """Delay packets until standard input ends."""
+    """Delay packets until end of file on standard input."""
     commands, delay_s = sys.stdin.fileno(), 0.0
     by_descriptor = {queue.socket.fileno(): queue for queue in queues}
     descriptors = [commands, *by_descriptor]
@@ -159,18 +160,18 @@ def _forward(queues: list[_Queue]) -> None:
 
 
 def main() -> None:
-    """Delay what arrives in the namespaces that the command line names."""
+    """Delay packets that arrive in the namespaces given on the command line."""
     gc.disable()
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_PRIORITY))
     except OSError as error:
-        sys.exit(f"real-time priority (SCHED_FIFO: {error.strerror}; it takes CAP_SYS_NICE)")
+        sys.exit(f"real-time priority (SCHED_FIFO: {error.strerror}; it requires CAP_SYS_NICE)")
     try:
         queues = [_Queue(name) for name in sys.argv[1:]]
         _forward(queues)
     except OSError as error:
         if error.errno == errno.ENOBUFS:
-            sys.exit("packets came faster than they could be taken, and some are lost (ENOBUFS)")
+            sys.exit("packets arrived faster than they could be handled, and some were lost (ENOBUFS)")
         sys.exit(str(error))
 
 

@@ -1,4 +1,4 @@
-"""Processes on emulated hosts: start them, collect their output, wait for all, and stop the rest when one fails."""
+"""Processes on emulated hosts: start them, collect their output, wait for all, and terminate the rest if one fails."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LineHandler = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class HostResult:
-    """What a process on a host came to.
+    """The result of a process on a host.
 
     Attributes:
         rank: The host's rank.
-        returncode: The exit code; negative is the signal that ended it.
-        output: Standard output and standard error, in the order in which they came.
+        returncode: The exit code; a negative value is the number of the signal that terminated it.
+        output: Standard output and standard error, interleaved in the order received.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class HostProcess:
     """One process on one host. Its output is collected while it runs.
 
     Attributes:
-        check: Called by who waits for it; raises an error when the hosts' network has ended.
+        check: Called while waiting for the process; raises an error if the hosts' network has failed.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostProcess:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches the caller, which ends the hosts in order
+            start_new_session=True,  # Ctrl-C reaches only the caller, which terminates the hosts
         )
         self._reader = threading.Thread(target=self._read, name=f"host-{rank}-output", daemon=True)
         self._reader.start()
@@ -86,31 +86,31 @@ class HostProcess:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return "".join(self._lines)
 
     def tail(self) -> str:
-        """Return its last lines, indented."""
+        """Return the last lines of output, indented."""
         lines = self.output.splitlines()[-_TAIL_LINES:] or ["(no output)"]
         return "\n".join(f"    {line}" for line in lines)
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._popen.poll()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the command itself; nothing happens when it has ended."""
+        """Send a signal to the command itself. No effect after it has exited."""
         self._popen.send_signal(number)
 
     def wait(self, timeout: float | None = None) -> HostResult:
-        """Wait until it ends.
+        """Wait until the process exits.
 
         Args:
-            timeout: Seconds to wait at most; None waits for ever.
+            timeout: Maximum time to wait, in seconds; None for no limit.
 
         Raises:
-            PeerTimeout: If it still runs then. It goes on running.
-            TransportError: If the hosts' network ends meanwhile. It goes on running.
+            PeerTimeout: If it still runs after `timeout`. It continues to run.
+            TransportError: If the hosts' network fails meanwhile. The process continues to run.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self.has_ended(min(_CHECK_S, max(0.0, deadline - time.monotonic()))):
@@ -122,7 +122,7 @@ class HostProcess:
         return HostResult(self.rank, self._popen.returncode, self.output)
 
     def has_ended(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds, and return whether it has ended."""
+        """Wait up to `timeout` seconds and return whether the process has exited."""
         try:
             self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -131,12 +131,12 @@ class HostProcess:
 
 
 def wait_all(processes: Sequence[HostProcess], timeout: float | None) -> list[HostResult]:
-    """Wait until all have ended with exit code 0.
+    """Wait until all processes have exited with code 0.
 
     Raises:
-        PeerFailure: As soon as one ends otherwise; names it, its exit code and its last lines.
-        PeerTimeout: If some still run after `timeout` seconds; names them and their last lines.
-        TransportError: As soon as the hosts' network ends.
+        PeerFailure: As soon as one exits otherwise; the message contains the host's rank, exit code and last lines.
+        PeerTimeout: If some still run after `timeout` seconds; the message contains their ranks and last lines.
+        TransportError: As soon as the hosts' network fails.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while running := [process for process in processes if process.poll() is None]:
@@ -157,7 +157,9 @@ def _raise_for_failures(processes: Sequence[HostProcess]) -> None:
     results = [process.wait() for process in failed]
     what = ", ".join(f"host {result.rank} {_ending(result.returncode)}" for result in results)
     tails = "\n".join(f"  last lines of host {process.rank}:\n{process.tail()}" for process in failed)
-    raise PeerFailure(f"{what}; the other {len(processes) - len(failed)} of {len(processes)} hosts were ended\n{tails}")
+    raise PeerFailure(
+        f"{what}; the other {len(processes) - len(failed)} of {len(processes)} hosts were terminated\n{tails}"
+    )
 
 
 def _ending(returncode: int) -> str:
@@ -167,11 +169,11 @@ def _ending(returncode: int) -> str:
 def _timeout_message(running: Sequence[HostProcess], total: int, timeout: float | None) -> str:
     ranks = ", ".join(str(process.rank) for process in running)
     tails = "\n".join(f"  last lines of host {process.rank}:\n{process.tail()}" for process in running)
-    return f"{len(running)} of {total} hosts (rank {ranks}) still ran after {timeout:g} s and were ended\n{tails}"
+    return f"{len(running)} of {total} hosts (rank {ranks}) still ran after {timeout:g} s and were terminated\n{tails}"
 
 
 def terminate(processes: Sequence[HostProcess], namespaces: Sequence[Namespace]) -> None:
-    """End `processes` politely (SIGTERM), then everything that is left in `namespaces` by force."""
+    """Send SIGTERM to `processes`, then SIGKILL to all processes that remain in `namespaces`."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)

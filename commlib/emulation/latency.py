@@ -1,7 +1,7 @@
-"""Latency of emulated hosts: every packet that arrives at a host waits in a netfilter queue until its time has come.
+"""Latency of emulated hosts: every packet that arrives at a host waits in a netfilter queue for a fixed time.
 
-The rule comes from ``iptables``; the waiting is done by a process (`forwarder`) that lives in the hub's namespace, so
-that whatever ends the processes of a cluster's namespaces ends it too.
+``iptables`` adds the rule, and a process (`forwarder`) delays the packets. It runs in the hub's namespace, so that
+killing all processes of a cluster's namespaces terminates it too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _END_S, _ANSWER_S = 3.0, 10.0
 
 
 def parse_latency(latency_us: float) -> float:
-    """Return a one-way latency in microseconds.
+    """Validate a one-way latency and return it in microseconds.
 
     Raises:
-        ConfigError: If it is not a number from 0 to 10 s.
+        ConfigError: If it is not between 0 and 10 s.
     """
     if not (math.isfinite(latency_us) and 0 <= latency_us <= _MAX_US):
         raise ConfigError(f"latency_us must be 0 to {_MAX_US:.0f} microseconds, got {latency_us!r}")
@@ -38,15 +38,15 @@ def parse_latency(latency_us: float) -> float:
 
 
 class Forwarder:
-    """The process that delays what arrives at the hosts.
+    """The process that delays packets that arrive at the hosts.
 
     Args:
-        hub: The namespace that it lives in.
+        hub: The namespace in which the process runs.
         hosts: The namespaces whose packets it delays.
-        latency_us: How long each packet waits.
+        latency_us: Delay of each packet, in microseconds.
 
     Raises:
-        ConfigError: If the machine lacks something.
+        ConfigError: If the machine does not meet the requirements.
     """
 
     def __init__(self, hub: Namespace, hosts: Sequence[Namespace], latency_us: float) -> None:
@@ -77,10 +77,10 @@ class Forwarder:
         return self._popen.pid
 
     def set(self, latency_us: float) -> None:
-        """Delay what arrives from now on by `latency_us`; packets stay in order.
+        """Delay packets that arrive from now on by `latency_us`; packets stay in order.
 
         Raises:
-            TransportError: If the process is dead, or does not answer.
+            TransportError: If the process has exited or does not answer.
         """
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(f"{latency_us}\n")
@@ -92,10 +92,10 @@ class Forwarder:
             self.check()
 
     def check(self) -> None:
-        """Raise an error if the process is dead: then no host receives anything any more.
+        """Raise an error if the process has exited, because hosts then no longer receive packets.
 
         Raises:
-            TransportError: Names the process and says why it ended.
+            TransportError: If it has exited; the message contains the process id and the reason.
         """
         code = self._popen.poll()
         if code is None:
@@ -108,9 +108,9 @@ class Forwarder:
         )
 
     def close(self) -> None:
-        """End the process. May be called again."""
+        """Terminate the process. Idempotent."""
         with contextlib.suppress(BrokenPipeError):
-            self._stdin.close()  # which ends it
+            self._stdin.close()  # the process exits at end of file
         try:
             self._popen.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ class Forwarder:
 
 
 def _hook(host: Namespace) -> None:
-    """Send what arrives at a host through its queue. iptables of the nft kind knows no queues on some kernels."""
+    """Route packets that arrive at a host through its queue. On some kernels nft-based iptables lacks NFQUEUE."""
     failures = []
     for tool in filter(shutil.which, _BACKENDS):
         words = host.wrap([tool, *_RULE])
@@ -133,9 +133,9 @@ def _hook(host: Namespace) -> None:
 
 
 def check_latency() -> list[str]:
-    """Return what this machine lacks for latency, beside `check_requirements`, in words; empty when nothing is missing.
+    """Return descriptions of the unmet requirements of latency, in addition to those of `check_requirements`.
 
-    All of it is tried, in a namespace that is thrown away.
+    The list is empty if this machine meets all. Each requirement is tested in a temporary namespace.
     """
     if shutil.which("iptables") is None:
         return ["the `iptables` command (Debian, Ubuntu: apt-get install iptables)"]

@@ -1,7 +1,7 @@
 """Measure a link between two network namespaces with plain TCP sockets: payload goodput and round-trip time.
 
-A socket belongs for ever to the namespace that its thread was in when it was made. So a short-lived thread enters the
-namespace, makes the socket and ends; the calling thread never leaves its own namespace, and no process is started.
+A socket stays in the namespace in which its thread created it. A short-lived thread therefore enters the namespace,
+creates the socket and exits. The calling thread never changes its namespace, and no process is started.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLONE_NEWNET = 0x40000000
 _TIMEOUT_S = 15.0
 _CHUNK_BYTES = 1 << 16
 _MAX_SEND_BUFFER = 4 << 20
-# As SO_SNDBUF and SO_RCVBUF, for root beyond the machine's limit; Python's socket module lacks the names.
+# Like SO_SNDBUF and SO_RCVBUF, but root may exceed the machine's limit; Python's socket module lacks the names.
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _SLOW_START_ROUNDS = 10
 
@@ -34,7 +34,7 @@ def in_namespace(namespace: Namespace, function: Callable[[], _T]) -> _T:
     """Call `function` in a new thread inside the namespace and return its result.
 
     Raises:
-        TransportError: If the kernel refuses to enter the namespace.
+        TransportError: If the namespace cannot be entered.
     """
 
     def enter() -> _T:
@@ -55,9 +55,9 @@ def in_namespace(namespace: Namespace, function: Callable[[], _T]) -> _T:
 def connected_pair(
     source: Namespace, target: Namespace, address: str, receive_buffer: int = 0
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Give two connected sockets, one in `source` and one in `target`, whose IPv4 address is `address`.
+    """Yield two connected sockets, one in `source` and one in `target`, whose IPv4 address is `address`.
 
-    With `receive_buffer` the one in `target` has so many bytes to receive in; else the kernel chooses.
+    `receive_buffer` sets the receive buffer of the socket in `target`, in bytes; 0 leaves the choice to the kernel.
     """
     with in_namespace(target, lambda: socket.create_server((address, 0))) as server:
         if receive_buffer:
@@ -83,17 +83,17 @@ def measure_goodput(
 ) -> float:
     """Return the payload rate of one TCP stream from `source` to `target`, in bit/s.
 
-    The stream runs for about `duration_s`, after ten round trips for slow start; its first quarter (the burst of an
-    idle token bucket) is left out.
+    The stream runs for about `duration_s`, after ten round trips for slow start. Its first quarter, which contains the
+    burst of an idle token bucket, is excluded.
 
     Args:
-        source: Where the stream is sent.
-        target: Where it is received.
+        source: Namespace of the sender.
+        target: Namespace of the receiver.
         address: IPv4 address of `target`.
-        duration_s: Seconds to send for.
-        send_buffer: Bytes of the sender's socket buffer: enough for the link to stay busy while the sender waits for a
-            processor, and little enough that a slow link does not drain it for long after the last send.
-        latency: Seconds of a round trip, and the bytes that the link holds meanwhile, which both ends' buffers get too.
+        duration_s: Sending time in seconds.
+        send_buffer: Size of the sender's socket buffer, in bytes: large enough to keep the link busy while the sender
+            waits for a processor, and small enough that a slow link drains it soon after the last send.
+        latency: Round-trip time in seconds, and the bytes in flight during it, by which both ends' buffers grow.
     """
     rtt_s, in_flight = latency
     send_buffer = min(max(send_buffer, 2 * _CHUNK_BYTES), _MAX_SEND_BUFFER) + in_flight
@@ -117,10 +117,10 @@ def _send_for(client: socket.socket, duration_s: float) -> None:
 
 
 def _receive(peer: socket.socket, warmup_s: float) -> float:
-    """Receive until the stream ends and return its rate after the warm-up, in bit/s.
+    """Receive until the end of the stream and return its rate after the warm-up, in bit/s.
 
-    It is the slope of the line through (time, bytes so far), which a receiver that is kept waiting disturbs less than
-    the two end points.
+    The rate is the slope of a linear regression over (time, bits received), which is less sensitive to a receiver that
+    waits for a processor than the two end points are.
     """
     buffer = bytearray(_CHUNK_BYTES)
     times_s, bits, received = [], [], 0
@@ -137,7 +137,7 @@ def _receive(peer: socket.socket, warmup_s: float) -> float:
 def measure_rtt(source: Namespace, target: Namespace, address: str, num_rounds: int = 200) -> float:
     """Return the median round-trip time of one byte between two threads' sockets, in seconds.
 
-    The threads run before all others where that is allowed: what is measured is the link, not the wait for a processor.
+    The threads run with real-time priority if permitted, so that the result excludes the wait for a processor.
     """
     pool = ThreadPoolExecutor(max_workers=2, initializer=_run_first)
     with connected_pair(source, target, address) as (client, peer), pool:

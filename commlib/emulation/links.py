@@ -1,4 +1,4 @@
-"""A host's link to the hub: the veth pair, its shapers, its counters, and the notation of rates."""
+"""A host's link to the hub: the veth pair, its shapers and counters, and the parsing of rates."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ _RATE = re.compile(r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z/]+)\s*$", re.IGN
 _MIN_RATE = 1e6
 
 # [Note: segments and burst]
-# A token bucket passes `burst` bytes at once after a pause, so a small burst keeps short messages honest; a large burst
-# forgives a late timer, and a burst below one segment makes the kernel cut the segment up. TCP hands over segments of
-# at most four packets: one packet at a time costs more processor time, 64 KiB would need a burst of as much. The
-# measurements are in docs/explanation/emulation.md.
+# After a pause, a token bucket passes `burst` bytes at once. A small burst limits the error for short messages, a large
+# burst tolerates late timers, and a burst below one segment makes the kernel split the segment. TCP passes segments of
+# at most four packets to the link: single packets cost more processor time, and segments of 64 KiB would need a burst
+# of the same size. The measurements are in docs/explanation/emulation.md.
 _SEGMENT_PACKETS = 4
 _MAX_SEGMENT_BYTES = 65536
 _BURST_SEGMENTS = 1.5
 _BURST_S = 0.0004
 
 # [Note: no drops]
-# Both queues of a link are deep enough to hold what the senders' sockets can have under way, and a sender may keep only
-# little in its own queue, as with a network card's short ring. So nothing is dropped, and acknowledgements do not wait
-# behind megabytes of data. Without drops the congestion control hardly matters; reno is in every kernel and, unlike
-# bbr, does not pace.
+# Both queues of a link can hold all bytes that the senders' sockets may have in flight. A sender's own queue is short,
+# like the ring of a network card. So nothing is dropped, and acknowledgements do not wait behind megabytes of data.
+# Without drops the choice of congestion control hardly matters; reno is in every kernel and, unlike bbr, does not pace.
 _QUEUE_BYTES = 16 << 20
 _SENDER_QUEUE_BYTES = 128 << 10
 _CONGESTION = "reno"
 
 
 def parse_rate(rate: str | float | None) -> float | None:
-    """Return a link rate in bit/s.
+    """Parse a link rate and return it in bit/s.
 
     Args:
-        rate: A number of bit/s, a text such as ``"200mbit"`` or ``"1.5gbit"``, or None for an unshaped link.
+        rate: A number in bit/s, a string such as ``"200mbit"`` or ``"1.5gbit"``, or None for an unshaped link.
 
     Raises:
         ConfigError: If it is not a rate of at least 1 Mbit/s.
@@ -57,29 +56,29 @@ def _parse_text(rate: str) -> float:
     if match is None or unit not in _UNITS:
         why = " ('bps' is bits per second to some and bytes to tc)" if unit.endswith("ps") else ""
         raise ConfigError(
-            f"unknown link rate {rate!r}{why}; write a number and one of {', '.join(_UNITS)}, as in '200mbit'"
+            f"unknown link rate {rate!r}{why}; write a number and one of {', '.join(_UNITS)}, such as '200mbit'"
         )
     return float(match[1]) * _UNITS[unit]
 
 
 def format_rate(rate: float) -> str:
-    """Return a rate in bit/s as text for people."""
+    """Format a rate in bit/s for display."""
     return f"{rate / 1e9:.3f} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.1f} Mbit/s"
 
 
 @dataclass(frozen=True)
 class InterfaceCounters:
-    """Counters of a host's interface since the cluster was made.
+    """Counters of a host's interface since the cluster was created.
 
-    Bytes are as the interface counts them: payload and headers, the headers once per segment handed to it.
+    Bytes include payload and headers; the interface counts headers once per segment passed to it.
 
     Attributes:
         tx_bytes: Bytes sent.
         rx_bytes: Bytes received.
-        tx_packets: Segments sent; each may hold several packets (`Link.segment_bytes`).
+        tx_packets: Segments sent; each may contain several packets (`Link.segment_bytes`).
         rx_packets: Segments received.
-        tx_dropped: Segments that the queue of the host's sending side dropped.
-        rx_dropped: Segments that the queue of its receiving side, at the hub, dropped.
+        tx_dropped: Outgoing segments dropped by the queue at the host's end.
+        rx_dropped: Incoming segments dropped by the queue at the hub's end.
     """
 
     tx_bytes: int
@@ -90,7 +89,7 @@ class InterfaceCounters:
     rx_dropped: int
 
     def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
-        """Return what was counted since `earlier`."""
+        """Return the counts since `earlier`."""
         pairs = zip(vars(self).values(), vars(earlier).values(), strict=True)
         return InterfaceCounters(*(now - then for now, then in pairs))
 
@@ -106,27 +105,27 @@ class Link:
 
     @property
     def ends(self) -> tuple[tuple[Namespace, str], tuple[Namespace, str]]:
-        """Where it is shaped: what the host sends, and what it receives."""
+        """The devices with a shaper: the first shapes the host's outgoing traffic, the second its incoming traffic."""
         return (self.host, "eth0"), (self.hub, self.port)
 
     @property
     def segment_bytes(self) -> int:
-        """Largest segment that TCP hands to the link at once. See [Note: segments and burst]."""
+        """Largest segment, in bytes, that TCP passes to the link. See [Note: segments and burst]."""
         return min(_SEGMENT_PACKETS * (self.mtu + 14), _MAX_SEGMENT_BYTES)
 
     def burst_bytes(self, rate: float) -> int:
-        """Return the bytes that the link, idle before, lets through at once at `rate` bit/s."""
+        """Return the number of bytes that an idle link passes at once, for `rate` in bit/s."""
         return int(max(_BURST_SEGMENTS * self.segment_bytes, _BURST_S * rate / 8))
 
     def plug(self, address: str) -> None:
-        """Make the pair and bring both ends up; `address` is the host's, as in ``10.77.0.1/24``.
+        """Create the pair and bring both ends up; `address` is the host's, such as ``10.77.0.1/24``.
 
-        Both ends are born inside their namespaces: the machine's own never sees them.
+        Both ends are created inside their namespaces and never appear in the machine's own.
         """
         peer = ["peer", "name", self.port, "netns", self.hub.name, "mtu", str(self.mtu)]
         self.host.ip("link", "add", "eth0", "mtu", str(self.mtu), "type", "veth", *peer)
         for namespace, device in self.ends:
-            namespace.ip("link", "set", "dev", device, "addrgenmode", "none")  # no IPv6 chatter
+            namespace.ip("link", "set", "dev", device, "addrgenmode", "none")  # no IPv6 traffic
             namespace.ip("link", "set", "dev", device, "gso_max_size", str(self.segment_bytes))
         self.hub.ip("link", "set", "dev", self.port, "master", "br0", "up")
         self.host.ip("addr", "add", address, "noprefixroute", "dev", "eth0")
@@ -134,14 +133,14 @@ class Link:
         self._tune_sender(address)
 
     def _tune_sender(self, address: str) -> None:
-        """See [Note: no drops]."""
+        """Set congestion control and the limit of the sender's queue. See [Note: no drops]."""
         subnet = address.rpartition(".")[0] + ".0/24"
         self.host.ip("route", "add", subnet, "dev", "eth0", "congctl", _CONGESTION)
         limit = f"echo {_SENDER_QUEUE_BYTES} >/proc/sys/net/ipv4/tcp_limit_output_bytes"
         command(*self.host.wrap(["/bin/sh", "-c", limit]))
 
     def shape(self, rate: float | None, overhead: float) -> None:
-        """Set both directions to `rate` bit/s of payload, which are `rate` * `overhead` on the wire; None: unshaped."""
+        """Shape both directions to `rate` bit/s of payload, `rate * overhead` on the wire; None removes shaping."""
         for namespace, device in self.ends:
             if rate is None:
                 namespace.tc("qdisc", "replace", "dev", device, "root", "noqueue")

@@ -1,7 +1,7 @@
-"""Network namespaces: make them, find their processes, remove them, and remove what a dead run has left.
+"""Network namespaces: create them, find their processes, remove them, and clean up after dead runs.
 
-Everything goes through the ``ip`` and ``tc`` commands of iproute2. A namespace is named after the process that made it
-(`Owner`), so that leftovers of a dead run are told from namespaces of a live one.
+All operations use the ``ip`` and ``tc`` commands of iproute2. A namespace is named after the process that created it
+(`Owner`), which distinguishes leftovers of a dead run from namespaces of a live one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMMAND_TIMEOUT_S = 20.0
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
 _SET_HOSTNAME = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
-# Waits until its standard input closes, which the kernel does when the owner ends in any way, SIGKILL included.
+# Waits for end of file on standard input, which the kernel closes when the owner exits for any reason, even SIGKILL.
 _REAPER = """
 cat >/dev/null
 for name in "$@"; do
@@ -42,7 +42,7 @@ def command(*words: str) -> str:
     """Run a command and return its standard output.
 
     Raises:
-        ConfigError: If it fails; the message holds the command and what it printed.
+        ConfigError: If it fails; the message contains the command and its output.
     """
     result = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     if result.returncode != 0:
@@ -59,7 +59,7 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """The file that holds the namespace open."""
+        """The file that keeps the namespace alive."""
         return f"/run/netns/{self.name}"
 
     def create(self) -> None:
@@ -76,21 +76,21 @@ class Namespace:
         return command("tc", "-n", self.name, *words)
 
     def wrap(self, words: list[str], hostname: str | None = None) -> list[str]:
-        """Return the command line that runs `words` inside the namespace, in the same process.
+        """Return the command line that runs `words` inside the namespace, without an additional process.
 
-        With `hostname` the process and its children have a host name of their own.
+        `hostname` sets the host name of the process and its children only.
         """
         named = [] if hostname is None else ["unshare", "--uts", "/bin/sh", "-c", _SET_HOSTNAME, hostname]
         return ["ip", "netns", "exec", self.name, *named, *words]
 
     def pids(self) -> list[int]:
-        """Return the processes that live in the namespace, children of children included."""
+        """Return the ids of the processes in the namespace, including all descendants."""
         if not os.path.exists(self.path):
             return []
         return [int(word) for word in command("ip", "netns", "pids", self.name).split()]
 
     def signal(self, number: int) -> int:
-        """Send a signal to every process of the namespace and return how many there were."""
+        """Send a signal to every process of the namespace and return the number of processes."""
         pids = self.pids()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -98,13 +98,13 @@ class Namespace:
         return len(pids)
 
     def kill_all(self, timeout_s: float = 5.0) -> None:
-        """Kill every process of the namespace and wait until they are gone."""
+        """Kill every process of the namespace and wait until all have exited."""
         deadline = time.monotonic() + timeout_s
         while self.signal(signal.SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def delete(self) -> None:
-        """Kill what runs in the namespace and remove it, with all its interfaces. Does nothing where it is gone."""
+        """Kill all processes of the namespace and remove it with its interfaces. Idempotent."""
         if os.path.exists(self.path):
             self.kill_all()
             command("ip", "netns", "del", self.name)
@@ -112,7 +112,7 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified by its id and its start time (process ids are reused, the pair is not)."""
+    """A process, identified by its id and its start time. Process ids are reused, the pair is not."""
 
     pid: int
     start: int
@@ -125,26 +125,26 @@ class Owner:
         return Owner(os.getpid(), start)
 
     def is_alive(self) -> bool:
-        """Tell whether the process still runs."""
+        """Return whether the process still runs."""
         return _start_time(self.pid) == self.start
 
     def name(self, suffix: str) -> str:
-        """Return the name of a namespace, or of a temporary folder, of this owner."""
+        """Return the name of a namespace or temporary folder of this owner."""
         return f"{_PREFIX}-{self.pid}-{self.start}-{suffix}"
 
 
 def _start_time(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None when there is none, or it is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command name before it may hold anything, spaces included
+    fields = text.rpartition(")")[2].split()  # the command name before it may contain spaces and parentheses
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def owned_namespaces() -> list[tuple[Owner, Namespace]]:
-    """Return every namespace that a process of this package has made, dead or alive."""
+    """Return every namespace that a process of this package, dead or alive, has created, with its owner."""
     directory = Path("/run/netns")
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     found = ((_NAME.match(name), name) for name in names)
@@ -152,7 +152,7 @@ def owned_namespaces() -> list[tuple[Owner, Namespace]]:
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder that is removed with the object, or by `sweep_stale` if this process is killed."""
+    """Create a temporary folder that is removed with the object, or by `sweep_stale` if this process is killed."""
     return tempfile.TemporaryDirectory(prefix=Owner.current().name(""))
 
 
@@ -164,21 +164,21 @@ def _sweep_folders() -> None:
 
 
 def sweep_stale() -> list[str]:
-    """Remove what is left of dead owners: namespaces with their processes, folders. Return the namespaces' names."""
+    """Remove namespaces, processes and folders of dead owners. Return the names of the removed namespaces."""
     _sweep_folders()
     stale = [namespace for owner, namespace in owned_namespaces() if not owner.is_alive()]
     for namespace in stale:
-        # The owner's reaper, or another run, may be removing the same one at this moment.
+        # The owner's reaper, or another run, may remove the same namespace concurrently.
         with contextlib.suppress(ConfigError):
             namespace.delete()
     return [namespace.name for namespace in stale if not os.path.exists(namespace.path)]
 
 
 def start_reaper(namespaces: list[Namespace]) -> subprocess.Popen[bytes]:
-    """Start the process that removes `namespaces` when this one ends, however it ends.
+    """Start the process that removes `namespaces` when this process exits for any reason.
 
-    It lives in its own session, so that neither Ctrl-C nor a signal to the process group reaches it. Closing its
-    standard input makes it clean up and end.
+    It runs in its own session, so that neither Ctrl-C nor a signal to the process group reaches it. When its standard
+    input is closed, it cleans up and exits.
     """
     names = [namespace.name for namespace in namespaces]
     return subprocess.Popen(
@@ -191,7 +191,7 @@ def start_reaper(namespaces: list[Namespace]) -> subprocess.Popen[bytes]:
 
 
 def check_requirements() -> list[str]:
-    """Return what this machine lacks for emulated hosts, in words; empty when nothing is missing."""
+    """Return descriptions of the unmet requirements of emulated hosts; empty if this machine meets all."""
     if not sys.platform.startswith("linux"):
         return [f"Linux (this is {sys.platform})"]
     missing = []
@@ -204,11 +204,11 @@ def check_requirements() -> list[str]:
 
 
 def _check_kernel() -> list[str]:
-    """Try each kernel feature in a namespace that is thrown away, and return the ones that do not work."""
+    """Test each kernel feature in a temporary namespace and return those that do not work."""
     probe = Namespace(Owner.current().name(f"probe{time.monotonic_ns()}"))
     steps: list[tuple[str, Callable[[], object]]] = [
         ("network namespaces", probe.create),
-        ("host names of their own", lambda: command(*probe.wrap(["true"], hostname="probe"))),
+        ("separate host names (UTS namespaces)", lambda: command(*probe.wrap(["true"], hostname="probe"))),
         ("veth pairs", lambda: probe.ip("link", "add", "p0", "mtu", "9000", "type", "veth", "peer", "name", "p1")),
         ("bridges", lambda: probe.ip("link", "add", "br0", "type", "bridge")),
         ("the tbf queue", lambda: probe.tc("qdisc", "add", "dev", "p0", "root", *tbf_words(1e8, 20000, 10**6))),
@@ -220,7 +220,7 @@ def _check_kernel() -> list[str]:
             if reason:
                 missing.append(f"{feature} ({reason})")
             if reason and feature != "bridges":
-                break  # the later steps stand on this one
+                break  # the later steps depend on this one
     finally:
         probe.delete()
     return missing
@@ -235,5 +235,5 @@ def _failure(step: Callable[[], object]) -> str | None:
 
 
 def tbf_words(rate: float, burst: int, limit: int) -> list[str]:
-    """Return the words of ``tc`` for a token bucket of `rate` bit/s and `burst` and `limit` bytes."""
+    """Return the ``tc`` arguments for a token bucket with `rate` in bit/s, and `burst` and `limit` in bytes."""
     return ["tbf", "rate", f"{round(rate)}bit", "burst", f"{burst}b", "limit", f"{limit}b"]

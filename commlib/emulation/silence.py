@@ -1,15 +1,15 @@
-"""When a host sends nothing any more: what a round in the background still sends is not the next measurement's."""
+"""Wait until a host stops sending, so that a background round does not affect the next measurement."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-_SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
+_SILENCE_BYTES = 10_000  # in 0.1 s; tolerates acknowledgements
 
 
 def await_silence() -> None:
-    """Wait until this host sends nothing any more; 10 s at most."""
+    """Wait until this host stops sending, for at most 10 s."""
     before, deadline = -1, time.monotonic() + 10
     while (now := _sent_bytes()) > before + _SILENCE_BYTES and time.monotonic() < deadline:
         before = now

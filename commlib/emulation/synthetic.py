@@ -1,10 +1,10 @@
-"""A model that trains like a workload: its parameters and the times of its layers, but no data.
+"""A model that trains like a workload: it has the workload's parameters and layer times, but no data.
 
-A layer waits for the end of its time, in forward and again in backward, by a clock that runs on whatever else the
-process does. An accelerator computes like that, seen from the processor: emulated hosts share the cores of one machine,
-and processes that computed there would take them from each other's communication. The gradient of a parameter is the
-parameter itself, so that codecs see numbers as they are spread in training. One number runs from layer to layer, so
-gradients become ready in the order in which the workload's do.
+Each layer waits for its time in forward and in backward. A clock measures the time independently of other work in the
+process, so the processor sees the layer as it sees an accelerator. Emulated hosts share the cores of one machine; real
+computation would take them from other hosts' communication. The gradient of a parameter is the parameter itself, so
+that codecs get values with a realistic distribution. A scalar passes from layer to layer, so gradients become ready in
+the workload's order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from commlib.network.model import Layer, Workload
 
 
 def shrink(workload: Workload, max_numel: int) -> Workload:
-    """Return the workload with its shapes shrunk alike to about `max_numel` elements in all, at most as many as it has.
+    """Return the workload with its shapes scaled down by one factor to about `max_numel` elements in total.
 
-    Tensors keep their number and order; those of more than two dimensions become matrices. Times are left as they are.
+    Smaller workloads keep their size. The number and order of tensors and all times are unchanged; tensors of more than
+    two dimensions become matrices.
     """
     factor = min(1.0, math.sqrt(max_numel / workload.numel))
     layers = tuple(
@@ -39,11 +40,11 @@ def _shrink(shape: tuple[int, ...], factor: float) -> tuple[int, ...]:
 
 
 class SyntheticModel(nn.Module):
-    """See above. The loss is its output, [] fp32.
+    """A model of waiting layers, as described above. Its output is the loss, [] fp32.
 
     Args:
-        workload: Its layers and its times, of forward and backward.
-        seed: Of the parameters; the same on all ranks.
+        workload: Specifies the layers and the times of forward and backward.
+        seed: Seed of the parameters; the same on all ranks.
     """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
@@ -90,17 +91,17 @@ class SyntheticLayer(nn.Module):
 
 
 class _Clock:
-    """When the accelerator would be done with what it was given; what the processor does meanwhile costs it nothing."""
+    """The time at which an accelerator would have finished its queued work, independent of the processor's load."""
 
     def __init__(self) -> None:
         self._free_at_s = 0.0
 
     def start(self) -> None:
-        """Begin now, or when what was given before is done."""
+        """Start new work now, or when the queued work is finished."""
         self._free_at_s = max(self._free_at_s, time.perf_counter())
 
     def wait(self, seconds: float) -> None:
-        """Give it `seconds` of work, and wait for its end."""
+        """Queue `seconds` of work and wait until it is finished."""
         self._free_at_s += seconds
         left_s = self._free_at_s - time.perf_counter()
         if left_s > 0:
@@ -108,7 +109,7 @@ class _Clock:
 
 
 class _StartOfBackward(torch.autograd.Function):
-    """The identity, whose backward starts the clock."""
+    """Identity whose backward starts the clock."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, clock: _Clock) -> Tensor:
@@ -122,7 +123,7 @@ class _StartOfBackward(torch.autograd.Function):
 
 
 class _Layer(torch.autograd.Function):
-    """The identity of the signal; gradients of the layer's parameters are made at the end of its time in backward."""
+    """Identity of the signal. Backward waits for the layer's time, then creates the gradients of its parameters."""
 
     @staticmethod
     def forward(

@@ -64,7 +64,7 @@ def test_what_cannot_be_run_or_simulated_is_named_and_the_others_are_measured() 
     }
     shown = " ".join(" ".join(emulation.table("vgg16", found, 80)).split())
     assert "hogwild: not simulated: hogwild sends nothing" in shown
-    assert "zero_one_adam: not simulated: timed before step 16369, from which on" in shown
+    assert "zero_one_adam: not simulated: timed before step 16369, where its steady state" in shown
     assert f"{none_left}: not run: rank 0: auto: expected a candidate of the class '8bit'" in shown
 
 
@@ -150,7 +150,7 @@ def test_the_command_adds_latency_at_a_rate_and_for_a_network(monkeypatch: pytes
     assert (found["latency_us"], found["rtt_s"]) == (5000.0, 1e-3)
     for_a_network = emulation.Emulation("10gbps", 1e8, 50.0, rtt_s=1e-2, **{**MADE_UP, "latency_us": 5000.0})
     shown = " ".join(" ".join(emulation.table("vgg16", for_a_network, 100)).split())
-    assert "2 emulated hosts; a message takes 5000 us one way, whatever 10gbps's latency" in shown
+    assert "2 emulated hosts; one-way latency 5000 us, instead of 10gbps's" in shown
 
 
 @pytest.mark.slow

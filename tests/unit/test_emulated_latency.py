@@ -232,7 +232,7 @@ def test_what_was_measured_is_corrected_or_warned_of(
     monkeypatch.setattr(cluster, "_measure_rtt", lambda rounds: 1e-6 * next(numbers))
     monkeypatch.setattr(cluster, "_measure_rates", lambda: None)
     is_asked = abs(found_us - 8060) <= 403
-    with contextlib.nullcontext() if is_asked else pytest.warns(UserWarning, match="round trip is not what the asked"):
+    with contextlib.nullcontext() if is_asked else pytest.warns(UserWarning, match="round-trip time does not match"):
         cluster.calibrate()
     assert cluster.latency_s == pytest.approx(1e-6 * found_us)
     assert cluster.is_calibrated == is_asked
@@ -317,7 +317,7 @@ def test_without_iptables_only_latency_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("commlib.emulation.cluster.check_requirements", list)
     monkeypatch.setattr(latency.shutil, "which", lambda tool: None if "iptables" in tool else f"/sbin/{tool}")
     EmulatedCluster(hosts=2)
-    with pytest.raises(ConfigError, match=r"emulated latency needs .*`iptables`.*apt-get install iptables"):
+    with pytest.raises(ConfigError, match=r"cannot emulate latency; missing: .*`iptables`.*apt-get install iptables"):
         EmulatedCluster(hosts=2, latency_us=1)
 
 
