@@ -47,9 +47,8 @@ def pairs() -> list[ParameterSet]:
     for algorithm in ALGORITHMS:
         subject = Subject(algorithm)
         is_foreign = not subject.cls.__module__.startswith("commlib.")
+        marks = () if algorithm in FAST or is_foreign else pytest.mark.slow
         for contract in CONTRACTS:
-            is_fast = is_foreign or (algorithm in FAST and contract != GROUPS)
-            marks = () if is_fast else pytest.mark.slow
             if contract not in CONCERNS or CONCERNS[contract](subject):
                 found.append(pytest.param(algorithm, contract, marks=marks, id=f"{algorithm}-{contract}"))
     return found

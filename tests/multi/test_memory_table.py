@@ -16,9 +16,9 @@ from torch import nn
 
 import commlib
 from commlib import algorithms
-from commlib.primitives.components import chunk_shape
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.sparse import BlockTopK
+from commlib.primitives.components import chunk_shape
 from commlib.replica import replica_of
 from tests.multi.common import seeded
 from tests.multi.pool import run_ranks
