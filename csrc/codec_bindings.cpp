@@ -1,11 +1,13 @@
-// For commlib/kernels/native_codecs.py alone, which checks every tensor whose address it hands over: types, devices,
-// sizes, overlaps. Here only numbers that would lead out of a table are refused. All kernels run without the GIL.
+// For commlib/kernels/native_*.py. Tensors and numbers are checked here, in every call: types, devices, sizes, overlaps.
+// All kernels run without the GIL.
 #include "codec_bindings.h"
 
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -14,6 +16,7 @@
 #include "block_top_k.h"
 #include "codec.h"
 #include "sparse.h"
+#include "tensor_view.h"
 
 namespace py = pybind11;
 
@@ -22,15 +25,13 @@ namespace {
 
 using Address = std::uintptr_t;
 
+constexpr std::size_t kPayloadAlignment = 16;
+constexpr std::size_t kMostSparseElements = 0xFFFFFFFE;  // indices have 32 bits, and one means an unused place
+
 const CodecShape& shape_of(int codec) {
   const CodecShape* shape = find_shape(codec);
   if (shape == nullptr) throw std::invalid_argument("no block codec has the id " + std::to_string(codec));
   return *shape;
-}
-
-DType type_of(int type) {
-  if (type < 0 || type >= kNumDTypes) throw std::invalid_argument("no such type: " + std::to_string(type));
-  return static_cast<DType>(type);
 }
 
 // What the kernels are made for, by id; native.py holds it to its own table.
@@ -74,22 +75,87 @@ struct RandomSource {
   }
 };
 
+// --- arguments -------------------------------------------------------------------------------------------------------
+// A tensor or a number that a kernel cannot take raises ValueError; Python then finds out which one, and says so.
+
+[[noreturn]] void refuse() { throw std::invalid_argument("a tensor or a number does not fit"); }
+
+// A contiguous stretch of memory that a kernel reads or writes.
+struct Memory {
+  const void* data;
+  std::size_t nbytes;
+};
+
+void check_apart(const Memory& first, const Memory& second) {
+  const auto a = reinterpret_cast<Address>(first.data), b = reinterpret_cast<Address>(second.data);
+  if (a < b + second.nbytes && b < a + first.nbytes) refuse();
+}
+
+float number(double value, bool may_be_zero = true) {
+  const double magnitude = std::abs(value);
+  if (!(magnitude <= std::numeric_limits<float>::max()) || (!may_be_zero && magnitude < 0x1p-149)) refuse();
+  return static_cast<float>(value);
+}
+
+ValuesView values_of(py::handle object) {
+  ValuesView view;
+  if (!read_values(object.ptr(), &view)) refuse();
+  return view;
+}
+
+Memory memory_of(const ValuesView& view) { return {view.data, view.count * element_bytes(view.type)}; }
+
+// The address of `numel` fp32 elements.
+float* state_of(py::handle object, std::size_t numel) {
+  TensorView view;
+  if (!read_tensor(object.ptr(), DType::kFloat32, &view) || view.count != numel) refuse();
+  return static_cast<float*>(view.data);
+}
+
+void check_alignment(const void* data) {
+  if (reinterpret_cast<Address>(data) % kPayloadAlignment != 0) refuse();
+}
+
+// The address of a payload buffer of `nbytes`.
+std::uint8_t* payload_of(py::handle object, std::size_t nbytes) {
+  ByteView view;
+  if (!read_uint8(object.ptr(), &view) || view.nbytes != nbytes) refuse();
+  check_alignment(view.data);
+  return static_cast<std::uint8_t*>(view.data);
+}
+
+// Error feedback: `feedback` is None, or has a residual of `numel` elements, apart from the other tensors.
 struct Feedback {
-  Address residual;
-  float beta, gamma;
+  float* residual = nullptr;
+  float beta = 1.0f, gamma = 1.0f;
+
+  Feedback(py::handle feedback, std::size_t numel, const Memory& source, const Memory& out) {
+    if (feedback.is_none()) return;
+    residual = state_of(feedback.attr("residual"), numel);
+    const Memory own = {residual, numel * sizeof(float)};
+    check_apart(own, source);
+    check_apart(own, out);
+    beta = number(py::cast<double>(feedback.attr("beta")));
+    gamma = number(py::cast<double>(feedback.attr("gamma")));
+  }
 };
 
-// `count` payloads of one chunk, one after the other, whose sum is divided.
+// Payloads of one chunk, one after the other, whose sum is divided.
 struct Payloads {
-  Address at;
-  std::size_t count;
+  const std::uint8_t* data;
+  std::size_t count, nbytes;
   float divisor;
-};
 
-// The momentum at `at`, of fp32, becomes decay * itself + factor * gradient.
-struct Velocity {
-  Address at;
-  float decay, factor;
+  Payloads(py::handle object, std::size_t expected_bytes, double divisor) : divisor(number(divisor, false)) {
+    RowsView view;
+    if (!read_rows(object.ptr(), &view) || view.count == 0 || view.nbytes != expected_bytes) refuse();
+    check_alignment(view.data);
+    data = static_cast<const std::uint8_t*>(view.data);
+    count = view.count;
+    nbytes = view.nbytes;
+  }
+
+  Memory memory() const { return {data, count * nbytes}; }
 };
 
 EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const RandomSource* source, std::size_t first,
@@ -99,7 +165,7 @@ EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const Rando
           nullptr,
           0,
           1.0f,
-          reinterpret_cast<float*>(feedback.residual),
+          feedback.residual,
           feedback.beta,
           feedback.gamma,
           source == nullptr ? nullptr : &source->random,
@@ -111,88 +177,116 @@ EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const Rando
           false};
 }
 
+std::size_t bytes_of_chunks(const CodecShape& shape, std::size_t numel, std::size_t chunk) {
+  const std::size_t rest = numel % chunk;
+  return numel / chunk * Layout(shape, chunk).payload_bytes + Layout(shape, rest).payload_bytes;
+}
+
+std::size_t chunk_or_whole(std::optional<std::size_t> chunk, std::size_t numel) {
+  if (chunk == std::size_t{0}) refuse();
+  return chunk.value_or(std::max<std::size_t>(numel, 1));
+}
+
 // Cuts `x` into chunks of `chunk` elements; their payloads follow one another at the distance of a full one.
-void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk, Feedback feedback,
-            const RandomSource* source, Address out, int num_threads) {
+void encode(int codec, py::handle x, py::handle out, std::optional<std::size_t> chunk_or_none, py::handle feedback,
+            const RandomSource* source, int num_threads) {
   const CodecShape& shape = shape_of(codec);
-  const DType dtype = type_of(type);
-  if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
+  const ValuesView values = values_of(x);
+  const std::size_t numel = values.count;
+  const std::size_t chunk = chunk_or_whole(chunk_or_none, numel);
+  const std::size_t nbytes = bytes_of_chunks(shape, numel, chunk);
+  std::uint8_t* const payloads = payload_of(out, nbytes);
+  check_apart(memory_of(values), {payloads, nbytes});
+  const Feedback whole(feedback, numel, memory_of(values), {payloads, nbytes});
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
-  const Address residual = feedback.residual;
-  const bool is_large = exceeds_cache(numel * element_bytes(dtype));
+  const bool is_large = exceeds_cache(numel * element_bytes(values.type));
   // Payloads stream at half the size, as the tensor passes through the cache as well.
   const bool streams = exceeds_cache((numel + chunk - 1) / chunk * distance * 2);
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
-    if (residual != 0) feedback.residual = residual + first * sizeof(float);
-    auto* payload = reinterpret_cast<std::uint8_t*>(out) + first / chunk * distance;
-    EncodeJob job = new_job(shape, feedback, source, first, std::min(chunk, numel - first), payload);
-    job.x = reinterpret_cast<const std::uint8_t*>(x) + first * element_bytes(dtype);
-    job.type = dtype;
+    Feedback own = whole;
+    if (own.residual != nullptr) own.residual += first;
+    EncodeJob job =
+        new_job(shape, own, source, first, std::min(chunk, numel - first), payloads + first / chunk * distance);
+    job.x = static_cast<const std::uint8_t*>(values.data) + first * element_bytes(values.type);
+    job.type = values.type;
     job.exceeds_cache = is_large;
     job.streams = streams;
     encode_chunk(codec, job, num_threads);
   }
 }
 
-// The addresses of payloads of so many bytes; valid until this thread's next call.
-const std::vector<const std::uint8_t*>& rows(const Payloads& payloads, std::size_t nbytes) {
-  if (payloads.count == 0) throw std::invalid_argument("a sum needs at least one payload");
+// The addresses of the payloads; valid until this thread's next call.
+const std::vector<const std::uint8_t*>& rows(const Payloads& payloads) {
   static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory from call to call
   pointers.resize(payloads.count);
-  for (std::size_t i = 0; i < payloads.count; ++i) {
-    pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads.at) + i * nbytes;
-  }
+  for (std::size_t i = 0; i < payloads.count; ++i) pointers[i] = payloads.data + i * payloads.nbytes;
   return pointers;
 }
 
 // Encodes the sum of payloads; the chunk is at element `first` of the tensor.
-void encode_sum(int codec, const Payloads& payloads, std::size_t numel, Feedback feedback, const RandomSource* source,
-                std::size_t first, Address out, int num_threads) {
+void encode_sum(int codec, py::handle payloads, std::size_t numel, py::handle out, double divisor, py::handle feedback,
+                const RandomSource* source, std::size_t first, int num_threads) {
   const CodecShape& shape = shape_of(codec);
   const std::size_t distance = Layout(shape, numel).payload_bytes;
-  const auto& inputs = rows(payloads, distance);
+  const Payloads terms(payloads, distance, divisor);
+  std::uint8_t* const payload = payload_of(out, distance);
+  check_apart(terms.memory(), {payload, distance});
+  const Feedback own(feedback, numel, terms.memory(), {payload, distance});
+  const auto& inputs = rows(terms);
   const py::gil_scoped_release released;
-  EncodeJob job = new_job(shape, feedback, source, first, numel, reinterpret_cast<std::uint8_t*>(out));
+  EncodeJob job = new_job(shape, own, source, first, numel, payload);
   job.inputs = inputs.data();
-  job.num_inputs = payloads.count;
-  job.divisor = payloads.divisor;
-  job.streams = exceeds_cache((payloads.count + 1) * distance / 2);  // the cache holds at most twice what streams
+  job.num_inputs = terms.count;
+  job.divisor = terms.divisor;
+  job.streams = exceeds_cache((terms.count + 1) * distance / 2);  // the cache holds at most twice what streams
   encode_chunk(codec, job, num_threads);
 }
 
-void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, Address out, int type, bool adds,
-            float weight, int num_threads) {
+void decode(int codec, py::handle payload, py::handle out, std::optional<std::size_t> chunk_or_none, bool adds,
+            double weight, int num_threads) {
   const CodecShape& shape = shape_of(codec);
-  const DType dtype = type_of(type);
-  if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
+  const ValuesView values = values_of(out);
+  const std::size_t numel = values.count;
+  const std::size_t chunk = chunk_or_whole(chunk_or_none, numel);
+  const std::size_t nbytes = bytes_of_chunks(shape, numel, chunk);
+  const std::uint8_t* const payloads = payload_of(payload, nbytes);
+  check_apart(memory_of(values), {payloads, nbytes});
+  const float factor = number(weight);
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
-  const bool streams = !adds && exceeds_cache(numel * element_bytes(dtype));  // else `out` is in the cache, just read
+  // Otherwise `out` is in the cache, as it was just read.
+  const bool streams = !adds && exceeds_cache(numel * element_bytes(values.type));
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
-    const auto* payload = reinterpret_cast<const std::uint8_t*>(payloads) + first / chunk * distance;
+    const auto* own = payloads + first / chunk * distance;
     const std::size_t count = std::min(chunk, numel - first);
-    void* to = reinterpret_cast<std::uint8_t*>(out) + first * element_bytes(dtype);
-    decode_chunk(codec, {&payload, 1, 1.0f, adds, weight, to, dtype, count, Layout(shape, count), streams},
+    void* to = static_cast<std::uint8_t*>(values.data) + first * element_bytes(values.type);
+    decode_chunk(codec, {&own, 1, 1.0f, adds, factor, to, values.type, count, Layout(shape, count), streams},
                  num_threads);
   }
 }
 
-void decode_sum(int codec, const Payloads& payloads, std::size_t numel, Address out, int type, int num_threads) {
-  const CodecShape& shape = shape_of(codec);
-  const DType dtype = type_of(type);
-  const Layout layout(shape, numel);
-  const auto& inputs = rows(payloads, layout.payload_bytes);
+void decode_sum(int codec, py::handle payloads, py::handle out, double divisor, int num_threads) {
+  const ValuesView values = values_of(out);
+  const Layout layout(shape_of(codec), values.count);
+  const Payloads terms(payloads, layout.payload_bytes, divisor);
+  check_apart(memory_of(values), terms.memory());
+  const auto& inputs = rows(terms);
   const py::gil_scoped_release released;
   decode_chunk(codec,
-               {inputs.data(), payloads.count, payloads.divisor, false, 1.0f, reinterpret_cast<void*>(out), dtype,
-                numel, layout, exceeds_cache(numel * element_bytes(dtype))},
+               {inputs.data(), terms.count, terms.divisor, false, 1.0f, values.data, values.type, values.count, layout,
+                exceeds_cache(values.count * element_bytes(values.type))},
                num_threads);
 }
 
-void rotate(Address x, std::size_t numel, const RandomSource& source, bool is_inverse, Address out, int num_threads) {
-  const RotateJob job = {reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), numel, &source.random,
-                         is_inverse};
+// `out` is `x` itself or apart from it.
+void rotate(py::handle x, py::handle out, const RandomSource& source, bool is_inverse, int num_threads) {
+  TensorView from;
+  if (!read_tensor(x.ptr(), DType::kFloat32, &from)) refuse();
+  float* const to = state_of(out, from.count);
+  const std::size_t nbytes = from.count * sizeof(float);
+  if (to != from.data) check_apart({from.data, nbytes}, {to, nbytes});
+  const RotateJob job = {static_cast<const float*>(from.data), to, from.count, &source.random, is_inverse};
   const py::gil_scoped_release released;
   rotate_chunk(job, num_threads);
 }
@@ -203,84 +297,127 @@ void stream_copy(Address to, Address from, std::size_t nbytes) {
   active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
 }
 
-SparseSource sparse_source(Address x, int type, std::size_t numel, const Feedback& feedback) {
-  auto* residual = reinterpret_cast<float*>(feedback.residual);
-  return {reinterpret_cast<const void*>(x), type_of(type), residual, feedback.beta, feedback.gamma, numel};
+// What a sparse codec encodes, and where to.
+struct SparseEncoding {
+  SparseSource source;
+  std::uint8_t* out;
+};
+
+// `nbytes` are those of the payload of the elements of `x`, of which `places` at most are named.
+SparseEncoding sparse_encoding(py::handle x, std::size_t places, std::size_t nbytes, py::handle out,
+                               py::handle feedback) {
+  const ValuesView values = values_of(x);
+  if (values.count > kMostSparseElements || places > values.count) refuse();
+  std::uint8_t* const payload = payload_of(out, nbytes);
+  check_apart(memory_of(values), {payload, nbytes});
+  const Feedback own(feedback, values.count, memory_of(values), {payload, nbytes});
+  return {{values.data, values.type, own.residual, own.beta, own.gamma, values.count}, payload};
 }
 
-void encode_top_k_at(Address x, int type, std::size_t numel, std::size_t places, const Feedback& feedback, Address out,
-                     int num_threads) {
-  const SparseSource source = sparse_source(x, type, numel, feedback);
+// Written without overflow; more places than a chunk has elements are refused later.
+std::size_t bytes_of_places(std::size_t places) {
+  if (places > kMostSparseElements) refuse();
+  return sparse_payload_bytes(places);
+}
+
+void encode_top_k_of(py::handle x, std::size_t places, py::handle out, py::handle feedback, int num_threads) {
+  const SparseEncoding job = sparse_encoding(x, places, bytes_of_places(places), out, feedback);
   const py::gil_scoped_release released;
-  encode_top_k(source, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+  encode_top_k(job.source, places, job.out, num_threads);
 }
 
-void encode_above_at(Address x, int type, std::size_t numel, std::size_t places, std::uint32_t threshold_bits,
-                     const Feedback& feedback, Address out, int num_threads) {
-  const SparseSource source = sparse_source(x, type, numel, feedback);
+void encode_above_of(py::handle x, std::uint32_t threshold_bits, std::size_t places, py::handle out,
+                     py::handle feedback, int num_threads) {
+  const SparseEncoding job = sparse_encoding(x, places, bytes_of_places(places), out, feedback);
   const py::gil_scoped_release released;
-  encode_above(source, threshold_bits, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+  encode_above(job.source, threshold_bits, places, job.out, num_threads);
 }
 
-void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t places, const RandomSource& random,
-                        const Feedback& feedback, Address out, int num_threads) {
-  const SparseSource source = sparse_source(x, type, numel, feedback);
+void encode_random_k_of(py::handle x, std::size_t places, py::handle out, const RandomSource& random,
+                        py::handle feedback, int num_threads) {
+  const SparseEncoding job = sparse_encoding(x, places, bytes_of_places(places), out, feedback);
   const Random& key = random.random;
   const py::gil_scoped_release released;
-  encode_random_k(source, key.key, key.step, key.stage_and_rank, places, reinterpret_cast<std::uint8_t*>(out),
-                  num_threads);
+  encode_random_k(job.source, key.key, key.step, key.stage_and_rank, places, job.out, num_threads);
 }
 
 // Returns -1, or the index of the first payload that is not valid: nothing was written then.
-std::int64_t decode_sparse_at(const Payloads& payloads, std::size_t places, bool adds, float weight, Address out,
-                              std::size_t numel, int num_threads) {
-  const auto& inputs = rows(payloads, sparse_payload_bytes(places));
+std::int64_t decode_sparse_of(py::handle payloads, std::size_t places, py::handle out, double divisor, bool adds,
+                              double weight, int num_threads) {
+  TensorView chunk;
+  if (!read_tensor(out.ptr(), DType::kFloat32, &chunk)) refuse();
+  const Payloads terms(payloads, bytes_of_places(places), divisor);
+  check_apart({chunk.data, chunk.count * sizeof(float)}, terms.memory());
+  const float factor = number(weight);
+  const auto& inputs = rows(terms);
+  auto* to = static_cast<float*>(chunk.data);
   const py::gil_scoped_release released;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!sparse_is_valid(inputs[i], places, numel, num_threads)) return static_cast<std::int64_t>(i);
+    if (!sparse_is_valid(inputs[i], places, chunk.count, num_threads)) return static_cast<std::int64_t>(i);
   }
-  auto* to = reinterpret_cast<float*>(out);
   if (adds) {
-    for (const std::uint8_t* input : inputs) add_sparse(input, places, weight, to, numel, num_threads);
+    for (const std::uint8_t* input : inputs) add_sparse(input, places, factor, to, chunk.count, num_threads);
   } else {
-    sum_sparse(inputs.data(), inputs.size(), places, payloads.divisor, to, numel, num_threads);
+    sum_sparse(inputs.data(), inputs.size(), places, terms.divisor, to, chunk.count, num_threads);
   }
   return -1;
 }
 
-void encode_block_top_k_at(Address x, int type, std::size_t numel, std::size_t kept, const Feedback& feedback,
-                           Address out, int num_threads) {
-  const SparseSource source = sparse_source(x, type, numel, feedback);
-  const py::gil_scoped_release released;
-  encode_block_top_k(source, {numel, kept}, reinterpret_cast<std::uint8_t*>(out), num_threads);
+BlockTopKLayout block_top_k_layout(std::size_t numel, std::size_t kept) {
+  if (kept == 0 || kept > kTopKBlock) refuse();
+  return {numel, kept};
 }
 
-// Returns what decode_sparse_at does.
-std::int64_t decode_block_top_k_at(const Payloads& payloads, std::size_t kept, bool adds, float weight, Address out,
-                                   std::size_t numel, int num_threads) {
-  const BlockTopKLayout layout(numel, kept);
-  const auto& inputs = rows(payloads, layout.nbytes);
+void encode_block_top_k_of(py::handle x, std::size_t kept, py::handle out, py::handle feedback, int num_threads) {
+  const ValuesView values = values_of(x);
+  const BlockTopKLayout layout = block_top_k_layout(values.count, kept);
+  std::uint8_t* const payload = payload_of(out, layout.nbytes);
+  check_apart(memory_of(values), {payload, layout.nbytes});
+  const Feedback own(feedback, values.count, memory_of(values), {payload, layout.nbytes});
+  const SparseSource source = {values.data, values.type, own.residual, own.beta, own.gamma, values.count};
+  const py::gil_scoped_release released;
+  encode_block_top_k(source, layout, payload, num_threads);
+}
+
+// Returns what decode_sparse_of does.
+std::int64_t decode_block_top_k_of(py::handle payloads, std::size_t kept, py::handle out, double divisor, bool adds,
+                                   double weight, int num_threads) {
+  TensorView chunk;
+  if (!read_tensor(out.ptr(), DType::kFloat32, &chunk)) refuse();
+  const BlockTopKLayout layout = block_top_k_layout(chunk.count, kept);
+  const Payloads terms(payloads, layout.nbytes, divisor);
+  check_apart({chunk.data, chunk.count * sizeof(float)}, terms.memory());
+  const float factor = number(weight);
+  const auto& inputs = rows(terms);
+  auto* to = static_cast<float*>(chunk.data);
   const py::gil_scoped_release released;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!block_top_k_is_valid(inputs[i], layout, num_threads)) return static_cast<std::int64_t>(i);
   }
-  auto* to = reinterpret_cast<float*>(out);
   if (adds) {
-    for (const std::uint8_t* input : inputs) add_block_top_k(input, layout, weight, to, num_threads);
+    for (const std::uint8_t* input : inputs) add_block_top_k(input, layout, factor, to, num_threads);
   } else {
-    sum_block_top_k(inputs.data(), inputs.size(), layout, payloads.divisor, to, num_threads);
+    sum_block_top_k(inputs.data(), inputs.size(), layout, terms.divisor, to, num_threads);
   }
   return -1;
 }
 
-// Returns whether all of the gradient is finite.
-bool encode_momentum_at(Address gradient, int type, std::size_t numel, const Velocity& velocity, std::size_t places,
-                        const Feedback& feedback, Address out, int num_threads) {
-  const Momentum momentum = {reinterpret_cast<const void*>(gradient), type_of(type), velocity.decay, velocity.factor,
-                             reinterpret_cast<float*>(velocity.at)};
-  const SparseSource source = sparse_source(velocity.at, static_cast<int>(DType::kFloat32), numel, feedback);
+// Replaces `velocity` by decay * velocity + factor * gradient and encodes it. Returns whether all of the gradient is
+// finite.
+bool encode_momentum_of(py::handle gradient, py::handle velocity, double decay, double factor, std::size_t places,
+                        py::handle out, py::handle feedback, int num_threads) {
+  SparseEncoding job = sparse_encoding(gradient, places, bytes_of_places(places), out, feedback);
+  const ValuesView values = values_of(gradient);
+  float* const state = state_of(velocity, values.count);
+  const Memory own = {state, values.count * sizeof(float)};
+  check_apart(own, memory_of(values));
+  check_apart(own, {job.out, sparse_payload_bytes(places)});
+  if (job.source.residual != nullptr) check_apart(own, {job.source.residual, values.count * sizeof(float)});
+  const Momentum momentum = {values.data, values.type, number(decay), number(factor), state};
+  job.source.x = state;
+  job.source.type = DType::kFloat32;
   const py::gil_scoped_release released;
-  return encode_momentum(momentum, source, places, reinterpret_cast<std::uint8_t*>(out), num_threads);
+  return encode_momentum(momentum, job.source, places, job.out, num_threads);
 }
 
 }  // namespace
@@ -290,44 +427,38 @@ void bind_codecs(py::module_& module) {
       .def(py::init<std::uint64_t, std::uint32_t, std::uint32_t,
                     const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(),
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
-  py::class_<Feedback>(module, "Feedback")
-      .def(py::init<Address, float, float>(), py::arg("residual"), py::arg("beta"), py::arg("gamma"));
-  py::class_<Payloads>(module, "Payloads")
-      .def(py::init<Address, std::size_t, float>(), py::arg("at"), py::arg("count"), py::arg("divisor"));
-  py::class_<Velocity>(module, "Velocity")
-      .def(py::init<Address, float, float>(), py::arg("at"), py::arg("decay"), py::arg("factor"));
   module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"), py::arg("nbytes"));
-  module.def("rotate", &rotate, py::arg("x"), py::arg("numel"), py::arg("random"), py::arg("is_inverse"),
-             py::arg("out"), py::arg("num_threads"));
+  module.def("rotate", &rotate, py::arg("x"), py::arg("out"), py::arg("random"), py::arg("is_inverse"),
+             py::arg("num_threads"));
   module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));
-  module.def("encode_top_k", &encode_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
-             py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
-  module.def("encode_above", &encode_above_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
-             py::arg("threshold_bits"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
-  module.def("encode_random_k", &encode_random_k_at, py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("places"),
-             py::arg("random"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
-  module.def("decode_sparse", &decode_sparse_at, py::arg("payloads"), py::arg("places"), py::arg("adds"),
-             py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
+  module.def("encode_top_k", &encode_top_k_of, py::arg("x"), py::arg("places"), py::arg("out"), py::arg("feedback"),
+             py::arg("num_threads"));
+  module.def("encode_above", &encode_above_of, py::arg("x"), py::arg("threshold_bits"), py::arg("places"),
+             py::arg("out"), py::arg("feedback"), py::arg("num_threads"));
+  module.def("encode_random_k", &encode_random_k_of, py::arg("x"), py::arg("places"), py::arg("out"),
+             py::arg("random"), py::arg("feedback"), py::arg("num_threads"));
+  module.def("decode_sparse", &decode_sparse_of, py::arg("payloads"), py::arg("places"), py::arg("out"),
+             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
   module.def(
       "block_top_k_bytes", [](std::size_t numel, std::size_t kept) { return BlockTopKLayout(numel, kept).nbytes; },
       py::arg("numel"), py::arg("kept"));
-  module.def("encode_block_top_k", &encode_block_top_k_at, py::arg("x"), py::arg("type"), py::arg("numel"),
-             py::arg("kept"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
-  module.def("decode_block_top_k", &decode_block_top_k_at, py::arg("payloads"), py::arg("kept"), py::arg("adds"),
-             py::arg("weight"), py::arg("out"), py::arg("numel"), py::arg("num_threads"));
-  module.def("encode_momentum", &encode_momentum_at, py::arg("gradient"), py::arg("type"), py::arg("numel"),
-             py::arg("velocity"), py::arg("places"), py::arg("feedback"), py::arg("out"), py::arg("num_threads"));
+  module.def("encode_block_top_k", &encode_block_top_k_of, py::arg("x"), py::arg("kept"), py::arg("out"),
+             py::arg("feedback"), py::arg("num_threads"));
+  module.def("decode_block_top_k", &decode_block_top_k_of, py::arg("payloads"), py::arg("kept"), py::arg("out"),
+             py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
+  module.def("encode_momentum", &encode_momentum_of, py::arg("gradient"), py::arg("velocity"), py::arg("decay"),
+             py::arg("factor"), py::arg("places"), py::arg("out"), py::arg("feedback"), py::arg("num_threads"));
   module.def("block_codecs", &block_codecs);
   module.attr("top_k_block") = kTopKBlock;
   module.def("payload_bytes", &payload_bytes, py::arg("codec"), py::arg("numel"));
-  module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("type"), py::arg("numel"), py::arg("chunk"),
-             py::arg("feedback"), py::arg("random"), py::arg("out"), py::arg("num_threads"));
-  module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("feedback"),
-             py::arg("random"), py::arg("first"), py::arg("out"), py::arg("num_threads"));
-  module.def("decode", &decode, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("chunk"),
-             py::arg("out"), py::arg("type"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
-  module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("out"),
-             py::arg("type"), py::arg("num_threads"));
+  module.def("encode", &encode, py::arg("codec"), py::arg("x"), py::arg("out"), py::arg("chunk"), py::arg("feedback"),
+             py::arg("random"), py::arg("num_threads"));
+  module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("out"),
+             py::arg("divisor"), py::arg("feedback"), py::arg("random"), py::arg("first"), py::arg("num_threads"));
+  module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("out"), py::arg("chunk"),
+             py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
+  module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("out"), py::arg("divisor"),
+             py::arg("num_threads"));
 }
 
 }  // namespace commlib

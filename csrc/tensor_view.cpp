@@ -41,6 +41,7 @@ struct ExchangeTable {
 constexpr std::uint32_t kMajorVersion = 1;
 constexpr std::int32_t kCpu = 1;
 constexpr std::int32_t kPinnedCpu = 3;
+constexpr std::uint8_t kUnsigned = 1;
 constexpr std::uint8_t kFloat = 2;
 constexpr std::uint8_t kBFloat = 4;
 constexpr std::uint8_t kComplex = 5;
@@ -52,6 +53,10 @@ ReadFn read_function = nullptr;
 bool has_type(const ExchangedTensor& tensor, DType dtype) {
   const std::uint8_t code = dtype == DType::kBFloat16 ? kBFloat : kFloat;
   return tensor.type_code == code && tensor.type_bits == 8 * element_bytes(dtype) && tensor.type_lanes == 1;
+}
+
+bool is_uint8(const ExchangedTensor& tensor) {
+  return tensor.type_code == kUnsigned && tensor.type_bits == 8 && tensor.type_lanes == 1;
 }
 
 std::size_t size_of(const ExchangedTensor& tensor) {
@@ -113,6 +118,33 @@ void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObjec
 bool read_tensor(PyObject* object, DType dtype, TensorView* view) {
   ExchangedTensor tensor;
   return read_any(object, &tensor, view) && has_type(tensor, dtype);
+}
+
+bool read_values(PyObject* object, ValuesView* view) {
+  ExchangedTensor tensor;
+  TensorView elements;
+  if (!read_any(object, &tensor, &elements)) return false;
+  for (int type = 0; type < kNumDTypes; ++type) {
+    *view = {elements.data, elements.count, static_cast<DType>(type)};
+    if (has_type(tensor, view->type)) return true;
+  }
+  return false;
+}
+
+bool read_rows(PyObject* object, RowsView* view) {
+  ExchangedTensor tensor;
+  TensorView elements;
+  if (!read_any(object, &tensor, &elements) || !is_uint8(tensor) || tensor.num_dims != 2) return false;
+  *view = {elements.data, static_cast<std::size_t>(tensor.shape[0]), static_cast<std::size_t>(tensor.shape[1])};
+  return true;
+}
+
+bool read_uint8(PyObject* object, ByteView* view) {
+  ExchangedTensor tensor;
+  TensorView elements;
+  if (!read_any(object, &tensor, &elements)) return false;
+  *view = {elements.data, elements.count};
+  return is_uint8(tensor);
 }
 
 bool read_bytes(PyObject* object, ByteView* view) {

@@ -30,9 +30,24 @@ struct ByteView {
   std::size_t nbytes;
 };
 
-// Return true and set `view` if `object` is a contiguous CPU tensor: of type `dtype`, or of any type but a complex one.
-// Leave no Python error behind. Need the GIL.
+struct ValuesView {
+  void* data;
+  std::size_t count;  // of elements
+  DType type;
+};
+
+struct RowsView {
+  void* data;
+  std::size_t count, nbytes;  // of rows, and of each
+};
+
+// Return true and set `view` if `object` is a contiguous CPU tensor: of type `dtype`, of any type but a complex one, of
+// any `DType`, or a matrix of bytes. Leave no Python error behind. Need the GIL.
 bool read_tensor(PyObject* object, DType dtype, TensorView* view);
 bool read_bytes(PyObject* object, ByteView* view);
+bool read_values(PyObject* object, ValuesView* view);
+bool read_rows(PyObject* object, RowsView* view);
+// The same for a tensor of unsigned 8-bit integers.
+bool read_uint8(PyObject* object, ByteView* view);
 
 }  // namespace commlib

@@ -1,6 +1,6 @@
-"""The crossing into the C++ loops of the codecs; like native.py, it checks every tensor whose address it passes.
+"""Calls of the C++ loops of the block codecs.
 
-Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of
+The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of
 `chunk` elements, whose payloads follow one another at the distance of a full chunk's payload
 (docs/reference/wire_format.md).
 """
@@ -14,7 +14,7 @@ import torch
 
 from commlib.errors import CodecError
 from commlib.kernels import checks
-from commlib.kernels.checks import DTYPE_CODES, Feedback, Random
+from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.native import load
 
 
@@ -57,10 +57,11 @@ def encode(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    chunk = checks.check_encoding(x, partial(payload_bytes, codec), out, chunk, feedback)
-    code, numel, threads = DTYPE_CODES[x.dtype], x.numel(), torch.get_num_threads()
-    source = native_random(random)
-    load().encode(codec, x.data_ptr(), code, numel, chunk, native_feedback(feedback), source, out.data_ptr(), threads)
+    try:
+        load().encode(codec, x, out, chunk, feedback, native_random(random), torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_encoding(x, partial(payload_bytes, codec), out, chunk, feedback)
+        raise
 
 
 def encode_sum(
@@ -89,12 +90,14 @@ def encode_sum(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    count = checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback)
-    checks.check_number("divisor", divisor, may_be_zero=False)
-    checks.check_first(first)
-    terms = load().Payloads(payloads.data_ptr(), count, divisor)
-    fed, source = native_feedback(feedback), native_random(random)
-    load().encode_sum(codec, terms, numel, fed, source, first, out.data_ptr(), torch.get_num_threads())
+    source, threads = native_random(random), torch.get_num_threads()
+    try:
+        load().encode_sum(codec, payloads, numel, out, divisor, feedback, source, first, threads)
+    except (TypeError, ValueError):
+        checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback)
+        checks.check_number("divisor", divisor, may_be_zero=False)
+        checks.check_first(first)
+        raise
 
 
 def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int | None = None) -> None:
@@ -120,7 +123,6 @@ def decode_add(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_number("weight", weight)
     _decode(codec, payload, out, chunk, adds=True, weight=weight)
 
 
@@ -136,10 +138,12 @@ def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    count = checks.check_sum_decoding(payloads, partial(payload_bytes, codec), out)
-    checks.check_number("divisor", divisor, may_be_zero=False)
-    terms = load().Payloads(payloads.data_ptr(), count, divisor)
-    load().decode_sum(codec, terms, out.numel(), out.data_ptr(), DTYPE_CODES[out.dtype], torch.get_num_threads())
+    try:
+        load().decode_sum(codec, payloads, out, divisor, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sum_decoding(payloads, partial(payload_bytes, codec), out)
+        checks.check_number("divisor", divisor, may_be_zero=False)
+        raise
 
 
 def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bool = False) -> None:
@@ -154,27 +158,25 @@ def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bo
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_rotation(x, out)
-    load().rotate(x.data_ptr(), x.numel(), native_random(random), is_inverse, out.data_ptr(), torch.get_num_threads())
+    try:
+        load().rotate(x, out, native_random(random), is_inverse, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_rotation(x, out)
+        raise
 
 
 def _decode(
     codec: int, payload: torch.Tensor, out: torch.Tensor, chunk: int | None, *, adds: bool, weight: float
 ) -> None:
-    chunk = checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk)
-    code, threads = DTYPE_CODES[out.dtype], torch.get_num_threads()
-    load().decode(codec, payload.data_ptr(), out.numel(), chunk, out.data_ptr(), code, adds, weight, threads)
+    try:
+        load().decode(codec, payload, out, chunk, adds, weight, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk)
+        checks.check_number("weight", weight)
+        raise
 
 
 # --- what the extension takes -----------------------------------------------------------------------------------------
-
-
-def native_feedback(feedback: Feedback | None) -> Any:
-    """Return the extension's form of `feedback`."""
-    native = load().Feedback
-    return (
-        native(0, 1.0, 1.0) if feedback is None else native(feedback.residual.data_ptr(), feedback.beta, feedback.gamma)
-    )
 
 
 def native_random(random: Random | None) -> Any:

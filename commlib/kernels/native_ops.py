@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from commlib.kernels import checks
-from commlib.kernels.checks import DTYPE_CODES, Feedback
+from commlib.kernels.checks import Feedback
 from commlib.kernels.native import load
-from commlib.kernels.native_codecs import native_feedback
 from commlib.kernels.native_sparse import payload_bytes
 
 
@@ -40,11 +39,12 @@ def encode_momentum(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_sparse_encoding(gradient, places, payload_bytes(places), out, feedback, name="gradient")
-    others = ("gradient", gradient), ("out", out), ("residual", feedback.residual)
-    checks.check_state("velocity", velocity, gradient.numel(), *others)
-    checks.check_number("decay", decay)
-    checks.check_number("factor", factor)
-    address, code, numel = gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gradient.numel()
-    state, fed = load().Velocity(velocity.data_ptr(), decay, factor), native_feedback(feedback)
-    return load().encode_momentum(address, code, numel, state, places, fed, out.data_ptr(), torch.get_num_threads())
+    try:
+        return load().encode_momentum(gradient, velocity, decay, factor, places, out, feedback, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_encoding(gradient, places, payload_bytes(places), out, feedback, name="gradient")
+        others = ("gradient", gradient), ("out", out), ("residual", feedback.residual)
+        checks.check_state("velocity", velocity, gradient.numel(), *others)
+        checks.check_number("decay", decay)
+        checks.check_number("factor", factor)
+        raise

@@ -1,6 +1,6 @@
-"""The crossing into the C++ loops of the sparse codecs; like native.py, it checks every tensor whose address it passes.
+"""Calls of the C++ loops of the sparse codecs.
 
-A payload names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
+The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. A payload names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
 (docs/reference/wire_format.md).
 """
 
@@ -12,9 +12,9 @@ import torch
 
 from commlib.errors import CodecError
 from commlib.kernels import checks
-from commlib.kernels.checks import DTYPE_CODES, Feedback, Random
+from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.native import load
-from commlib.kernels.native_codecs import native_feedback, native_random
+from commlib.kernels.native_codecs import native_random
 
 
 def payload_bytes(places: int) -> int:
@@ -39,10 +39,11 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
-    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native = native_feedback(feedback)
-    load().encode_top_k(address, code, numel, places, native, out.data_ptr(), torch.get_num_threads())
+    try:
+        load().encode_top_k(x, places, out, feedback, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
+        raise
 
 
 def encode_above(
@@ -53,11 +54,12 @@ def encode_above(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
     bits = checks.threshold_bits(threshold)
-    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native, threads = native_feedback(feedback), torch.get_num_threads()
-    load().encode_above(address, code, numel, places, bits, native, out.data_ptr(), threads)
+    try:
+        load().encode_above(x, bits, places, out, feedback, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
+        raise
 
 
 def encode_random_k(
@@ -68,10 +70,11 @@ def encode_random_k(
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
-    address, code, numel = x.data_ptr(), DTYPE_CODES[x.dtype], x.numel()
-    native, threads = native_feedback(feedback), torch.get_num_threads()
-    load().encode_random_k(address, code, numel, places, native_random(random), native, out.data_ptr(), threads)
+    try:
+        load().encode_random_k(x, places, out, native_random(random), feedback, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback)
+        raise
 
 
 def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
@@ -87,7 +90,6 @@ def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: 
         CodecError: An argument is not as described, or a payload names elements that are not in order or not in the
             chunk. Nothing was written.
     """
-    checks.check_number("divisor", divisor, may_be_zero=False)
     _decode(payloads, places, out, divisor, adds=False, weight=1.0)
 
 
@@ -97,7 +99,6 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
     Raises:
         CodecError: As `decode_sum`.
     """
-    checks.check_number("weight", weight)
     _decode(payload.view(1, -1), places, out, 1.0, adds=True, weight=weight)
 
 
@@ -124,9 +125,11 @@ def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
     """
-    checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback)
-    address, code, native = x.data_ptr(), DTYPE_CODES[x.dtype], native_feedback(feedback)
-    load().encode_block_top_k(address, code, x.numel(), kept, native, out.data_ptr(), torch.get_num_threads())
+    try:
+        load().encode_block_top_k(x, kept, out, feedback, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback)
+        raise
 
 
 def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
@@ -135,7 +138,6 @@ def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, diviso
     Raises:
         CodecError: As `decode_sum`.
     """
-    checks.check_number("divisor", divisor, may_be_zero=False)
     _decode_block_top_k(payloads, kept, out, divisor, adds=False, weight=1.0)
 
 
@@ -145,17 +147,18 @@ def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight:
     Raises:
         CodecError: As `decode_sum`.
     """
-    checks.check_number("weight", weight)
     _decode_block_top_k(payload.view(1, -1), kept, out, 1.0, adds=True, weight=weight)
 
 
 def _decode_block_top_k(
     payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
 ) -> None:
-    numel = out.numel()
-    count = checks.check_sparse_decoding(payloads, block_top_k_bytes(numel, kept), out)
-    terms, threads = load().Payloads(payloads.data_ptr(), count, divisor), torch.get_num_threads()
-    wrong = load().decode_block_top_k(terms, kept, adds, weight, out.data_ptr(), numel, threads)
+    try:
+        wrong = load().decode_block_top_k(payloads, kept, out, divisor, adds, weight, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_decoding(payloads, block_top_k_bytes(out.numel(), kept), out)
+        _check_factors(divisor, weight)
+        raise
     if wrong >= 0:
         raise CodecError(
             f"payload {wrong}: expected ascending indices within each block; the bytes were damaged, or encoded for "
@@ -166,11 +169,19 @@ def _decode_block_top_k(
 def _decode(
     payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float, *, adds: bool, weight: float
 ) -> None:
-    count, numel = checks.check_sparse_decoding(payloads, payload_bytes(places), out), out.numel()
-    terms, threads = load().Payloads(payloads.data_ptr(), count, divisor), torch.get_num_threads()
-    wrong = load().decode_sparse(terms, places, adds, weight, out.data_ptr(), numel, threads)
+    try:
+        wrong = load().decode_sparse(payloads, places, out, divisor, adds, weight, torch.get_num_threads())
+    except (TypeError, ValueError):
+        checks.check_sparse_decoding(payloads, payload_bytes(places), out)
+        _check_factors(divisor, weight)
+        raise
     if wrong >= 0:
-        _refuse(wrong, numel)
+        _refuse(wrong, out.numel())
+
+
+def _check_factors(divisor: float, weight: float) -> None:
+    checks.check_number("divisor", divisor, may_be_zero=False)
+    checks.check_number("weight", weight)
 
 
 def _refuse(index: int, numel: int) -> NoReturn:

@@ -559,7 +559,7 @@ def test_memory_is_what_is_alive():
 def test_the_executor_for_meta_tensors_has_the_functions_of_the_others(executor, own):
     names = [n for n, f in inspect.getmembers(executor, inspect.isfunction) if f.__module__ == executor.__name__]
     for name in names:
-        if name.startswith("_") or name.endswith("_bytes") or name in ("native_feedback", "native_random"):
+        if name.startswith("_") or name.endswith("_bytes") or name == "native_random":
             continue
         assert inspect.signature(getattr(own, name)) == inspect.signature(getattr(executor, name)), name
 
