@@ -1,5 +1,5 @@
-// For commlib/kernels/native_*.py. Tensors and numbers are checked here, in every call: types, devices, sizes, overlaps.
-// All kernels run without the GIL.
+// For commlib/kernels/native_*.py. Every call checks its tensors and numbers here: types, devices, sizes, overlaps. All
+// kernels run without the GIL.
 #include "codec_bindings.h"
 
 #include <pybind11/stl.h>
@@ -78,7 +78,9 @@ struct RandomSource {
 // --- arguments -------------------------------------------------------------------------------------------------------
 // A tensor or a number that a kernel cannot take raises ValueError; Python then finds out which one, and says so.
 
-[[noreturn]] void refuse() { throw std::invalid_argument("a tensor or a number does not fit"); }
+[[noreturn]] void refuse() {
+  throw std::invalid_argument("a tensor or a number does not fit");
+}
 
 // A contiguous stretch of memory that a kernel reads or writes.
 struct Memory {
@@ -103,7 +105,9 @@ ValuesView values_of(py::handle object) {
   return view;
 }
 
-Memory memory_of(const ValuesView& view) { return {view.data, view.count * element_bytes(view.type)}; }
+Memory memory_of(const ValuesView& view) {
+  return {view.data, view.count * element_bytes(view.type)};
+}
 
 // The address of `numel` fp32 elements.
 float* state_of(py::handle object, std::size_t numel) {
@@ -435,8 +439,8 @@ void bind_codecs(py::module_& module) {
              py::arg("num_threads"));
   module.def("encode_above", &encode_above_of, py::arg("x"), py::arg("threshold_bits"), py::arg("places"),
              py::arg("out"), py::arg("feedback"), py::arg("num_threads"));
-  module.def("encode_random_k", &encode_random_k_of, py::arg("x"), py::arg("places"), py::arg("out"),
-             py::arg("random"), py::arg("feedback"), py::arg("num_threads"));
+  module.def("encode_random_k", &encode_random_k_of, py::arg("x"), py::arg("places"), py::arg("out"), py::arg("random"),
+             py::arg("feedback"), py::arg("num_threads"));
   module.def("decode_sparse", &decode_sparse_of, py::arg("payloads"), py::arg("places"), py::arg("out"),
              py::arg("divisor"), py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
   module.def(
@@ -455,8 +459,8 @@ void bind_codecs(py::module_& module) {
              py::arg("random"), py::arg("num_threads"));
   module.def("encode_sum", &encode_sum, py::arg("codec"), py::arg("payloads"), py::arg("numel"), py::arg("out"),
              py::arg("divisor"), py::arg("feedback"), py::arg("random"), py::arg("first"), py::arg("num_threads"));
-  module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("out"), py::arg("chunk"),
-             py::arg("adds"), py::arg("weight"), py::arg("num_threads"));
+  module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("out"), py::arg("chunk"), py::arg("adds"),
+             py::arg("weight"), py::arg("num_threads"));
   module.def("decode_sum", &decode_sum, py::arg("codec"), py::arg("payloads"), py::arg("out"), py::arg("divisor"),
              py::arg("num_threads"));
 }

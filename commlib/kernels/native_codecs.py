@@ -1,8 +1,8 @@
 """Calls of the C++ loops of the block codecs.
 
-The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of
-`chunk` elements, whose payloads follow one another at the distance of a full chunk's payload
-(docs/reference/wire_format.md).
+The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. Tensors are
+dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of `chunk`
+elements, whose payloads follow one another at the distance of a full chunk's payload (docs/reference/wire_format.md).
 """
 
 from __future__ import annotations

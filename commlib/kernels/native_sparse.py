@@ -1,6 +1,7 @@
 """Calls of the C++ loops of the sparse codecs.
 
-The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. A payload names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
+The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. A payload
+names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
 (docs/reference/wire_format.md).
 """
 
