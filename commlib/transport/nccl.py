@@ -12,16 +12,16 @@ can start at the interpreter's exit (Python 3.12). A backend whose call does not
 ranks. If two kernels wait for resources of the device in opposite orders on two ranks, both ranks may deadlock. commlib
 issues collectives in program order, which is the same on all ranks, but on one stream per bucket, so the device may
 reorder them. So each collective waits, on its stream, for the previous one on another communicator. NCCL 2.26 and later
-does this with less waiting if `NCCL_LAUNCH_ORDER_IMPLICIT=1` is set for the process; commlib then adds no waits. commlib
-cannot set the variable: NCCL reads it once, and the user's communicators may already exist. Only NCCL's own ordering
-includes the user's communicators.
+does this with less waiting if `NCCL_LAUNCH_ORDER_IMPLICIT=1` is set for the process; commlib then adds no waits.
+commlib cannot set the variable: NCCL reads it once, and the user's communicators may already exist. Only NCCL's own
+ordering includes the user's communicators.
 
 Rounds that start when all ranks have reached them (`Transport.in_order` is False) have no fixed place in program order,
-so they add no waits: ranks that chained them in different orders would certainly deadlock. Few other NCCL collectives of
-commlib run at the same time. The algorithms with such rounds communicate weights only, model-wide agreement uses Gloo,
-and `commlib.synchronize` joins all such rounds before it communicates. The exception is the collective that a `Join`
-context adds to each forward: without NCCL's own ordering, it may run before such a round on one rank and after it on
-another.
+so they add no waits: ranks that chained them in different orders would certainly deadlock. Few other NCCL collectives
+of commlib run at the same time. The algorithms with such rounds communicate weights only, model-wide agreement uses
+Gloo, and `commlib.synchronize` joins all such rounds before it communicates. The exception is the collective that a
+`Join` context adds to each forward: without NCCL's own ordering, it may run before such a round on one rank and after
+it on another.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class NcclConnection(Connection):
         self._ending.begin("shut down", self.backend.shutdown)
         if not self._ending.wait(_SHUT_DOWN_S):
             what = self._ending.what
-            _log.warning("NCCL did not %s a communicator within %g s; the communicator is abandoned", what, _SHUT_DOWN_S)
+            _log.warning("NCCL did not %s a communicator within %g s; it is abandoned", what, _SHUT_DOWN_S)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
         self._witness = None
         self.outstanding.clear()

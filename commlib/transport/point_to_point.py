@@ -36,9 +36,9 @@ def close_connections(backend: Any) -> None:
 
     [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends when the data
     arrives, when the connection to the peer closes, or after the backend's timeout. Collectives consist of sends and
-    arrives, when the connection to the peer closes, or after the backend's timeout. Collectives consist of sends and
     receives, so the same applies to them. The backend's `abort()` does not end them. A receive that times out closes
     all connections of its backend, which ends all other works on it, here and at peers that wait for this rank. This
+    function therefore issues a receive that times out at once.
     """
     for peer in range(backend.size()):  # a receive from a closed connection fails at once, and closes nothing
         if peer != backend.rank():

@@ -1,8 +1,8 @@
 """Detection of late and broken collectives on NCCL.
 
-[Note: NCCL works] A collective on NCCL is a kernel on a stream of the backend. Waiting for it makes another stream wait,
-so the host sees neither its completion, nor a delay, nor an error caused by a peer. torch's watchdog would see them, but
-it ends the process. Each transport therefore has a *watch*, a thread that polls the outstanding works:
+[Note: NCCL works] A collective on NCCL is a kernel on a stream of the backend. Waiting for it makes another stream
+wait, so the host sees neither its completion, nor a delay, nor an error caused by a peer. torch's watchdog would see
+them, but it ends the process. Each transport therefore has a *watch*, a thread that polls the outstanding works:
 
     issue    issuing thread   appends the work to its connection's `outstanding`, in the order of the kernels
     wait     issuing thread   makes the stream wait; an event on the stream replaces the work, because a work keeps its
@@ -15,9 +15,9 @@ it ends the process. Each transport therefore has a *watch*, a thread that polls
                               transport's `failure` and calls the registered callbacks
 
 The lifelines report a peer that died, and their thread ends the works at once, before torch's watchdog (which polls ten
-times a second) finds NCCL's own error. An aborted kernel completes like any other, so all works that were outstanding at
-the abort count as failed. Kernels queued behind them still run on undefined data: the step in which a peer is lost is
-void, and so are the weights that the optimizer computes in it.
+times a second) finds NCCL's own error. An aborted kernel completes like any other, so all works that were outstanding
+at the abort count as failed. Kernels queued behind them still run on undefined data: the step in which a peer is lost
+is void, and so are the weights that the optimizer computes in it.
 
 The watch references the connections, never the transport. It blocks while nothing is outstanding. It ends before the
 connections are closed, so that it does not report the close as a failure. torch's watchdog is the last resort: its
