@@ -1,6 +1,6 @@
 """NCCL backends: their creation, their works, the order of their kernels, and their shutdown.
 
-[Note: NCCL works] in `transport/watch.py` describes how late and broken works are detected and handled.
+See [Note: NCCL works] in `transport/watch.py` for the detection and handling of late and broken works.
 
 [Note: ending NCCL] A kernel that has completed on this rank may still have data in flight, which NCCL's proxy threads
 send. An abort would cut that data off for slower peers. So a healthy communicator waits for its outstanding works while
