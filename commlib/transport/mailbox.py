@@ -176,7 +176,7 @@ class Mailbox:
         transport.blame()
         how = ", ".join(f"rank {transport.global_ranks[rank]} {_HOW[state.presence[rank]]}" for rank in gone)
         return PeerFailure(
-            f"{name_of(self.rank, transport.global_ranks)}: {how}; the other ranks cannot continue without it",
+            f"{name_of(self.rank, transport.global_ranks)}: {how}; the other ranks cannot continue",
             [transport.global_ranks[rank] for rank in gone],
         )
 

@@ -162,7 +162,7 @@ class Presence:
 
 
 class _Sight:
-    """This rank's connection to one peer's listener, and what it shows about the peer."""
+    """This rank's connection to one peer's listener, and the conclusions from it about the peer."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
