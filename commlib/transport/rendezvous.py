@@ -20,6 +20,7 @@ death notifies the others:
 
     before "go"   gone = (time, rank, attempt, how); valid for ranks whose call had begun, while the attempt is present
     after "go"    ended = (whether ranks were late, those ranks), in the agreed prefix of the store
+"""
 
 from __future__ import annotations
 
@@ -49,8 +50,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class Meeting:
-    """A completed meeting of all ranks of a group, with a prefix of the store for them alone. Construction is
-    collective.
+    """A completed meeting of all ranks of a group, with its own prefix of the store. Construction is collective.
 
     Args:
         store: The store where they meet; used by one group only.

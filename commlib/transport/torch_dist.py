@@ -376,14 +376,14 @@ class TorchTransport(Transport):
         if not verdict.ranks and suspects:
             verdict = verdict._replace(ranks=list(suspects))
         elif not verdict.ranks and verdict.timed_out and Word.TIMED_OUT not in lines.said:
-            verdict = Verdict(True, [self.rank], "it arrived after the others had given up waiting for it")
+            verdict = Verdict(True, [self.rank], "it came after the other ranks had given up waiting for it")
         return self._failure(verdict, what, text)
 
     def _failure(self, verdict: Verdict, what: str, text: str) -> TransportError:
         ranks = sorted(self.global_ranks[rank] for rank in verdict.ranks)
         if verdict.timed_out:
             reason = f"no answer within {self.timeout_s:g} s"
-            who = f"{named(ranks)} did not arrive{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
+            who = f"{named(ranks)} did not arrive in time{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
         else:
             reason, who = "a peer was lost", f"{named(ranks)} {verdict.why}" if ranks else verdict.why
         kind = PeerTimeout if verdict.timed_out else PeerFailure
