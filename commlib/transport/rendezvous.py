@@ -152,9 +152,10 @@ class Meeting:
             raise self.diagnose(ConnectionError("; ".join(gone.values())), "the set-up", sorted(gone))
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> TransportError:
-        """Return the error that names the `suspects` (group ranks), or the ranks that these blamed before they ended.
+        """Return the error that names the `suspects` (group ranks), or the ranks that the suspects blamed before they
+        ended.
 
-        A rank that gives up writes whom it blames before it closes any connection, so its own end is not blamed.
+        A rank that gives up writes the ranks that it blames before it closes any connection, so its own end is ignored.
         """
         timed_out, accused = isinstance(error, TimeoutError), set(suspects)
         if not timed_out:
@@ -309,7 +310,7 @@ class _Attempt:
         return {rank: how} if at > self._began and now[:2] == ["+", attempt] else {}
 
     def _absent(self) -> list[int]:
-        """Return the ranks that were absent during this call; if there are none, those that stopped answering."""
+        """Return the ranks absent during this call, or, if all were present, the ranks that stopped answering."""
         found = [rank for rank in range(self._size) if rank != self._rank and not self._was_here(rank)]
         if found:
             return found
