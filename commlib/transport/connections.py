@@ -192,7 +192,7 @@ def _dial(peer: int, where: tuple[str, int, bytes], rank: int, deadline: float) 
         connection.sendall(_HELLO.pack(_MAGIC, token, rank))
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
-        is_gone = is_late or isinstance(error, ConnectionError)  # otherwise there is no route, and the peer may be alive
+        is_gone = is_late or isinstance(error, ConnectionError)  # else there is no route; the peer may be alive
         why = f"cannot connect to {host}:{port}: {error}; GLOO_SOCKET_IFNAME chooses the interface"
         raise PeersMissing([peer] if is_gone else [], is_late, why) from error
     return _prepared(connection)

@@ -152,8 +152,7 @@ class Meeting:
             raise self.diagnose(ConnectionError("; ".join(gone.values())), "the set-up", sorted(gone))
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> TransportError:
-        """Return the error that names the `suspects` (group ranks), or the ranks that the suspects blamed before they
-        ended.
+        """Return the error that names the `suspects` (group ranks), or the ranks that they blamed before they ended.
 
         A rank that gives up writes the ranks that it blames before it closes any connection, so its own end is ignored.
         """
