@@ -288,7 +288,7 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
     A victim that fails in its own code has a round under way, whose end it may report itself while it exits.
     """
     kinds = ["PeerFailure"] if kind == "die" else ["PeerTimeout", "PeerFailure"]
-    whom = rf"rank {VICTIM} (was killed|did not come|ended)"
+    whom = rf"rank {VICTIM} (was killed|did not arrive|ended)"
     others = [rank for rank in range(4) if rank != VICTIM]
     with start_ranks(train_weights_into_trap, 4, kind, algorithm) as ranks:
         for exit_ in ranks.wait(HANG_S, others):

@@ -189,7 +189,7 @@ def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -
     for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
         connection.shutdown(socket.SHUT_RDWR)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
-    with pytest.raises(PeerFailure, match="rank 20 is gone without a goodbye") as caught:
+    with pytest.raises(PeerFailure, match="rank 20 disconnected without a goodbye") as caught:
         ranks.boxes[0].check()
     assert caught.value.ranks == {20}
     assert ranks.transports[0].has_blamed
