@@ -81,7 +81,7 @@ def main() -> None:
     model = commlib.wrap(model, algorithm=args.algorithm, optimizer=optimizer, bucket_cap_mb=25)
     app = commlib.Checkpoint(model, optimizer)
     done = load(args.checkpoint, app)
-    print(f"rank {rank} (process {os.getpid()}) goes on after step {done}", flush=True)
+    print(f"rank {rank} (process {os.getpid()}) resumes after step {done}", flush=True)
 
     images, test_images, labels, test_labels = digits(device)
     for step in range(done + 1, args.steps + 1):
