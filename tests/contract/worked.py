@@ -11,12 +11,12 @@ from commlib.transport.base import Communication, Communicator
 
 
 class RoundedFeedback(Algorithm):
-    """Average gradients in bfloat16; each rank adds what rounding took to its next gradient.
+    """Average gradients in bfloat16; each rank adds its rounding error to its next gradient.
 
         v_r = g_r + e_r,  s_r = bf16(v_r),  e_r = v_r - s_r,  g = 1/N sum_r s_r
 
     Paper: Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 2, with rounding as the compressor.
-    Deviations: the sum over the ranks is rounded to bfloat16 too, and that error is forgotten.
+    Deviations: the sum over the ranks is rounded to bfloat16 too, and that error is dropped.
     """
 
     exactness = "compensated"
@@ -27,7 +27,7 @@ class RoundedFeedback(Algorithm):
         self._residuals: dict[int, torch.Tensor] = {}
 
     def setup(self, context: Context) -> None:
-        saved = self.state_dict()  # of the buckets before
+        saved = self.state_dict()  # by the previous buckets
         self._units.follow(context.optimizer, context.scaler)
         self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
         self._residuals = {b.index: torch.zeros_like(b.flat, dtype=torch.float32) for b in context.buckets}
@@ -37,11 +37,11 @@ class RoundedFeedback(Algorithm):
         residual = self._residuals[bucket.index]
         scale = self._units.scale(comm.step)
         sent = bucket.flat.bfloat16()
-        if comm.contributes:  # else this rank has no data left (`model.join`) and adds zeros
+        if comm.contributes:  # else this rank has no data (`model.join`) and adds zeros
             value = bucket.flat.float() + residual * scale
             sent = value.bfloat16()
             lost = (value - sent) / scale
-            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # an overflow leaves no trace
+            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # drop an overflow
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent).div_(self.divisor(comm))
 
