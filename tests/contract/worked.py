@@ -27,7 +27,7 @@ class RoundedFeedback(Algorithm):
         self._residuals: dict[int, torch.Tensor] = {}
 
     def setup(self, context: Context) -> None:
-        saved = self.state_dict()  # by the previous buckets
+        saved = self.state_dict()  # of the previous buckets
         self._units.follow(context.optimizer, context.scaler)
         self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
         self._residuals = {b.index: torch.zeros_like(b.flat, dtype=torch.float32) for b in context.buckets}
@@ -41,7 +41,7 @@ class RoundedFeedback(Algorithm):
             value = bucket.flat.float() + residual * scale
             sent = value.bfloat16()
             lost = (value - sent) / scale
-            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # drop an overflow
+            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # unchanged by an overflow
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent).div_(self.divisor(comm))
 
