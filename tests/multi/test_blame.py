@@ -607,7 +607,7 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "Meeting", hanging)
         patch.setattr(rendezvous, "GRACE_S", 0.2)
-        with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no return from wait, threading\.py:\d+"):
+        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.3 s.*no return from wait, threading\.py:\d+"):
             connect(0.3)
         assert not returned.is_set(), "the call was waited for"
     over.set()
