@@ -572,7 +572,7 @@ def test_a_senseless_size_names_its_sender(announced: int) -> None:
     if dist.get_rank() == 1:
         transport.complete(comm.all_gather(torch.empty(2, dtype=torch.int64), torch.tensor([announced])), "a trick")
     else:
-        with pytest.raises(TransportError, match=rf"rank 1 sent what .* announced {announced} bytes"):
+        with pytest.raises(TransportError, match=rf"rank 1 sent malformed .* announced {announced} bytes"):
             transport.gather_objects("plain")
     transport.close()
 
@@ -607,9 +607,7 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "Meeting", hanging)
         patch.setattr(rendezvous, "GRACE_S", 0.2)
-        with pytest.raises(
-            PeerTimeout, match=r"store did not answer within 0\.3 s.*no return from wait, threading\.py:\d+"
-        ):
+        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.3 s.*no return from wait, threading\.py:\d+"):
             connect(0.3)
         assert not returned.is_set(), "the call was waited for"
     over.set()

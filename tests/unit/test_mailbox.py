@@ -364,7 +364,7 @@ def test_a_rank_that_ended_because_another_one_had_is_not_blamed(ranks: Ranks) -
     mailboxes._close(ranks.boxes[1]._state, mailboxes._FAILED)
     assert eventually(lambda: ranks.boxes[0].presence(1) is Presence.FAILED)
     ranks.transports[0].others_hurt = {1}
-    with pytest.raises(PeerFailure, match="rank 20 is gone") as caught:
+    with pytest.raises(PeerFailure, match="rank 20 disconnected") as caught:
         ranks.boxes[0].check()
     assert caught.value.ranks == {20}
     assert "rank 10" not in str(caught.value)

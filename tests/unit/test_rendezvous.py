@@ -258,7 +258,7 @@ def test_a_set_up_that_nobody_waits_for_does_not_keep_its_place(monkeypatch: pyt
     store = dist.HashStore()
 
     def run(make: Callable[[], Any]) -> None:
-        with pytest.raises(TransportError, match="given up here"):
+        with pytest.raises(TransportError, match="abandoned on this rank"):
             make()
         ended.set()
 
