@@ -1,13 +1,13 @@
-"""Where commlib's locks are made, all of them, each with a name.
+"""Factory functions for all locks in commlib. Each lock has a name.
 
-[Note: locks] The collector runs wherever Python allocates an object: within a lock, too, on the thread that holds it.
-What it calls must therefore never take a lock (`[Note: closing]` in `transport/closing.py`). A test that is to show
-this has to come upon the collector within each lock there is, so locks are made here: while `probe` is set, it sees
-each lock and may return another in its place. Otherwise these functions return plain objects of `threading`.
+[Note: locks] The garbage collector can run wherever Python allocates an object, including on a thread that holds a
+lock. Code that the collector calls must therefore never take a lock (`[Note: closing]` in `transport/closing.py`). A
+test of this has to trigger the collector while each lock is held, so all locks are created here: if `probe` is set, it
+receives each new lock and may return a substitute. Otherwise these functions return plain `threading` objects.
 
-A process may be forked while another of its threads holds a lock. In the child that thread does not exist, and the lock
-would be held for ever. Locks of a whole process, which a child may take as well, are therefore made free there. Locks
-of a single object need not be: a child makes objects of its own, and leaves those of its parent alone.
+A process may fork while another of its threads holds a lock. That thread does not exist in the child, so the lock would
+stay held forever. Locks of a whole process, which a child may take as well, are therefore released in the child. Locks
+of a single object are not: a child creates its own objects and does not use those of its parent.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-#: For tests: called with the name and the lock that was made; returns what is used in its place.
+#: For tests: called with the name and the new lock; returns the lock to use instead.
 probe: Callable[[str, Any], Any] | None = None
 
-#: Of the whole process, by name.
+#: Locks of the whole process, by name.
 of_process: dict[str, Any] = {}
 
 
@@ -28,19 +28,19 @@ def lock(name: str, *, is_of_process: bool = False) -> threading.Lock:
     """Return a new lock.
 
     Args:
-        name: What it guards; a literal, which no other call uses.
-        is_of_process: Whether it lives as long as the process, so that a forked child uses it as well.
+        name: The guarded resource; a literal that no other call uses.
+        is_of_process: Whether the lock lives as long as the process, so that a forked child uses it as well.
     """
     return _made(name, threading.Lock(), is_of_process)
 
 
 def rlock(name: str, *, is_of_process: bool = False) -> threading.RLock:
-    """Return a new lock that its holder may take again. Arguments as of `lock`."""
+    """Return a new reentrant lock. Arguments as for `lock`."""
     return _made(name, threading.RLock(), is_of_process)
 
 
 def condition(name: str) -> threading.Condition:
-    """Return a new condition with a lock of its own."""
+    """Return a new condition with its own lock."""
     return threading.Condition(_made(name, threading.RLock(), False))
 
 
@@ -52,7 +52,7 @@ def _made(name: str, made: Any, is_of_process: bool) -> Any:
 
 def _free_in_child() -> None:
     for each in of_process.values():
-        each._at_fork_reinit()  # as the standard library does with its own
+        each._at_fork_reinit()  # as the standard library does for its own locks
 
 
 os.register_at_fork(after_in_child=_free_in_child)

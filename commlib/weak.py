@@ -1,8 +1,8 @@
-"""Sets and tables that keep nothing alive, for use by several threads.
+"""Thread-safe sets and tables that hold weak references.
 
-The standard library's allow that the collector removes elements while they are iterated over, but not that another
-thread adds some: that raises `RuntimeError`. These return copies, made under a lock that whoever adds takes as well.
-The collector, which removes elements as before, never takes the lock; see `[Note: locks]` in `locks.py`.
+The standard library's weak collections tolerate that the garbage collector removes elements during iteration. They
+raise `RuntimeError` if another thread adds an element meanwhile. These classes iterate over copies, taken under a lock
+that `add` and `put` also hold. The collector never takes the lock; see `[Note: locks]` in `locks.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ V = TypeVar("V")
 
 
 class WeakMembers(Generic[T]):
-    """A set that does not keep its members alive.
+    """A set of weak references to its members.
 
     Args:
-        lock: Of this set only.
+        lock: A lock for this set only.
     """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
@@ -33,17 +33,17 @@ class WeakMembers(Generic[T]):
             self._members.update(members)
 
     def discard(self, *members: T) -> None:
-        """Remove members that are there."""
+        """Remove members, if present."""
         with self._lock:
             self._members.difference_update(members)
 
     def clear(self) -> None:
-        """Remove all members. Whoever is iterating over the set, as before a fork, has another one."""
+        """Remove all members. Iterations that are in progress, for example across a fork, keep the old set."""
         with self._lock:
             self._members = weakref.WeakSet()
 
     def alive(self) -> list[T]:
-        """Return the members there are now."""
+        """Return the current members."""
         with self._lock:
             return list(self._members)
 
@@ -52,10 +52,10 @@ class WeakMembers(Generic[T]):
 
 
 class WeakTable(Generic[T, V]):
-    """A table by keys that it does not keep alive.
+    """A table with weak references to its keys.
 
     Args:
-        lock: Of this table only.
+        lock: A lock for this table only.
     """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
@@ -68,19 +68,19 @@ class WeakTable(Generic[T, V]):
             self._values[key] = value
 
     def get(self, key: T) -> V | None:
-        """Return the value of a key; None where there is none."""
+        """Return the value of a key, or None if the key is absent."""
         return self._values.get(key)
 
     def __getitem__(self, key: T) -> V:
         return self._values[key]
 
     def pop(self, key: T) -> V | None:
-        """Remove a key, and return its value; None where there is none."""
+        """Remove a key and return its value, or None if the key is absent."""
         with self._lock:
             return self._values.pop(key, None)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over the keys there are now."""
+        """Iterate over a snapshot of the keys."""
         with self._lock:
             keys = list(self._values)
         return iter(keys)

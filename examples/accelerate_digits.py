@@ -48,7 +48,7 @@ class CNN(nn.Sequential):
 
 
 def digits(batch: int) -> tuple[DataLoader, DataLoader]:
-    """Return batches of images [batch, 1, 8, 8] and labels for training, and for the test."""
+    """Return training and test batches of images [batch, 1, 8, 8] and labels."""
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
     parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
@@ -57,7 +57,7 @@ def digits(batch: int) -> tuple[DataLoader, DataLoader]:
 
 
 def train_epoch(accelerator: Accelerator, model, optimizer, scheduler, batches) -> list[float]:
-    """Take the steps of an epoch; returns the losses."""
+    """Train for one epoch; return the losses."""
     losses = []
     for images, labels in batches:
         with accelerator.accumulate(model):
@@ -74,7 +74,7 @@ def train_epoch(accelerator: Accelerator, model, optimizer, scheduler, batches) 
 
 @torch.no_grad()
 def accuracy(accelerator: Accelerator, model, batches) -> float:
-    """Share of the labels that the model gets right; every rank takes a part."""
+    """Return the fraction of correct predictions; every rank evaluates a part of the data."""
     model.eval()
     right = [accelerator.gather_for_metrics(model(images).argmax(1) == labels) for images, labels in batches]
     model.train()
@@ -82,7 +82,7 @@ def accuracy(accelerator: Accelerator, model, batches) -> float:
 
 
 def resume(accelerator: Accelerator, directory: str) -> int:
-    """Load the latest checkpoint, if there is one; returns the number of epochs done."""
+    """Load the latest checkpoint, if any; return the number of completed epochs."""
     found = pathlib.Path(directory, "checkpoints").glob("checkpoint_*")
     done = max((int(re.findall(r"\d+", path.name)[0]) + 1 for path in found), default=0)
     if done:
@@ -97,7 +97,7 @@ def main() -> None:
         cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulate,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # the order follows from the epoch
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # the order depends on the epoch only
         project_config=ProjectConfiguration(args.checkpoint, automatic_checkpoint_naming=True, total_limit=2),
     )
     commlib.integrations.accelerate.use(accelerator, args.algorithm)
@@ -108,7 +108,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
     train, test = digits(args.batch)
     model, optimizer, scheduler, train, test = accelerator.prepare(model, optimizer, scheduler, train, test)
-    set_seed(args.seed + 1, device_specific=True)  # every rank drops out its own units
+    set_seed(args.seed + 1, device_specific=True)  # different dropout on every rank
     epochs_done = resume(accelerator, args.checkpoint) if args.checkpoint else 0
 
     for epoch in range(epochs_done, args.epochs):
@@ -120,8 +120,8 @@ def main() -> None:
             with open(args.losses, "a") as file:
                 file.writelines(json.dumps({"epoch": epoch, "loss": loss}) + "\n" for loss in losses)
         if args.checkpoint:
-            accelerator.save_state()  # last, so that all random numbers of the epoch have been drawn
-    accelerator.wait_for_everyone()  # Gloo's threads let go of the last tensors while the interpreter still lives
+            accelerator.save_state()  # last, after all random numbers of the epoch were drawn
+    accelerator.wait_for_everyone()  # let Gloo's threads release the last tensors before the interpreter exits
     accelerator.end_training()
 
 

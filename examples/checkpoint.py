@@ -1,7 +1,7 @@
-"""Checkpoints for the training examples: whole or absent, and resumed bit for bit.
+"""Checkpoints for the training examples: written completely or not at all, and resumed bit for bit.
 
-Every rank writes its own file, because relaxed algorithms keep state per rank (error feedback, random numbers) and
-some let the replicas themselves differ between synchronisations. All ranks must see the same directory.
+Every rank writes its own file, because relaxed algorithms keep state per rank (error feedback, random numbers) and some
+let the replicas differ between synchronisations. All ranks must see the same directory.
 """
 
 import os
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 def save(directory: str, model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Write `directory`/step-XXXXXXXX, replacing older steps. Collective: every rank calls it.
 
-    The files are written beside their final place and moved there by one rename when all ranks have finished, so an
-    interrupted run leaves the previous checkpoint as it was.
+    The files are written to `directory`/partial, which is renamed when all ranks have finished. An interrupted run
+    leaves the previous checkpoint unchanged.
     """
     root = pathlib.Path(directory)
     partial, final = root / "partial", root / f"step-{step:08d}"
@@ -41,7 +41,7 @@ def load(directory: str, model: nn.Module, optimizer: Optimizer) -> int:
     """Restore the latest checkpoint in place, on every rank.
 
     Returns:
-        The number of steps done, 0 where there is no checkpoint.
+        The number of completed steps, 0 without a checkpoint.
     """
     found = sorted(pathlib.Path(directory).glob("step-*"))
     if not found:
@@ -50,12 +50,12 @@ def load(directory: str, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def save_rank(folder: pathlib.Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Write the file of this rank into `folder`, which is there."""
+    """Write the file of this rank into the existing `folder`."""
     _write(folder / f"rank{dist.get_rank()}.pt", _state(model, optimizer, step))
 
 
 def load_rank(folder: pathlib.Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Restore this rank in place from the files of all ranks in `folder`; returns the number of steps done."""
+    """Restore this rank in place from the files of all ranks in `folder`; return the number of completed steps."""
     num_files = len(list(folder.glob("rank*.pt")))
     if num_files != dist.get_world_size():
         raise SystemExit(f"{folder} was saved by {num_files} ranks, this run has {dist.get_world_size()}")
@@ -86,7 +86,7 @@ def _state(model: nn.Module, optimizer: Optimizer, step: int) -> dict:
 def _algorithm_state(model: nn.Module) -> dict:
     if isinstance(model, DistributedDataParallel):
         return {}
-    import commlib  # here, so that the DDP versions of the examples run without it
+    import commlib  # local, so that the DDP versions of the examples run without commlib
 
     return commlib.state_dict(model)
 

@@ -1,4 +1,4 @@
-"""Real text that every Python has: the standard library's own sources, as bytes."""
+"""A text corpus that every Python installation has: the sources of the standard library, as bytes."""
 
 import pathlib
 import sysconfig
@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Left out: what a distribution may lack or a user may have added, so that machines with one Python agree.
+# Skip folders that may be missing or user-installed, so that the corpus is identical for a Python version.
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def standard_library(validation_every: int = 10) -> tuple[Tensor, Tensor]:
-    """Read the corpus, split by file so that no validation text is ever trained on.
+    """Read the corpus, split by file so that training and validation text do not overlap.
 
     Args:
-        validation_every: One file in so many, in sorted order, goes to validation.
+        validation_every: Every n-th file, in sorted order, is for validation.
 
     Returns:
         Training and validation text, each [num_bytes] uint8 (about 11 and 1 MB).
@@ -31,7 +31,7 @@ def _read(paths: list[pathlib.Path]) -> Tensor:
 
 
 def batch(text: Tensor, key: tuple[int, ...], size: int, context: int) -> tuple[Tensor, Tensor]:
-    """Draw random windows that depend on nothing but `key`, for example (seed, step, rank).
+    """Draw random windows that depend only on `key`, for example (seed, step, rank).
 
     Args:
         text: [num_bytes] uint8.

@@ -1,7 +1,7 @@
 """Train a CNN on handwritten digits with DDP and with commlib, side by side, and compare.
 
-All systems start from the same weights, see the same images and drop out the same units. They take turns step by step
-in the same processes, so that whatever else the machine does hits all of them alike.
+All systems start from the same weights and use the same images and dropout. They take turns step by step in the same
+processes, so that other load on the machine affects all of them equally.
 
 Run it with: scripts/demo, or torchrun --standalone --nproc_per_node 2 examples/demo.py
 """
@@ -32,7 +32,7 @@ from train_digits import CNN, accuracy, digits
 import commlib
 from commlib.algorithms import AllReduce
 
-_WARMUP_STEPS = 10  # in which DDP rebuilds its buckets and commlib plans its own: left out of the step times
+_WARMUP_STEPS = 10  # DDP rebuilds its buckets in these steps, and commlib plans its own: excluded from the step times
 _DEFAULT_PLOT = pathlib.Path(__file__).resolve().parent.parent / "out" / "demo.png"
 _LOSS_WINDOW = 11
 
@@ -45,7 +45,7 @@ SYSTEMS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class Contestant:
-    """One system with its own copy of the model and what was observed of it."""
+    """One system, its own copy of the model, and its measurements."""
 
     def __init__(self, name: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -58,7 +58,7 @@ class Contestant:
         self.accuracy = float("nan")
 
     def step(self, images: Tensor, labels: Tensor, noise_seed: int) -> None:
-        """Take one training step, timed from when all ranks are ready."""
+        """Run one training step; the time starts when all ranks are ready."""
         torch.manual_seed(noise_seed)
         dist.barrier()
         sent, start = loopback_bytes(), time.perf_counter()
@@ -73,7 +73,7 @@ class Contestant:
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of all gradients together."""
+        """Total size of all gradients."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     @property
@@ -88,7 +88,7 @@ class Contestant:
 
 
 def loopback_bytes() -> float:
-    """Bytes that this machine's loopback interface has carried, headers included; NaN where it is not told."""
+    """Return the bytes sent over the loopback interface of this machine, including headers; NaN if unknown."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/self/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
@@ -119,7 +119,7 @@ class Display:
         self.is_live = self.console.is_terminal and dist.get_rank() == 0
 
     def __rich__(self) -> Group:
-        """Draw the bar and the figures so far."""
+        """Draw the progress bar and the current results."""
         return Group(self.progress, result_table(self.contestants, title=None))
 
     @contextlib.contextmanager
@@ -129,14 +129,14 @@ class Display:
             yield
 
     def end_of_epoch(self, epoch: int) -> None:
-        """Say how it goes where there is no live display."""
+        """Print the current losses if there is no live display."""
         if not self.is_live:
             figures = [f"{c.name} {c.losses[-1]:.4f} ({c.accuracy:.1%})" for c in self.contestants]
             self.console.print(f"epoch {epoch + 1}, loss (accuracy):  " + "  ".join(figures), soft_wrap=True)
 
 
 def train(contestants: list[Contestant], args: argparse.Namespace) -> None:
-    """Train all contestants on the same batches, taking turns."""
+    """Train all contestants on the same batches in turns."""
     train_x, test_x, train_y, test_y = digits(torch.device("cpu"))
     steps = list(batches(train_x, train_y, args.epochs, args.batch, args.seed))
     display = Display(contestants, len(steps))
@@ -153,7 +153,7 @@ def train(contestants: list[Contestant], args: argparse.Namespace) -> None:
 
 
 def agreement(contestant: Contestant, reference: Contestant) -> str:
-    """Say, on every rank, from which step on any rank's loss differs in any bit from the reference's."""
+    """Return, on every rank, the first step in which the loss of a rank differs from the reference in any bit."""
     differing = [
         idx for idx, pair in enumerate(zip(contestant.losses, reference.losses, strict=True)) if len({*pair}) > 1
     ]
@@ -163,7 +163,7 @@ def agreement(contestant: Contestant, reference: Contestant) -> str:
 
 
 def result_table(contestants: list[Contestant], title: str | None, agreements: list[str] | None = None) -> Table:
-    """Return the comparison so far."""
+    """Return a table of the current results."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("system", no_wrap=True)
     for column in ("loss", "accuracy", "step", "sent/step", *(["equal losses"] if agreements else [])):
@@ -176,20 +176,20 @@ def result_table(contestants: list[Contestant], title: str | None, agreements: l
 
 
 def notes(contestants: list[Contestant]) -> str:
-    """Say what the figures are."""
+    """Return an explanation of the columns."""
     world_size, gradient_mb = dist.get_world_size(), contestants[0].gradient_bytes / 1e6
     return (
         f"loss: training loss, mean of the last {_LOSS_WINDOW} steps of rank 0; accuracy: on the test images;\n"
-        f"step: median on rank 0; sent: per rank, median, measured on the loopback interface, headers included\n"
+        f"step: median on rank 0; sent: per rank, median, measured on the loopback interface, including headers\n"
         f"(by formula a full-precision ring all-reduce sends 2(N-1)/N of the gradients' {gradient_mb:.2f} MB, "
         f"{2 * (world_size - 1) / world_size * gradient_mb:.2f} MB);\n"
-        f"equal losses: whether the loss of every step on every rank is DDP's, bit for bit;\n"
-        f"loopback carries all of it at once: `commlib compare` says what fewer bytes are worth on a network"
+        f"equal losses: whether the loss of every step on every rank equals DDP's, bit for bit;\n"
+        f"loopback is too fast for fewer bytes to matter: `commlib compare` predicts their gain on a network"
     )
 
 
 def plot(contestants: list[Contestant], path: pathlib.Path) -> None:
-    """Draw loss curves and step times into a PNG."""
+    """Plot loss curves and step times to a PNG file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -219,7 +219,7 @@ def plot(contestants: list[Contestant], path: pathlib.Path) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train all systems; print and draw how they compare."""
+    """Train all systems; print and plot the comparison."""
     contestants = [Contestant(name, args.seed) for name in SYSTEMS]
     train(contestants, args)
     agreements = ["-", *(agreement(c, contestants[0]) for c in contestants[1:])]
@@ -237,13 +237,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=32, help="images per rank and step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=pathlib.Path, default=_DEFAULT_PLOT, help="where the plot goes (PNG)")
+    parser.add_argument("--plot", type=pathlib.Path, default=_DEFAULT_PLOT, help="file for the plot (PNG)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
 
     compare(args)
-    gc.collect()  # where DDP is the last to let go of Gloo's group, it may wait for Gloo's thread, and that for it
+    gc.collect()  # free DDP before the group: it could deadlock with Gloo's thread if it held the last reference
     dist.barrier()
     dist.destroy_process_group()
 

@@ -47,7 +47,7 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Mix positions of `x` [batch, time, width]; returns the same shape."""
+        """Mix positions of `x` [batch, time, width]; return the same shape."""
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -90,5 +90,5 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy in nats of `scores` [batch, time, 256] against bytes [batch, time]."""
+    """Return the mean cross entropy in nats of `scores` [batch, time, 256] against bytes [batch, time]."""
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())

@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Digits(pl.LightningModule):
-    """Classifies digits [batch, 1, 8, 8]; appends the losses of rank 0 to a file."""
+    """Classify digits [batch, 1, 8, 8]; append the losses of rank 0 to a file."""
 
     def __init__(self, lr: float, seed: int, losses: Path | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Digits(pl.LightningModule):
         self.lr, self.seed, self.losses = lr, seed, losses
 
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
-        # Every rank drops out its own units, and a run that resumes drops out those of one that never stopped.
+        # Different dropout on every rank; a resumed run uses the same dropout as an uninterrupted one.
         torch.manual_seed(self.seed + 1 + self.global_step * self.trainer.world_size + self.global_rank)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

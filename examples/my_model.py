@@ -1,4 +1,4 @@
-"""What `commlib profile` takes: a model, and a step of it up to the end of backward. Put your own in its place.
+"""Input of `commlib profile`: a model, and a step up to the end of backward. Replace them with your own.
 
 commlib profile examples/my_model.py --batch-per-rank 32 --output mine.json
 """

@@ -1,8 +1,8 @@
-"""Train a small CNN on handwritten digits with Ray Train, data-parallel, with checkpoints from which it goes on.
+"""Train a small CNN on handwritten digits with Ray Train, data-parallel, with checkpoints.
 
     python THIS_FILE --storage out/ray
 
-Run again with more epochs, it goes on from the last checkpoint in the storage.
+If you run it again with more epochs, it resumes from the last checkpoint in the storage.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> None:
-    """What each worker runs."""
+    """Train on one worker."""
     rank, ranks = ray.train.get_context().get_world_rank(), args.workers
     torch.manual_seed(0)
     model = prepare_model(CNN())
@@ -52,7 +52,7 @@ def train(args: argparse.Namespace) -> None:
         if rank == 0 and args.losses:
             with args.losses.open("a") as file:
                 file.write(json.dumps({"epoch": epoch, "losses": losses}) + "\n")
-        with tempfile.TemporaryDirectory() as folder:  # Ray puts the files of all workers into one checkpoint
+        with tempfile.TemporaryDirectory() as folder:  # Ray merges the files of all workers into one checkpoint
             checkpoint.save_rank(pathlib.Path(folder), model, optimizer, epoch + 1)
             ray.train.report({"loss": losses[-1]}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 

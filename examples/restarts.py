@@ -1,9 +1,9 @@
-"""Train a small CNN on handwritten digits through failures: torchrun starts all ranks again, and they go on.
+"""Train a small CNN on handwritten digits through failures: torchrun restarts all ranks, and they resume.
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/restarts.py --checkpoint out/restarts --fail 1:25
 
-With --fail rank 1 is killed in step 25, the first time it comes there. The run ends with the weights of one that
-nothing happened to, bit for bit.
+--fail 1:25 kills rank 1 the first time it reaches step 25. The run ends with the same weights as an uninterrupted one,
+bit for bit.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def save(root: pathlib.Path, app: commlib.Checkpoint, step: int) -> None:
-    """Write `root`/step-XXXXXX: whole or not at all, as a rank may die in the middle. Collective."""
+    """Write `root`/step-XXXXXX completely or not at all, because a rank may die during the write. Collective."""
     partial, final = root / "partial", root / f"step-{step:06d}"
     dcp.save({"app": app}, checkpoint_id=partial)
     if dist.get_rank() == 0:
@@ -47,7 +47,7 @@ def save(root: pathlib.Path, app: commlib.Checkpoint, step: int) -> None:
 
 
 def load(root: pathlib.Path, app: commlib.Checkpoint) -> int:
-    """Restore the latest checkpoint, the one that rank 0 sees; returns the steps done. Collective."""
+    """Restore the latest checkpoint that rank 0 sees; return the number of completed steps. Collective."""
     if dist.get_rank() == 0:
         shutil.rmtree(root / "partial", ignore_errors=True)
     latest = [max(root.glob("step-*"), default=None)]
@@ -59,33 +59,33 @@ def load(root: pathlib.Path, app: commlib.Checkpoint) -> int:
 
 
 def fail_once(how: str | None, step: int) -> None:
-    """Fail as --fail says, but never in a run that was started again."""
+    """Fail as specified by --fail, but not after a restart."""
     rank, at, kind = [*(how or "-1:0").split(":"), "kill"][:3]
     if (int(rank), int(at), os.environ["TORCHELASTIC_RESTART_COUNT"]) != (dist.get_rank(), step, "0"):
         return
     if kind == "raise":
-        raise RuntimeError(f"rank {rank} fails in step {step}, as --fail says")
+        raise RuntimeError(f"rank {rank} fails in step {step}, as specified by --fail")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
     args = parse_args()
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if args.device == "cuda" else None)
-    torchrun.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torch's own is not for a second life
+    torchrun.init_process_group("nccl" if device.type == "cuda" else "gloo")  # supports restarts, unlike torch's own
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
     model = CNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # Buckets of a fixed size, so that a run that was interrupted can be compared with one that was not.
+    # Fixed bucket sizes make an interrupted run comparable with an uninterrupted one.
     model = commlib.wrap(model, algorithm=args.algorithm, optimizer=optimizer, bucket_cap_mb=25)
     app = commlib.Checkpoint(model, optimizer)
     done = load(args.checkpoint, app)
-    print(f"rank {rank} (process {os.getpid()}) goes on after step {done}", flush=True)
+    print(f"rank {rank} (process {os.getpid()}) resumes after step {done}", flush=True)
 
     images, test_images, labels, test_labels = digits(device)
     for step in range(done + 1, args.steps + 1):
-        torch.manual_seed(ranks * step + rank)  # what is random follows from the step: no random state to save
+        torch.manual_seed(ranks * step + rank)  # derived from the step: no random state to save
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))
         batch = order[rank * args.batch : (rank + 1) * args.batch]
         loss = F.cross_entropy(model(images[batch]), labels[batch])
@@ -96,7 +96,7 @@ def main() -> None:
         if step % args.every == 0 or step == args.steps:
             save(args.checkpoint, app, step)
 
-    commlib.synchronize(model)  # where ranks differ: the consensus, which the checkpoint has as its model
+    commlib.synchronize(model)  # averages weights that differ between ranks, as in the checkpoint's model
     if rank == 0:
         print(f"accuracy {accuracy(model.module, test_images, test_labels):.2%}", flush=True)
     dist.barrier()

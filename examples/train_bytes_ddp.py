@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
 
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, text: Tensor, batch: int, context: int, device: torch.device) -> float:
-    """Mean validation loss over fixed windows, the ranks sharing the work."""
+    """Return the mean validation loss over fixed windows, divided among the ranks."""
     batches = [corpus.batch(text, (idx, dist.get_rank()), batch, context) for idx in range(4)]
     model.eval()
     loss = torch.stack([next_byte_loss(model(x.to(device)), y.to(device)) for x, y in batches]).mean()
@@ -76,8 +76,8 @@ def main() -> None:
             if rank == 0:
                 seconds = time.perf_counter() - start
                 print(f"step {step + 1:5d}  loss {loss:.4f}  validation {bits:.3f} bits  {seconds:.1f} s", flush=True)
-    del model  # before its group: where DDP is the last to let go of that, it and Gloo may wait for each other
-    dist.barrier()  # Gloo's threads let go of the last tensors while the interpreter still lives
+    del model  # before its group: DDP could deadlock with Gloo if it held the last reference to the group
+    dist.barrier()  # let Gloo's threads release the last tensors before the interpreter exits
     dist.destroy_process_group()
 
 

@@ -54,7 +54,7 @@ def digits(device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of the labels that the model gets right."""
+    """Return the fraction of correct predictions."""
     model.eval()
     correct = (model(images).argmax(1) == labels).sum()
     model.train()
@@ -62,7 +62,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> list[float]:
-    """Take one step per batch, images [steps, batch, 1, 8, 8]; returns the losses."""
+    """Run one step per batch, images [steps, batch, 1, 8, 8]; return the losses."""
     losses = []
     for x, y in zip(images, labels, strict=True):
         loss = F.cross_entropy(model(x), y)
@@ -86,7 +86,7 @@ def main() -> None:
 
     train_x, test_x, train_y, test_y = digits(device)
     sampler = DistributedSampler(range(len(train_x)), seed=args.seed, drop_last=True)
-    torch.manual_seed(args.seed + 1 + rank)  # every rank drops out its own units
+    torch.manual_seed(args.seed + 1 + rank)  # different dropout on every rank
     epochs_done = checkpoint.load(args.checkpoint, model, optimizer) if args.checkpoint else 0
 
     for epoch in range(epochs_done, args.epochs):
@@ -99,13 +99,13 @@ def main() -> None:
         if args.checkpoint:
             checkpoint.save(args.checkpoint, model, optimizer, epoch + 1)
         if rank == 0:
-            score = accuracy(model.module, test_x, test_y)  # the bare model: the other ranks have no part in it
+            score = accuracy(model.module, test_x, test_y)  # the unwrapped model: the other ranks do not take part
             print(f"epoch {epoch + 1:3d}  loss {losses[-1]:.4f}  accuracy {score:.2%}  {seconds:.2f} s", flush=True)
             if args.losses:
                 with open(args.losses, "a") as file:
                     file.writelines(json.dumps({"epoch": epoch, "loss": loss}) + "\n" for loss in losses)
-    del model  # before its group: where DDP is the last to let go of that, it and Gloo may wait for each other
-    dist.barrier()  # Gloo's threads let go of the last tensors while the interpreter still lives
+    del model  # before its group: DDP could deadlock with Gloo if it held the last reference to the group
+    dist.barrier()  # let Gloo's threads release the last tensors before the interpreter exits
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
-"""Train a GPT that is sharded in islands of ranks, by FSDP2 in each, and let any algorithm communicate between them.
+"""Train a GPT that FSDP2 shards inside islands of ranks; any algorithm communicates between the islands.
 
-An island is where the network is fast: one host, one site. Run two islands of two ranks with:
+An island is a group of ranks with a fast network: one host or one site. Run two islands of two ranks with:
 
     torchrun --standalone --nproc_per_node 4 THIS_FILE --islands 2 --algorithm diloco --size 1m
 
-With `--algorithm hsdp` torch itself averages between the islands, in full precision, for comparison.
+For comparison, `--algorithm hsdp` lets torch average between the islands in full precision.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithm", default="diloco", help="a commlib algorithm, or hsdp")
     parser.add_argument("--period", type=int, help="steps between the averages of an algorithm that has a period")
-    parser.add_argument("--islands", type=int, default=2, help="divides the number of ranks")
+    parser.add_argument("--islands", type=int, default=2, help="number of islands; must divide the number of ranks")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
@@ -43,12 +43,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--losses", help="file: one JSON row per validation, written by rank 0")
     args = parser.parse_args()
     if args.algorithm == "hsdp" and args.checkpoint:
-        parser.error("--checkpoint: a model that commlib does not wrap is saved by torch's own means")
+        parser.error("--checkpoint: commlib does not wrap this model; save it with torch's own tools")
     return args
 
 
 def shard(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Shard each block, and the rest, over the ranks of a mesh; of a 2-D one replicate over its first dimension."""
+    """Shard each block, and the rest, over the ranks of a mesh; replicate over the first dimension of a 2-D mesh."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -60,21 +60,21 @@ def algorithm_of(args: argparse.Namespace) -> commlib.algorithms.Algorithm:
 
 
 class Checkpoints:
-    """The newest checkpoint of a run, in `directory`/step-XXXXXXXX, written by torch.distributed.checkpoint."""
+    """The latest checkpoint of a run, in `directory`/step-XXXXXXXX, written by torch.distributed.checkpoint."""
 
     def __init__(self, directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.root = pathlib.Path(directory)
         self.state = {"app": commlib.Checkpoint(model, optimizer)}
 
     def load(self) -> int:
-        """Resume; returns the number of steps done."""
+        """Load the latest checkpoint; return the number of completed steps."""
         found = sorted(self.root.glob("step-*"))
         if found:
             dcp.load(self.state, checkpoint_id=found[-1])
         return int(found[-1].name.removeprefix("step-")) if found else 0
 
     def save(self, step: int) -> None:
-        """Write beside the earlier one, then remove that."""
+        """Write a new checkpoint, then remove the earlier one."""
         older = list(self.root.glob("step-*"))
         partial = self.root / "partial"
         dcp.save(self.state, checkpoint_id=partial)
@@ -114,14 +114,14 @@ def main() -> None:
             seconds = time.perf_counter() - start
             if checkpoints:
                 checkpoints.save(step + 1)
-            # Each rank its own part of the text, with the weights of its island.
+            # Each rank evaluates its part of the text with the weights of its island.
             bits = bits_per_byte(model, validation_text, args.batch, size.context, device)
             if rank == 0:
                 print(f"step {step + 1:5d}  loss {loss:.4f}  validation {bits:.3f} bits  {seconds:.1f} s", flush=True)
                 if args.losses:
                     with open(args.losses, "a") as file:
                         file.write(json.dumps({"step": step + 1, "loss": loss.item(), "bits": bits}) + "\n")
-    dist.barrier()  # Gloo's threads let go of the last tensors while the interpreter still lives
+    dist.barrier()  # let Gloo's threads release the last tensors before the interpreter exits
     dist.destroy_process_group()
 
 

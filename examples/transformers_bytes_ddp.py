@@ -1,4 +1,4 @@
-"""Train a GPT-2 of transformers on the bytes of the Python standard library's sources, data-parallel, by its Trainer.
+"""Train a GPT-2 on the bytes of the Python standard library's sources, data-parallel, with transformers' Trainer.
 
 Run it with: torchrun --standalone --nproc_per_node 2 THIS_FILE --output out/bytes
 """
@@ -22,12 +22,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--every", type=int, default=50, help="steps between validations and checkpoints")
     parser.add_argument("--output", default="out/transformers-bytes", help="folder of checkpoints and the model")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint there")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint there")
     return parser.parse_args()
 
 
 class Windows(torch.utils.data.Dataset):
-    """Windows of a text, one after the other; each is its own target, as models of transformers shift it."""
+    """Consecutive windows of a text; each is its own target, because models of transformers shift it."""
 
     def __init__(self, text: Tensor, count: int) -> None:
         self.text = text
@@ -74,7 +74,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         prompt = torch.tensor([list(b"import ")], device=trainer.model.device)
         text = trainer.model.generate(prompt, max_new_tokens=24, do_sample=False)[0].tolist()
-        print(f"validation {bits:.3f} bits a byte; the model goes on: {bytes(text)!r}", flush=True)
+        print(f"validation {bits:.3f} bits per byte; the model continues: {bytes(text)!r}", flush=True)
 
 
 if __name__ == "__main__":

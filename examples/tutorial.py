@@ -24,7 +24,7 @@ dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 torch.manual_seed(0)
-teacher = nn.Linear(64, 10)  # gives the labels that the model learns
+teacher = nn.Linear(64, 10)  # provides the labels
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model = commlib.wrap(model, args.algorithm, optimizer=optimizer)
@@ -32,11 +32,11 @@ model = commlib.wrap(model, args.algorithm, optimizer=optimizer)
 saved = {"app": commlib.Checkpoint(model, optimizer), "step": 0}
 if args.checkpoint and args.checkpoint.exists():
     dcp.load(saved, checkpoint_id=args.checkpoint)
-    print(f"rank {rank} goes on after step {saved['step']}")
+    print(f"rank {rank} resumes after step {saved['step']}")
 
 start, first = time.perf_counter(), saved["step"] + 1
 for step in range(first, args.steps + 1):
-    torch.manual_seed(ranks * step + rank)  # other data in each step and on each rank
+    torch.manual_seed(ranks * step + rank)  # different data in each step and on each rank
     inputs = torch.randn(32, 64)
     loss = nn.functional.cross_entropy(model(inputs), teacher(inputs).argmax(1))
     loss.backward()
@@ -48,7 +48,7 @@ if args.checkpoint:
     saved["step"] = args.steps
     dcp.save(saved, checkpoint_id=args.checkpoint)
 
-commlib.synchronize(model)  # where an algorithm lets weights differ: the same ones on all ranks
+commlib.synchronize(model)  # averages weights that differ between ranks
 torch.manual_seed(1_000_000)
 inputs = torch.randn(4096, 64)
 with torch.no_grad():

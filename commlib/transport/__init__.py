@@ -1,1 +1,1 @@
-"""The verbs of communication and their executors."""
+"""Communication requests and the transports that execute them."""

@@ -1,4 +1,4 @@
-"""Where this host is reached."""
+"""The network address of this host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def local_address(store: Any) -> str:
-    """Return the address of this host at which the other ranks reach it: as for Gloo, else on the way to the store."""
+    """Return this host's address for other ranks: on Gloo's interface if set, else on the route to the store."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with contextlib.suppress(OSError):
         if interface:
@@ -29,19 +29,19 @@ def local_address(store: Any) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which this machine reaches `host` (a name or an address). Nothing is sent.
+    """Return the address from which this host reaches `host` (a name or an address). Sends nothing.
 
     Raises:
-        OSError: There is no way to it.
+        OSError: There is no route to `host`.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(where)  # of a datagram socket: only chooses the way
+        probe.connect(where)  # on a datagram socket, this only selects the route
         return probe.getsockname()[0]
 
 
 def _address_of(interface: str) -> str:
-    """Return a network interface's IPv4 address, as the system's `SIOCGIFADDR` gives it."""
+    """Return the IPv4 address of a network interface (`SIOCGIFADDR`)."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])

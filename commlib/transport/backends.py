@@ -1,4 +1,4 @@
-"""torch's backend objects, their works and their end, apart from the transport so that a finalizer can hold them."""
+"""torch's backend objects, their works and their shutdown; not in the transport, so that a finalizer can hold them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout  # before Python 3.11 a class of its own
+from concurrent.futures import TimeoutError as FutureTimeout  # a separate class before Python 3.11
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -25,28 +25,28 @@ from commlib.transport.point_to_point import GlooExchanges, close_connections, i
 
 T = TypeVar("T")
 
-#: How long works and exchanges may take to end when the connection does, in seconds.
+#: How long works and exchanges may take to end when their connection ends, in seconds.
 _DRAIN_S = 3.0
-#: How long works with a peer that was killed may take to end by themselves, as its last messages may be on their way.
+#: How long works with a killed peer may continue, as its last messages may still be in flight, in seconds.
 _MERCY_S = 0.3
-#: How long works may take to end once their connections were closed, in seconds.
+#: How long works may take to end after their connections were closed, in seconds.
 _STUCK_S = 0.3
-#: How long a wait for a work of Gloo's lasts before it looks around.
+#: The length of one wait for a Gloo work, between checks whether it was abandoned.
 _SLICE = timedelta(seconds=0.1)
 
 
 class TorchWork:
-    """A torch `Work` whose completion can call back, and that can be abandoned.
+    """A torch `Work` with completion callbacks that can be abandoned.
 
-    [Note: stuck works] When the connection ends under a message of which Gloo has received a part, nothing wakes who
-    waits for it, until the backend's timeout. So Gloo's works are waited for in slices, and those that have not ended
-    soon after their connections were closed are abandoned: they count as failed, and the backend, whose destructor
-    would wait for them, is never destroyed.
+    [Note: stuck works] If a connection closes while Gloo is receiving a message, the thread that waits for the message
+    is not woken before the backend's timeout. Gloo works are therefore waited for in slices. Works that have not ended
+    soon after their connections were closed are abandoned: they count as failed, and the backend is never destroyed,
+    because its destructor would wait for them.
 
     Args:
-        work: torch's, or `ExchangeWork`.
-        connection: What carries it.
-        partners: The transport's ranks with which it moves data.
+        work: torch's work, or an `ExchangeWork`.
+        connection: The connection that it runs on.
+        partners: The transport's ranks that it exchanges data with.
     """
 
     def __init__(self, work: Any, connection: Connection, partners: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class TorchWork:
         connection.pending[id(self)] = self
 
     def wait(self) -> None:
-        """Wait for the data; raise what went wrong."""
+        """Wait for the data; raise the work's error, if any."""
         try:
             self._wait_in_slices()
         except Exception as error:
@@ -75,15 +75,15 @@ class TorchWork:
                 self._work.wait(_SLICE)
                 return
             if self.is_abandoned:
-                raise EndedError("it did not end with its connections")
-        self._work.wait()  # does not wait any more, but raises what went wrong
+                raise EndedError("it did not complete after its connections were closed")
+        self._work.wait()  # does not block; raises the work's error, if any
 
     def due_s(self, peer: Peer) -> float:
-        """Return when it is to be ended as a partner has ended; one that left has done its part (`Lifelines.lost`)."""
+        """Return when to end the work after a partner has ended; never if it left cleanly (`Lifelines.lost`)."""
         return math.inf if peer.ending == "left" else peer.ended_s + _MERCY_S
 
     def is_under_way(self) -> bool:
-        """Return whether it has not ended, nor been abandoned."""
+        """Return whether it has neither ended nor been abandoned."""
         return not (self.is_abandoned or self._work.is_completed())
 
     def is_stuck(self) -> bool:
@@ -99,7 +99,7 @@ class TorchWork:
             self._call(callback)
 
     def abandon(self) -> None:
-        """Count it as failed."""
+        """Mark the work as failed and call its callbacks."""
         self.is_abandoned = True
         self._connection.abandoned.append(self)
         for callback in list(self._callbacks):
@@ -114,15 +114,15 @@ class TorchWork:
 
 
 class Connection:
-    """One backend object: Gloo's. Of NCCL's see `transport/nccl.py`.
+    """One Gloo backend. `transport/nccl.py` has the subclass for NCCL.
 
-    [Note: exit] Backend threads drop tensors and call back into Python when a work ends. At interpreter exit that
-    aborts the process ("terminate called without an active exception"), so every connection is ended before: works
-    are aborted and waited for, then the backend is destroyed, which joins its threads. The same holds of the user's own
-    group: `destroy_process_group` ends its threads only where nobody else holds the group. So transports refer to it
-    weakly; and the functions of `torch.distributed.nn.functional`, whose default arguments hold the group that exists
-    when they are first imported (by torch._dynamo, in the first forward), are imported here. Where this module is
-    itself imported after the group was made, they hold it all the same.
+    [Note: exit] Backend threads release tensors and call into Python when a work ends. At interpreter exit this aborts
+    the process ("terminate called without an active exception"), so every connection is ended earlier: works are
+    aborted and waited for, then the backend is destroyed, which joins its threads. The same applies to the user's own
+    group: `destroy_process_group` ends its threads only if there are no other references to the group. So transports
+    hold it weakly. The functions of `torch.distributed.nn.functional` hold, in default arguments, the group that exists
+    at their first import (by torch._dynamo, in the first forward). They are therefore imported here. If this module is
+    imported after the group was created, they still hold it.
 
     Args:
         members: The transport's ranks that take part, in the order of the backend's ranks.
@@ -133,12 +133,12 @@ class Connection:
     def __init__(self, members: Sequence[int]) -> None:
         self.members = members
         self.backend: Any = None
-        self.exchanges: GlooExchanges | None = None  # made at the first one
+        self.exchanges: GlooExchanges | None = None  # created on first use
         self.abandoned: list[TorchWork] = []
-        self.pending: dict[int, TorchWork] = {}  # works that nobody has waited for, by identity
+        self.pending: dict[int, TorchWork] = {}  # works not yet waited for, by identity
 
     def partners(self, request: Request) -> Sequence[int]:
-        """Return the transport's ranks with which this one moves data in `request`."""
+        """Return the transport's ranks that this rank exchanges data with in `request`."""
         if isinstance(request, Exchange):
             return [self.members[rank] for rank, tensor in (*request.sends, *request.receives) if tensor.numel()]
         return self.members
@@ -148,12 +148,12 @@ class Connection:
         return [work for work in list(self.pending.values()) if work.is_under_way()]
 
     def limit(self, timeout: timedelta) -> None:
-        """Have the works from now on wait so long for their peers."""
+        """Set the timeout of later works."""
         if self.backend is not None:
             self.backend._set_default_timeout(timeout)
 
     def abort(self) -> None:
-        """End all works, here and, where the peers see it, there."""
+        """End all works on this rank, and those at peers that notice the closed connections."""
         if self.backend is None:
             return
         close_connections(self.backend)
@@ -179,7 +179,7 @@ class Connection:
         return self.exchanges
 
     def finish(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait for works that nobody on the host has seen end; on Gloo there are none."""
+        """Wait for works that the host has not seen complete; on Gloo there are never any."""
 
     def end(self) -> None:
         """End all works and the backend."""
@@ -202,13 +202,13 @@ class Connection:
 
 
 class _Watch(Protocol):
-    """`transport.nccl.Watch`, which is made of what this module has."""
+    """The interface of `transport.watch.Watch`, which imports this module."""
 
     def close(self) -> None: ...
 
 
 class _Island(Protocol):
-    """`transport.island.Island`."""
+    """The interface of `transport.island.Island`."""
 
     @property
     def failure(self) -> Exception | None: ...
@@ -219,13 +219,13 @@ class _Island(Protocol):
 
 
 class Connections:
-    """All of one transport.
+    """All connections of one transport.
 
     Attributes:
-        by_group: Its backends.
-        watch: On NCCL.
-        lifelines: None for one rank alone.
-        island: Of a sharded model.
+        by_group: The backends, by group name.
+        watch: The watch, on NCCL.
+        lifelines: The lifelines; None for a single rank.
+        island: The island of a sharded model.
         aborted_s: When all works were ended, `time.monotonic()`.
     """
 
@@ -238,7 +238,7 @@ class Connections:
         self._pid = os.getpid()
 
     def react(self, lifelines: Lifelines) -> float | None:
-        """End works that are in vain; return in how many seconds to look again. See [Note: lifelines]."""
+        """End works that cannot complete; return the seconds until the next check, or None. See [Note: lifelines]."""
         under_way = [work for each in self.by_group.values() for work in each.under_way()]
         island_s = None if self.island is None else self.island.hear(lifelines, bool(under_way))
         works_s = self._end_vain(lifelines, under_way)
@@ -261,7 +261,7 @@ class Connections:
         return None
 
     def _due_s(self, lifelines: Lifelines, under_way: Sequence[TorchWork]) -> float:
-        """Return when these works are to be ended: never, if the peers are well."""
+        """Return when to end these works: never, if the peers are alive."""
         if lifelines.has_broken:
             return 0.0
         ended = [(rank, peer) for rank, peer in lifelines.peers.items() if peer.ending is not None]
@@ -274,18 +274,18 @@ class Connections:
         for connection in self.by_group.values():
             connection.abort()
         if self.lifelines is not None:
-            self.lifelines.ring()  # to look after works that are stuck
+            self.lifelines.ring()  # so that stuck works are abandoned later
 
     def _are_peers_well(self) -> bool:
         return self.lifelines is None or not (self.lifelines.has_broken or self.lifelines.lost())
 
     def end(self, goodbye: Word | None = None) -> None:
-        """Say goodbye and end everything.
+        """Send a goodbye and end everything.
 
         Args:
-            goodbye: None finds out whether an exception ends the process.
+            goodbye: The goodbye; None selects it by whether an exception ends the process.
         """
-        if os.getpid() != self._pid:  # a forked child holds copies; the works and connections are its parent's
+        if os.getpid() != self._pid:  # a forked child holds copies; its parent owns the works and connections
             return
         failed = goodbye is None and getattr(sys, "last_value", None) is not None
         goodbye = goodbye or (Word.FAILED if failed else Word.LEFT)
@@ -304,7 +304,7 @@ class Connections:
 
 @functools.cache
 def options(cls: type, **fields: Any) -> Any:
-    """Return the options object of a collective that runs on the backend's own thread or stream; it is not changed."""
+    """Return the options of a collective that runs on the backend's own thread or stream; must not be modified."""
     made = cls()
     for name, value in fields.items():
         setattr(made, name, value)
@@ -313,7 +313,7 @@ def options(cls: type, **fields: Any) -> Any:
 
 
 def attend(make: Callable[[], T], check: Callable[[], None]) -> T:
-    """Return what `make` makes in a thread, which nothing can end; raise what `check` raises meanwhile."""
+    """Run `make`, which may block without a timeout, in a thread and return its result; `check` may raise meanwhile."""
     made: list[T] = []
     failed: list[BaseException] = []
 
@@ -335,7 +335,7 @@ def attend(make: Callable[[], T], check: Callable[[], None]) -> T:
 
 
 def place_of(thread: int) -> str:
-    """Return where a thread (by its identifier) is in Python, for errors."""
+    """Return the Python function and line that a thread (by its identifier) is executing, for error messages."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "a thread that has ended"

@@ -1,8 +1,8 @@
-"""The verbs: what a primitive can ask of the network.
+"""Communication requests, and the interface of the transports that execute them.
 
-A primitive is a generator. It does local work, then yields one `Request`; the scheduler issues the request when its
-turn in the static order comes, and resumes the generator when the data has arrived. A request only describes: nothing
-is sent by making one. The same requests run on torch.distributed and, by their sizes alone, in a simulator.
+A primitive is a generator. It does local work, then yields one `Request`. The scheduler issues the request at its
+position in the static order, and resumes the generator when the data has arrived. Creating a request sends nothing. The
+same requests run on torch.distributed and, by their sizes alone, in a simulator.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from commlib.errors import CommlibError, ConfigError
 
 @dataclass(slots=True)
 class Request:
-    """One collective, described. Subclasses name the verb and its tensors; a `Communicator` makes them.
+    """Description of one collective. Subclasses define the verb and its tensors; a `Communicator` creates them.
 
     Attributes:
         size: The number of ranks that take part.
-        group: Which ranks: "all" of the communicator, those of the same node ("local"), or those with the same place in
-            every node ("across").
+        group: The ranks that take part: "all" of the communicator, those of the same node ("local"), or those at the
+            same position in every node ("across").
     """
 
     verb: ClassVar[str] = "request"
@@ -38,11 +38,11 @@ class Request:
         raise NotImplementedError
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to move, which all ranks see alike."""
+        """Return whether there is no data to move. The result is the same on all ranks."""
         return False
 
 
-#: What `Algorithm.communicate` and every primitive return: requests out, nothing in.
+#: The return type of `Algorithm.communicate` and of every primitive: yields requests, receives nothing.
 Communication = Generator[Request, None, None]
 
 
@@ -82,7 +82,7 @@ class AllGather(Request):
 
 @dataclass(slots=True)
 class AllToAll(Request):
-    """Send chunk r of `input` [world_size * n] to rank r; `output` holds what each rank sent here, in rank order."""
+    """Send chunk r of `input` [world_size * n] to rank r; `output` holds the chunk from each rank, in rank order."""
 
     verb: ClassVar[str] = "all_to_all"
     output: torch.Tensor
@@ -116,15 +116,15 @@ class Broadcast(Request):
 
 @dataclass(slots=True)
 class Exchange(Request):
-    """Send tensors to some ranks, and fill tensors from some ranks: point to point, with neighbours in a graph.
+    """Send tensors to some ranks and receive tensors from some ranks: point-to-point, with neighbours in a graph.
 
-    What two ranks send one another is matched in order: the first tensor sent to a rank fills the first that this rank
-    receives from here, in this request and the next ones. A rank with nothing to send or receive makes the request all
-    the same, empty, so that all ranks make as many.
+    Messages between two ranks are matched in order: the first tensor sent to a rank fills the first tensor that this
+    rank receives from the sender, across consecutive requests. A rank with nothing to send or receive still issues an
+    empty request, so that all ranks issue the same number.
 
     Attributes:
-        sends: (rank within the group, contiguous tensor), left alone until the request completes.
-        receives: (rank within the group, contiguous tensor) of the size that this rank sends.
+        sends: (rank within the group, contiguous tensor); must not be modified until the request completes.
+        receives: (rank within the group, contiguous tensor), with the size that the sending rank sends.
     """
 
     verb: ClassVar[str] = "exchange"
@@ -137,15 +137,15 @@ class Exchange(Request):
 
     @override
     def is_empty(self) -> bool:
-        """Return whether this rank has nothing to move; others may have."""
+        """Return whether this rank has no data to move; other ranks may have some."""
         return not any(tensor.numel() for _, tensor in (*self.sends, *self.receives))
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def wait(self) -> None:
-        """Wait for the data (on CUDA: make the current stream wait); raise what went wrong."""
+        """Wait for the data (on CUDA: make the current stream wait); raise the collective's error, if any."""
         ...
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -154,18 +154,18 @@ class Work(Protocol):
 
 
 class Communicator:
-    """The group as an algorithm sees it: who is there, and the verbs.
+    """An algorithm's view of the group: the ranks and the verbs.
 
     Attributes:
         rank: This process's rank within the group.
         world_size: The number of ranks in the group.
-        nodes: The ranks of this node and those across nodes, where the algorithm asked for nodes (its channel's
+        nodes: The ranks of this node and those across nodes, if the algorithm requests nodes (its channel's
             `hierarchical`) and there are several with several ranks each; None otherwise.
-        num_active: The number of ranks that contribute data; below `world_size` only where ranks have joined early and
-            `divide_by_initial_world_size=False` was asked for. Means divide by it.
-        contributes: Whether this rank has data in this round; one that has joined early sends zeros.
-        step: Rounds so far, the same on all ranks and after a resume; what random numbers are drawn for.
-        optimizer_step: Steps of the optimizer so far, or rounds where it is not known: what schedules count.
+        num_active: The number of ranks that contribute data, the divisor of means. Below `world_size` only if ranks
+            have joined early and `divide_by_initial_world_size=False` is set.
+        contributes: Whether this rank has data in this round; a rank that has joined early sends zeros.
+        step: Rounds so far, the same on all ranks and after a resume; seeds random numbers.
+        optimizer_step: Optimizer steps so far, or rounds if unknown; schedules count it.
     """
 
     def __init__(self, rank: int, world_size: int, group: str = "all") -> None:
@@ -199,22 +199,22 @@ class Communicator:
         """Describe sends to and receives from ranks of the group, as (rank, tensor); either may be empty.
 
         Raises:
-            ConfigError: A rank is not in the group, or is this one.
+            ConfigError: A rank is not in the group, or is this rank.
         """
         for rank, _ in (*sends, *receives):
             if not 0 <= rank < self.world_size or rank == self.rank:
                 raise ConfigError(
-                    f"exchange: expected other ranks of 0..{self.world_size - 1} than this one, {self.rank}; got {rank}"
+                    f"exchange: expected ranks in 0..{self.world_size - 1} other than this one, {self.rank}; got {rank}"
                 )
         return Exchange(sends, receives, size=self.world_size, group=self._group)
 
 
 class Nodes(NamedTuple):
-    """A group of several nodes with several ranks each, as one rank sees it.
+    """One rank's view of a group of several nodes with several ranks each.
 
     Attributes:
         local: The ranks of this node.
-        across: The ranks with this one's place in every node.
+        across: The ranks at this rank's position in every node.
     """
 
     local: Communicator
@@ -226,31 +226,31 @@ class Transport(ABC):
 
     rank: int
     world_size: int
-    global_ranks: Sequence[int]  # of the group's ranks in the default group, for errors
+    global_ranks: Sequence[int]  # the group's ranks in the default group, for error messages
     bytes_sent: float  # so far, by each verb's formula
     timeout_s: float  # how long a collective may wait for its peers
-    stands_for_all: bool = False  # whether this process simulates all ranks, which then come to everything together
-    in_order: bool = True  # whether all ranks issue its requests at the same place among those of other transports
+    stands_for_all: bool = False  # whether this process simulates all ranks, which then arrive at the same time
+    in_order: bool = True  # whether all ranks issue its requests in the same order relative to other transports
 
     @property
     def failure(self) -> Exception | None:
-        """What broke a collective that the host does not wait for (on NCCL); None while nothing has.
+        """The error of a collective that the host does not wait for (on NCCL), or None.
 
-        What the device's streams did since is void. Where a failure is being diagnosed this waits for it, some seconds.
+        Later results of the device's streams are void. Waits some seconds for a diagnosis in progress.
         """
         return None
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:  # noqa: B027 (nothing fails unseen by default)
-        """Have `callback` called, once, with the `failure`: from another thread, or now if there is one already.
+        """Call `callback` once with the `failure`: from another thread, or now if it has already occurred.
 
         Args:
             callback: A bound method, held weakly.
         """
 
     def split_by_node(self) -> Nodes | None:
-        """Return the ranks of this node, and those with this one's place in every node. Collective.
+        """Return the ranks of this node, and those at this rank's position in every node. Collective.
 
-        None where there is one node only, or one rank in each.
+        Returns None if there is only one node, or one rank per node.
 
         Raises:
             ConfigError: The nodes have different numbers of ranks.
@@ -258,25 +258,25 @@ class Transport(ABC):
         return None
 
     def local_address(self) -> str:
-        """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
+        """Return the address of this host for connections from other ranks; loopback if unknown."""
         return "127.0.0.1"
 
     @abstractmethod
     def issue(self, request: Request) -> Work:
-        """Start `request` and return at once."""
+        """Start `request`. Does not block."""
 
     def complete(self, request: Request, what: str) -> None:
-        """Start `request` and wait for its end.
+        """Start `request` and wait for it.
 
         Raises:
-            TransportError: It failed; the message names `what` and the ranks to blame.
+            TransportError: The request failed; the message names `what` and the ranks to blame.
         """
         with self.explaining(what):
             self.issue(request).wait()
 
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
-        """Turn an error of the block into what `diagnose` makes of it."""
+        """Convert an error raised in the block with `diagnose`."""
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
@@ -294,65 +294,65 @@ class Transport(ABC):
 
         Raises:
             ConfigError: The value is not plain.
-            TransportError: A rank died, did not come, or sent what is no plain value.
+            TransportError: A rank died, did not arrive, or sent a malformed value.
         """
 
     def gather_apart(self, value: Any, what: str) -> list[Any]:
-        """Return every rank's `value`, of two ranks or more, some of which may not come.
+        """Return every rank's `value`, in a group of two or more ranks, some of which may not arrive.
 
-        It goes apart from the collectives, if that is possible: else a rank that goes on with a collective of its own
-        would take this for that.
+        If possible, the values do not travel as a collective: a rank that has moved on to another collective would
+        match the two.
 
         Args:
             value: As for `gather_objects`.
-            what: Names this in errors.
+            what: The name of this call in errors.
 
         Raises:
-            TransportError: As `gather_objects`.
+            TransportError: As for `gather_objects`.
         """
         return self.gather_objects(value)
 
     def part(self) -> None:
-        """Wait until all ranks know of an error that all of them raise now. Collective.
+        """Wait until all ranks know of an error that all of them are about to raise. Collective.
 
-        The first to raise it ends the communicator, and with it the collective by which a slower rank is about to hear
-        of it, which would then name the first in the place of the error.
+        Otherwise the first rank that raises would close the communicator, and a slower rank, still in the collective
+        that delivers the error, would blame the first rank instead.
         """
-        with contextlib.suppress(CommlibError):  # who comes late finds the others gone, and knows all
+        with contextlib.suppress(CommlibError):  # a late rank finds the others closed, and already has the error
             self.gather_objects(None)
 
     @abstractmethod
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
         """Turn a failed collective's exception into a `TransportError` that names `what` and the ranks to blame.
 
-        An error of commlib's own is returned as it is.
+        An error of commlib is returned unchanged.
 
         Args:
-            error: What went wrong.
-            what: The collective.
-            suspects: Ranks that did not come, as far as the caller knows; named where nothing better is known.
+            error: The original error.
+            what: The name of the collective.
+            suspects: Ranks that did not arrive, as far as the caller knows; named if nothing better is known.
         """
 
     def bystanders(self) -> set[int]:
-        """Return the ranks that have said that they met another one's failure: their own end is no news."""
+        """Return the ranks that have reported a failure of another rank; they are not to blame for their own end."""
         return set()
 
-    def blame(self) -> None:  # noqa: B027 (where no peer can fail there is nothing to say)
-        """Tell the others that this rank has met a peer's failure, so that they do not blame it if it ends."""
+    def blame(self) -> None:  # noqa: B027 (does nothing where no peer can fail)
+        """Report to all peers that this rank is affected by a peer's failure, so that it is not blamed if it ends."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End all work under way, so that neither this process nor its peers wait for it."""
+        """End all works in progress, so that neither this process nor its peers wait for them."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all work and release the communicator. Harmless when done twice, or when the process group is gone."""
+        """End all works and release the communicator. Idempotent; works after the process group was destroyed."""
 
 
 def is_own(error: Exception) -> bool:
-    """Return whether an error says all that there is to say already: it is commlib's."""
+    """Return whether an error is commlib's own, and so needs no diagnosis."""
     return isinstance(error, CommlibError) and not isinstance(error, EndedError)
 
 
 class EndedError(CommlibError):
-    """A collective was asked for that cannot take place, as peers have ended or have given up."""
+    """A collective cannot take place, because peers have ended or given up."""

@@ -1,38 +1,35 @@
-"""Ends the communication of models that are dropped without `unwrap`, or still there when the interpreter exits.
+"""Cleanup of communication that was not ended by `unwrap`: of collected models, and at the interpreter's exit.
 
-[Note: closing] The collector runs on any thread, between any two lines: within a lock, and on threads that an ending
-joins. To end communication takes locks, joins threads and waits for the network. Done by a finalizer, it would wait for
-what it has interrupted. So a finalizer here does one thing: it puts the ending into a `queue.SimpleQueue`, whose `put`
-is made for this (in C, it waits for nothing and may interrupt itself). No other finalizer is in commlib: no `__del__`,
-no `weakref.finalize`, no weak reference with a callback (`tests/unit/test_finalizers.py`).
+[Note: closing] The garbage collector can run on any thread between any two lines: while a lock is held, and on threads
+that a cleanup joins. Cleanup takes locks, joins threads and waits for the network, so inside a finalizer it could
+deadlock with the code that it interrupted. A finalizer here therefore does one thing: it puts the cleanup, an *ending*,
+into a `queue.SimpleQueue`. Its `put` is reentrant (implemented in C, it never blocks). commlib has no other finalizers:
+no `__del__`, no `weakref.finalize`, no weak reference with a callback (`tests/unit/test_finalizers.py`).
 
-*Who ends.* One thread per process, the closing thread, takes endings from the queue, one after the other, in the order
-in which they came. Whoever ends something in the program (`unwrap`, a set-up that fails) detaches the finalizer and
-does the work itself.
+*Threads.* One thread per process, the closing thread, runs the endings from the queue in order. Code that ends
+communication explicitly (`unwrap`, a failed set-up) detaches the finalizer and does the cleanup itself.
 
-*Lifetime.* The thread is started when the first object is watched, which is in `wrap`, and ends when none is watched
-any more: told so by the call that detached the last one, which waits for it, or by itself after the last ending. It is
-a daemon. A finalizer never starts or ends it. It cannot be missing where it is needed: an object that is watched has
-it.
+*Lifetime.* `wrap` registers objects, and the first registration starts the thread. The thread ends when no object is
+registered any more: the call that detaches the last object stops it and waits for it, or it ends after the last ending.
+It is a daemon. A finalizer never starts or stops it. The thread always exists while an object is registered.
 
-*Draining.* `drain` waits until all is done that was in the queue before, and what came of it (a model that is forgotten
-frees its communicators, whose endings follow), and for the thread, if nothing is watched any more. `wrap` does so
-first, so that what was dropped is gone before new connections are made; `unwrap` does so last, so that the last one
-leaves no thread; and so does the exit. Called on the closing thread it does nothing.
+*Draining.* `drain` waits until all endings in the queue are done, including those that they cause (freeing a model
+frees its communicators). If no object is registered any more, it also waits for the thread. `wrap` drains first, so
+that collected models are closed before it opens connections. `unwrap` drains last, so that no thread remains after the
+last model. The exit drains too. Called on the closing thread, `drain` has no effect.
 
-*Deadline.* An ending may hang, in the backend of a device that does not answer. Once one has taken `LIMIT_S`, whoever
-drains logs its name, leaves the thread behind and goes on. The next object that is watched gets a new thread, which
-takes over the queue. No other call starts one, as `unwrap` may come at the exit.
+*Deadline.* An ending may hang in the backend of a device that does not answer. After `LIMIT_S`, a thread that drains
+logs the ending's name, abandons the closing thread and continues. The next registration starts a new thread, which
+takes over the queue. No other call starts one, because `unwrap` may run at the exit.
 
-*Exit.* No thread can be started then (Python 3.12), but the closing thread, where there is something to end, is there.
-A function that was registered with `atexit` when the first object was watched detaches all finalizers, puts their
-endings into the queue, the latest first, and drains it. `weakref.finalize` has such a function of its own, which runs
-after this one or before, depending on who else in the process has used it first. It leaves ours out: their `atexit` is
-False.
+*Exit.* No thread can start at the exit (Python 3.12), but the closing thread exists if there is anything to end. The
+first registration also registers an `atexit` function. It detaches all finalizers, puts their endings into the queue,
+latest first, and drains it. `weakref.finalize` has its own `atexit` function, which may run before or after this one.
+It skips our finalizers, because their `atexit` is False.
 
-*Fork.* A child has its parent's objects, and none of its threads. What the parent watched is forgotten there, so
-nothing is drained, and finalizers of the parent's objects put into a queue that nobody reads. The first object that the
-child itself watches starts a thread of its own. The lock here is free in a child (`[Note: locks]` in `locks.py`).
+*Fork.* A child inherits its parent's objects but not its threads. It forgets the parent's registrations, so it drains
+nothing, and finalizers of the parent's objects put into a queue that is never read. The first registration in the child
+starts a new thread. The lock of this module is free in a child (`[Note: locks]` in `locks.py`).
 """
 
 from __future__ import annotations
@@ -52,16 +49,16 @@ from commlib import locks
 
 _log = logging.getLogger("commlib")
 
-#: How long one ending may take, in seconds; its parts have limits of their own, such as 30 s for what NCCL has to send.
+#: The limit for one ending, in seconds. Its steps have their own limits, such as 30 s for outstanding works on NCCL.
 LIMIT_S = 60.0
-#: How long a thread that has nothing left to do may take to end, in seconds.
+#: How long an idle thread may take to end, in seconds.
 _IDLE_S = 5.0
-#: How often whoever drains looks how long the ending under way has taken, in seconds.
+#: How often a thread that drains checks the duration of the current ending, in seconds.
 _LOOK_S = 1.0
 
 
 class _Ending(NamedTuple):
-    """What the queue holds."""
+    """A cleanup in the queue."""
 
     number: int
     what: str
@@ -69,11 +66,11 @@ class _Ending(NamedTuple):
 
 
 class _Mark:
-    """What `drain` puts into the queue and waits for.
+    """An item of the queue that `drain` waits for.
 
     Attributes:
-        has_passed: Set when everything before it is done, and what came of that.
-        num_done: How many endings were done when it was put there.
+        has_passed: Set when all earlier endings are done, and those that they caused.
+        num_done: The number of completed endings when it was put into the queue.
     """
 
     def __init__(self, num_done: int) -> None:
@@ -82,7 +79,7 @@ class _Mark:
 
 
 class _Watched(NamedTuple):
-    """An object that is watched."""
+    """A registered object."""
 
     finalize: weakref.finalize[Any, Any]
     ending: _Ending
@@ -90,28 +87,28 @@ class _Watched(NamedTuple):
 
 
 class Finalizer:
-    """Has something ended when its owner is collected, or at the interpreter's exit, unless it was ended before.
+    """Runs a cleanup when its owner is collected, or at the interpreter's exit, unless it is detached first.
 
     Args:
-        owner: What is watched.
-        end: What is to be done, once, on the closing thread. It must not hold the owner.
-        what: Names what ends, in the warning that it did not.
-        is_ended_at_exit: Whether it is to be ended at the exit, too.
+        owner: The object to register.
+        end: The cleanup, called once, on the closing thread. It must not hold a reference to the owner.
+        what: The name of the cleaned-up object in warnings.
+        is_ended_at_exit: Whether the cleanup also runs at the exit.
     """
 
     def __init__(self, owner: object, end: Callable[[], object], what: str, *, is_ended_at_exit: bool = True) -> None:
         self._number = _closing.watch(owner, end, what, is_ended_at_exit)
 
     def detach(self) -> bool:
-        """Leave the ending to the caller; return whether it is still to be done.
+        """Leave the cleanup to the caller; return whether it is still pending.
 
-        The last one ends the closing thread, and waits for it.
+        The call for the last registered object stops the closing thread and waits for it.
         """
         return _closing.detach(self._number)
 
 
 class _Closing:
-    """What is watched in this process, and the closing thread, while there is one; see [Note: closing]."""
+    """The registered objects of this process and its closing thread, if any; see [Note: closing]."""
 
     def __init__(self) -> None:
         self._lock = locks.lock("closing", is_of_process=True)
@@ -120,16 +117,16 @@ class _Closing:
         self.forked()
 
     def forked(self) -> None:
-        """Begin with nothing, as in a forked child."""
+        """Reset to no registrations, as in a forked child."""
         self._watched: dict[int, _Watched] = {}
         self._queue: queue.SimpleQueue[_Ending | _Mark | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # the one that reads the queue
-        self._last: threading.Thread | None = None  # the last one that was told to end
+        self._thread: threading.Thread | None = None  # the thread that reads the queue
+        self._last: threading.Thread | None = None  # the last thread that was told to end
         self._num_done = 0
-        self._under_way: tuple[int, str, float] | None = None  # what the thread is ending, and since when
+        self._under_way: tuple[int, str, float] | None = None  # the current ending, and when it began
 
     def watch(self, owner: object, end: Callable[[], object], what: str, is_ended_at_exit: bool) -> int:
-        """Watch an object; return the number by which it can be detached."""
+        """Register an object; return the number for `detach`."""
         with self._lock:
             if self._thread is None:
                 self._under_way = None
@@ -158,7 +155,7 @@ class _Closing:
         return True
 
     def _forget(self, number: int) -> None:
-        """Watch one object fewer; tell the thread to end if that was the last one. The lock is held."""
+        """Remove a registration; tell the thread to end if it was the last one. The lock is held."""
         self._watched.pop(number, None)
         if not self._watched and self._thread is not None:
             self._queue.put(None)
@@ -170,7 +167,7 @@ class _Closing:
             last.join(_IDLE_S)
 
     def _run(self, endings: queue.SimpleQueue[_Ending | _Mark | None]) -> None:
-        """Do endings as they come. The body of the thread."""
+        """Run the endings in the queue. The body of the thread."""
         while (item := endings.get()) is not None:
             if isinstance(item, _Mark):
                 self._pass(item)
@@ -179,17 +176,17 @@ class _Closing:
             try:
                 item.end()
             except BaseException:
-                _log.exception("%s, which was dropped without commlib.unwrap, did not end well", item.what)
+                _log.exception("ending %s, which was dropped without commlib.unwrap, failed", item.what)
             del item  # an idle thread must not keep anything alive
             with self._lock:
-                if self._thread is not threading.current_thread():  # it was left behind
+                if self._thread is not threading.current_thread():  # this thread was abandoned
                     return
                 self._under_way = None
                 self._num_done += 1
-                self._forget(number)  # which may tell this thread to end; what comes before that word is still done
+                self._forget(number)  # this may tell the thread to end; earlier items of the queue are still processed
 
     def _pass(self, mark: _Mark) -> None:
-        """Say that all before a mark is done, or put it last again: behind what has come of that."""
+        """Complete a mark, or requeue it behind the endings that earlier endings caused."""
         with self._lock:
             if self._thread is threading.current_thread() and self._num_done > mark.num_done:
                 mark.num_done = self._num_done
@@ -198,7 +195,7 @@ class _Closing:
                 mark.has_passed.set()
 
     def drain(self) -> None:
-        """Wait until all endings have been done that were in the queue before; if it was the last, for the thread."""
+        """Wait for all endings in the queue, and for the thread if no object is registered any more."""
         with self._lock:
             thread, mark = self._thread, _Mark(self._num_done)
             if thread is threading.current_thread():
@@ -211,22 +208,22 @@ class _Closing:
             self._join_last()
 
     def _left_s(self) -> float:
-        """Return how long what is being ended may still take, in seconds."""
+        """Return the remaining time of the current ending, in seconds."""
         under_way = self._under_way
         return LIMIT_S if under_way is None else max(0.0, under_way[2] + LIMIT_S - time.monotonic())
 
     def _leave_behind(self, thread: threading.Thread) -> None:
-        """Go on without the thread, if what it is ending has taken too long."""
+        """Abandon the thread if its current ending has exceeded the limit."""
         with self._lock:
             under_way = self._under_way
             if self._thread is not thread or under_way is None or self._left_s() > 0:
                 return
             self._thread = None
             self._forget(under_way[0])
-        _log.warning("%s did not end within %g s; it is left behind", under_way[1], LIMIT_S)
+        _log.warning("%s did not end within %g s; it is abandoned", under_way[1], LIMIT_S)
 
     def _exit(self) -> None:
-        """End all that is watched, at the interpreter's exit."""
+        """End all registered objects, at the interpreter's exit."""
         with self._lock:
             for number, (finalize, ending, is_ended_at_exit) in reversed(self._watched.copy().items()):
                 if finalize.detach() is None:
@@ -238,7 +235,7 @@ class _Closing:
         self.drain()
         left = [watched.ending.what for watched in self._watched.copy().values()]
         if left:
-            _log.warning("at exit these did not end: %s", ", ".join(left))
+            _log.warning("these had not ended at exit: %s", ", ".join(left))
 
 
 _closing = _Closing()

@@ -1,4 +1,4 @@
-"""Connections from every rank to every other over TCP, made once, between ranks that know each other by tokens."""
+"""TCP connections between all pairs of ranks, established once and authenticated by tokens."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _log = logging.getLogger("commlib")
 _HELLO = struct.Struct("<4s16sI")  # magic, the accepting rank's token, the connecting rank
 _MAGIC = b"CMC1"
 
-#: How long a peer that is gone may be found among those who have connected, in seconds.
+#: How long a peer whose connection closed may still be found among the connections that it opened, in seconds.
 _GONE_S = 0.5
 
-#: How long a foreign connection may take to say who it is, in seconds.
+#: How long an accepted connection may take to identify itself, in seconds.
 _HELLO_S = 5.0
-#: How many connections may be about to say who they are; beyond it the oldest is dropped.
+#: The maximum number of connections that have not identified themselves; beyond it, the oldest is dropped.
 _MOST_UNKNOWN = 256
 
-#: What has to be there before a thread is woken. The kernel's buffer grows to twice as much.
+#: The number of bytes that must be available before a thread is woken. The kernel's buffer grows to twice this size.
 _WAKE_BYTES = 1 << 20
 
 _made: WeakMembers[socket.socket] = WeakMembers(locks.lock("connections", is_of_process=True))
 
 
 class Introduction(Protocol):
-    """How ranks that have no connections yet tell each other where they are."""
+    """Exchange of addresses between ranks that have no connections yet."""
 
     rank: int
     world_size: int
     timeout_s: float
 
     def local_address(self) -> str:
-        """Return the address of this host at which the other ranks reach it."""
+        """Return the address of this host for connections from other ranks."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -55,12 +55,12 @@ class Introduction(Protocol):
         ...
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
-        """Return the error that names the ranks to blame, the `suspects` if nothing better is known."""
+        """Return the error that names the ranks to blame, or the `suspects` if nothing better is known."""
         ...
 
 
 class PeersMissing(Exception):
-    """Peers that did not connect, or whose connection ended; `is_late` says which."""
+    """Peers that did not connect in time (`is_late`), or whose connection closed."""
 
     def __init__(self, ranks: Sequence[int], is_late: bool, why: str) -> None:
         super().__init__(why)
@@ -71,18 +71,19 @@ class PeersMissing(Exception):
 def connect_all(
     introduction: Introduction, last_word: bytes = b""
 ) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
-    """Connect to every peer, and take every peer's connection. Collective; nothing listens after it.
+    """Connect to every peer, and accept every peer's connection. Collective; the listener closes afterwards.
 
-    Addresses and a random token of each rank go over the introduction. A connection that does not prove to be of a peer
-    by this rank's token is dropped with a log line.
+    The introduction exchanges the addresses and a random token per rank. An accepted connection that does not present
+    this rank's token is dropped with a warning in the log.
 
     Args:
-        introduction: How the ranks tell each other where they are.
-        last_word: Said on every connection before this rank closes all of them because a peer did not connect. A rank
-            to which all have connected is past this, and hears there why the connection ends.
+        introduction: Exchanges the ranks' addresses.
+        last_word: Bytes sent on every connection before this rank closes all of them because a peer did not connect.
+            A rank that is already connected to all peers has left this function, and learns there why the connection
+            closes.
 
     Returns:
-        The connections that this rank made, and those that its peers made, by peer.
+        The connections that this rank opened and those that its peers opened, by peer.
 
     Raises:
         PeerTimeout: A rank did not connect within the introduction's timeout.
@@ -110,7 +111,7 @@ def connect_all(
             for peer in peers:
                 made[peer] = opened.enter_context(_dial(peer, everyone[peer], rank, deadline))
             accepted = _accept(door, deadline, made)
-        except PeersMissing as missing:  # said before the connections close, so that their end accuses nobody
+        except PeersMissing as missing:  # report before the connections close, so that this rank is not blamed
             error = TimeoutError(str(missing)) if missing.is_late else ConnectionError(str(missing))
             failure = introduction.diagnose(error, "connecting the ranks", missing.ranks)
             for connection in (*made.values(), *door.all()):
@@ -124,12 +125,12 @@ def connect_all(
 
 
 def close_in_children(*connections: socket.socket) -> None:
-    """Have forked children close their copies of these sockets, which would keep them open when this process ends."""
+    """Let forked children close their copies of these sockets, which would keep them open after this process ends."""
     _made.add(*connections)
 
 
 def _close_in_child() -> None:
-    """Close a forked child's copies: with them open, the parent's end would not be seen by its peers."""
+    """Close a forked child's copies, so that peers notice the end of the parent."""
     for connection in _made.alive():
         connection.close()
     _made.clear()
@@ -141,13 +142,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 def fill(connection: socket.socket, view: memoryview) -> None:
     """Receive exactly as many bytes as `view` holds.
 
-    The thread is woken when `_WAKE_BYTES` or the rest are there, not for every few packets: each time it would take the
-    core from training, and ask for the interpreter's lock. It waits in `poll`: a blocking receive takes what is there
-    and then waits for as much again, which may never come.
+    The thread is woken when `_WAKE_BYTES` or the remaining bytes are available, not for every few packets: each wake-up
+    takes the core from training and requests the interpreter lock. The wait uses `poll`, because a blocking receive
+    takes the available bytes and then waits for the low-water mark again, which may never be reached.
 
     Raises:
-        EOFError: The connection ended before.
-        TimeoutError: The connection has a timeout, and nothing came for so long.
+        EOFError: The connection closed early.
+        TimeoutError: The connection has a timeout, and not enough data arrived within it.
     """
     limit_s = connection.gettimeout()
     ready = select.poll()
@@ -166,9 +167,9 @@ def fill(connection: socket.socket, view: memoryview) -> None:
 
 
 def _reachable(address: str, introduction: Introduction) -> str:
-    """Return an address of this rank that the others reach, by first asking where they are.
+    """Return an address of this rank that the other ranks can reach, after gathering the addresses of all ranks.
 
-    A host's own name often means a loopback address on that host alone.
+    A host's own name often resolves to a loopback address, which is valid on that host alone.
     """
     far = [other for other in introduction.gather_objects(address) if not _is_loopback(other)]
     if not far or not _is_loopback(address):
@@ -191,19 +192,19 @@ def _dial(peer: int, where: tuple[str, int, bytes], rank: int, deadline: float) 
         connection.sendall(_HELLO.pack(_MAGIC, token, rank))
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
-        is_gone = is_late or isinstance(error, ConnectionError)  # else there is no way to it, and it may well be alive
+        is_gone = is_late or isinstance(error, ConnectionError)  # else there is no route; the peer may be alive
         why = f"cannot connect to {host}:{port}: {error}; GLOO_SOCKET_IFNAME chooses the interface"
         raise PeersMissing([peer] if is_gone else [], is_late, why) from error
     return _prepared(connection)
 
 
 def _accept(door: _Door, deadline: float, made: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
-    """Return the connections of all peers that the door expects. Any other that comes is dropped with a log line.
+    """Return the connections of all expected peers. Any other connection is dropped with a warning in the log.
 
-    All that come are read side by side, so one that says nothing, or says it slowly, holds up nobody.
+    All accepted connections are read concurrently, so that a slow or silent one does not block the others.
 
     Raises:
-        PeersMissing: Not all came before the deadline, or a connection in `made` ended.
+        PeersMissing: A peer did not connect before the deadline, or its connection in `made` closed.
     """
     for peer, connection in made.items():
         door.selector.register(connection, selectors.EVENT_READ, peer)
@@ -219,7 +220,7 @@ def _accept(door: _Door, deadline: float, made: Mapping[int, socket.socket]) -> 
 
 
 class _Unknown:
-    """A connection that has not yet said of whom it is."""
+    """An accepted connection that has not identified its peer."""
 
     def __init__(self, where: Any) -> None:
         self.where = where
@@ -228,22 +229,22 @@ class _Unknown:
 
 
 class _Door:
-    """What comes in at a listener, read side by side; `found` are the peers that have proved who they are.
+    """The accepted connections of a listener, read concurrently; `found` holds those of authenticated peers.
 
-    Whoever takes those over does not close the door.
+    A caller that takes over `found` must not close the door.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, expected: Sequence[int], rank: int) -> None:
         self.found: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self._listener, self._token, self._expected, self._rank = listener, token, expected, rank
-        self._unknown: dict[socket.socket, _Unknown] = {}  # the oldest first
-        self._gone_s: dict[int, float] = {}  # when a peer to which this rank has connected was found gone
+        self._unknown: dict[socket.socket, _Unknown] = {}  # oldest first
+        self._gone_s: dict[int, float] = {}  # when the connection that this rank opened to a peer was seen closed
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
 
     def turn(self, limit_s: float) -> None:
-        """Take what is there; wait for it at most so long."""
+        """Process available data; wait for it at most `limit_s` seconds."""
         for key, _ in self.selector.select(limit_s):
             connection: Any = key.fileobj
             if connection is self._listener:
@@ -258,31 +259,31 @@ class _Door:
 
     @property
     def missing(self) -> list[int]:
-        """The peers that have not come."""
+        """The peers that have not connected."""
         return [peer for peer in self._expected if peer not in self.found]
 
     def all(self) -> list[socket.socket]:
-        """Return all connections that have come: also those that wait, and of whom it is not known yet."""
+        """Return all accepted connections, including unidentified ones and those pending at the listener."""
         while self._open():
             pass
         return [*self.found.values(), *self._unknown]
 
     def drop_unknown(self) -> None:
-        """Drop who has not said its name."""
+        """Drop the connections that have not identified themselves."""
         for connection in list(self._unknown):
             self._drop(connection)
 
     def close(self) -> None:
-        """Close all that have come."""
+        """Close all accepted connections."""
         for connection in (*self.found.values(), *self._unknown):
             connection.close()
         self.selector.close()
 
     def _open(self) -> bool:
-        """Take the next that waits; return whether there was one."""
+        """Accept the next pending connection; return whether there was one."""
         try:
             connection, where = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the connection was reset in the meantime
             return False
         connection.setblocking(False)
         self.selector.register(connection, selectors.EVENT_READ)
@@ -311,7 +312,7 @@ class _Door:
             self.found[peer] = self._forget(connection)
 
     def _watch(self, connection: socket.socket, peer: int) -> None:
-        """See whether a peer to which this rank has connected is gone; what it says is for later."""
+        """Check whether the connection to a peer has closed; data on it is left for later."""
         try:
             is_gone = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -324,13 +325,13 @@ class _Door:
 
     @property
     def has_gone(self) -> bool:
-        """Whether a peer to which this rank has connected is gone."""
+        """Whether a connection that this rank opened has closed."""
         return bool(self._gone_s)
 
     def gone(self, missing: Sequence[int]) -> list[int]:
-        """Return those of the missing peers that are gone and will not come any more.
+        """Return the missing peers that have ended and will not connect any more.
 
-        One that has connected, has had all it wanted of this rank and has left has its own connection waiting here.
+        A peer that connected, completed its own set-up and left still has a connection pending here.
         """
         now_s = time.monotonic()
         return [peer for peer in missing if now_s > self._gone_s.get(peer, now_s) + _GONE_S]
@@ -346,7 +347,7 @@ class _Door:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Let small messages leave at once, and TCP find out that a machine is gone."""
+    """Disable Nagle's algorithm, and let TCP detect a host that is down."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection)
@@ -354,7 +355,7 @@ def _prepared(connection: socket.socket) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let TCP find out that a machine is gone."""
+    """Let TCP detect a host that is down."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):

@@ -1,4 +1,4 @@
-"""The user's process group: which one is meant, its backend, its ranks, and what a node is."""
+"""The user's process group: resolution, backend, ranks and nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d as c10d
 from commlib.errors import ConfigError
 
 NODE_VARIABLE = "COMMLIB_NODE"
-"""The environment variable that names this rank's node, where host name and launcher do not tell nodes apart."""
+"""The environment variable that names this rank's node, for launchers where host name and GROUP_RANK do not suffice."""
 
 
 def resolve_group(process_group: Any) -> dist.ProcessGroup:
-    """Return the `ProcessGroup` meant by `process_group`: None (the default group), a group, or a 1-D `DeviceMesh`.
+    """Return the `ProcessGroup` of `process_group`: None (the default group), a group, or a 1-D `DeviceMesh`.
 
     Raises:
         ConfigError: No default group exists, the mesh has several dimensions, or this process is not in the group.
@@ -49,7 +49,7 @@ def resolve_group(process_group: Any) -> dist.ProcessGroup:
 def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return `timeout` (seconds, a timedelta, or None for the group's own) as a timedelta.
 
-    Where the group's backend does not say its timeout, as a backend of a plug-in may not, torch's default serves.
+    If the group's backend does not report a timeout (a plug-in's may not), torch's default is used.
 
     Raises:
         ConfigError: It is not a positive duration.
@@ -67,7 +67,7 @@ def as_timedelta(timeout: float | timedelta | None, group: dist.ProcessGroup, de
 
 
 def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """Return the group's ranks in the default group; its own ones where torch does not know them."""
+    """Return the group's ranks in the default group, or its own ranks if torch does not know the group."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):
@@ -75,7 +75,7 @@ def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
 
 
 def name_of_node() -> str:
-    """Return what this rank's node is called: alike for its ranks, different from other nodes."""
+    """Return the name of this rank's node: identical on all its ranks, different on other nodes."""
     launcher = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '0')}"
     return os.environ.get(NODE_VARIABLE) or launcher
 
@@ -89,10 +89,10 @@ def kind_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def parent_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return torch's backend object of a group for tensors on a device.
+    """Return a group's backend object for tensors on a device.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The group has no such backend.
     """
     try:
         return group._get_backend(device)

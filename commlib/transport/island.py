@@ -1,17 +1,18 @@
-"""The ranks that have the other parts of this rank's sharded model: how they fare, told to the ranks of its group.
+"""Lifelines between the ranks that hold the shards of one model replica, and reports of their failures to other ranks.
 
-[Note: islands] The ranks of an island ([Note: replicas of shards]), mates, wait for each other in collectives of FSDP2
-or tensor parallelism, whose errors and time limits are not commlib's. So a rank whose mate is gone or stopped stays
-away from its own group's collectives, and would be blamed for it. Each rank therefore has lifelines to its mates, too:
+[Note: islands] The ranks of an island ([Note: replicas of shards]) wait for each other in collectives of FSDP2 or
+tensor parallelism, whose errors and timeouts commlib does not control. If one of them has exited or is stopped, the
+others miss the collectives of their own groups and would be blamed. Each rank therefore also has lifelines to the other
+ranks of its island:
 
-    a mate is gone            its process has ended: log it, say ELSEWHERE to the group, end the exchanges under way
-    a mate says ELSEWHERE     it has met a failure in its group: log it, say ELSEWHERE to the group
-    the group has a failure   say ELSEWHERE to the mates; where no exchange of this rank is under way, log it
-    the group missed us       a peer TIMED_OUT: say LOOKS to the group, whose verdict then waits, and ask the mates; if
-                              one does not answer it is stopped, or its machine is gone: log it, say ELSEWHERE to the
-                              group, else HERE
+    an island rank has exited     log it, send ELSEWHERE to the group, end the exchanges in progress
+    an island rank: ELSEWHERE     a failure in its group: log it, send ELSEWHERE to the group
+    a failure in the group        send ELSEWHERE to the island; log it if no exchange of this rank is in progress
+    a peer TIMED_OUT              send LOOKS to the group, whose verdict then waits, and ASKS to the island. If an
+                                  island rank does not answer, it is stopped or its host is down: log it and send
+                                  ELSEWHERE to the group, else HERE
 
-Nothing here ends a collective of another library.
+commlib never ends a collective of another library.
 """
 
 from __future__ import annotations
@@ -31,47 +32,47 @@ from commlib.transport.rendezvous import all_said, meet
 
 _log = logging.getLogger("commlib")
 
-#: How long a mate that is asked whether it is there may take to answer, in seconds.
+#: How long an island rank may take to answer ASKS, in seconds.
 _ANSWER_S = 3.0
-#: How often to look whether they have answered, in seconds.
+#: The polling interval for these answers, in seconds.
 _LOOK_S = 0.05
 
 _MEANWHILE = (
     "Its next exchange raises or times out; a collective of FSDP2 or tensor parallelism in which it waits may last as "
-    "long as the time limit of its process group"
+    "long as the timeout of its process group"
 )
 
 
 class Island:
-    """This rank's lifelines to its mates; see [Note: islands].
+    """This rank's lifelines to the other ranks of its island; see [Note: islands].
 
     Args:
-        sockets: Connected sockets, by the place of a mate in `ranks`; owned from here on.
+        sockets: Connected sockets, by a rank's index in `ranks`. This object takes ownership.
         rank: This rank, in the default group.
-        ranks: Those of the island, in the default group.
-        abort: Ends the exchanges with the group, on the thread of these lifelines.
+        ranks: The ranks of the island, in the default group.
+        abort: Ends the exchanges with the group. Called on the thread of these lifelines.
     """
 
     def __init__(
         self, sockets: Mapping[int, socket.socket], rank: int, ranks: Sequence[int], abort: Callable[[], None]
     ) -> None:
-        self.failure: TransportError | None = None  # what has become of a mate, once it is gone
+        self.failure: TransportError | None = None  # the error for a lost island rank
         self._rank, self._ranks, self._abort = rank, ranks, abort
         self._logged: set[str] = set()
         self._asked_s: float | None = None
         self._lifelines = Lifelines(sockets, self._react)
 
     def _react(self, mates: Lifelines) -> None:
-        """Take what mates say. On the thread of their lifelines."""
+        """React to news from the island, on the thread of its lifelines."""
         for place, peer in mates.peers.items():
             if peer.ending not in (None, "left"):
                 self._lose(self._ranks[place], peer)
             elif peer.is_bystander or peer.has_reported:
-                self._pass_on(f"{_mate(self._ranks[place])}, has met a failure elsewhere, which its own error names")
+                self._pass_on(f"{_mate(self._ranks[place])}, is affected by another rank's failure; see its error")
                 blame_elsewhere(mates)
 
     def _lose(self, rank: int, peer: Peer) -> None:
-        how = HOW[peer.ending or ""] if peer.is_to_blame else "ended after a failure elsewhere, which its error names"
+        how = HOW[peer.ending or ""] if peer.is_to_blame else "ended after another rank's failure; see its error"
         words = f"{_mate(rank)}, {how}"
         self.failure = self.failure or PeerFailure(f"rank {self._rank}: {words}", [rank] if peer.is_to_blame else [])
         (self._log if peer.is_to_blame else self._pass_on)(words)
@@ -79,21 +80,21 @@ class Island:
         self._abort()
 
     def hear(self, group: Lifelines, is_waiting: bool) -> float | None:
-        """Take what the ranks of the group say; return in how many seconds to be called again. On their thread.
+        """React to news from the group, on the thread of its lifelines; return the seconds until the next call.
 
         Args:
             group: The group's lifelines.
-            is_waiting: Whether an exchange of this rank is under way, which will raise.
+            is_waiting: Whether an exchange of this rank is in progress, which will raise.
         """
         if not group.lost() and not group.bystanders():
             return None
         self._lifelines.say(Word.ELSEWHERE)
         if not is_waiting:
-            self._pass_on("a rank of this rank's group is gone, or has met a failure, which its own error names")
+            self._pass_on("a rank of this rank's group has exited or failed; its own error names the cause")
         return self._look(group) if any(peer.timed_out for peer in group.peers.values()) else None
 
     def _look(self, group: Lifelines) -> float | None:
-        """Find mates that are stopped, for which this rank may be waiting while its group waits for it."""
+        """Check for stopped island ranks, for which this rank may be waiting while its group waits for it."""
         if self._asked_s is None:
             self._asked_s = time.monotonic()
             group.say(Word.LOOKS)
@@ -103,35 +104,35 @@ class Island:
         if silent and time.monotonic() < self._asked_s + _ANSWER_S:
             return _LOOK_S
         for place in silent:
-            how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its machine is gone"
+            how = f"does not answer within {_ANSWER_S:g} s: it is stopped, or its host is down"
             self._log(f"{_mate(self._ranks[place])}, {how}")
         group.say(Word.ELSEWHERE if silent else Word.HERE)
         return None
 
     def check(self) -> None:
-        """Raise `EndedError` if a mate is gone."""
+        """Raise `EndedError` if an island rank was lost."""
         if self.failure is not None:
             raise EndedError(str(self.failure))
 
     def close(self, goodbye: Word) -> bool:
-        """Say goodbye to the mates; return whether a failure among them is known, which excuses this rank."""
+        """Send a goodbye; return whether a failure in the island is known, which excuses this rank."""
         self._lifelines.close(goodbye)
         return bool(self._lifelines.lost() or self._lifelines.bystanders())
 
     def _pass_on(self, words: str) -> None:
-        """Log a failure that others have met, unless there was one before: more of it comes from all sides."""
+        """Log a failure that other ranks report, unless one was logged before: it arrives repeatedly."""
         if not self._logged:
             self._log(words)
 
     def _log(self, words: str) -> None:
-        """Log it, once."""
+        """Log a failure once."""
         if words not in self._logged:
             self._logged.add(words)
             _log.error("rank %d: %s. %s", self._rank, words, _MEANWHILE)
 
 
 def _mate(rank: int) -> str:
-    return f"rank {rank}, which has other parts of this rank's sharded model"
+    return f"rank {rank}, which holds other shards of this rank's model"
 
 
 def join_island(
@@ -140,14 +141,14 @@ def join_island(
     """Connect the ranks of an island. Collective over them.
 
     Args:
-        store: The default group's.
+        store: The default group's store.
         rank: See `Island`.
         ranks: See `Island`.
-        timeout_s: How long to wait for the others.
+        timeout_s: How long to wait for the other ranks.
         abort: See `Island`.
 
     Raises:
-        PeerTimeout: Ranks did not come.
+        PeerTimeout: Ranks did not arrive.
         PeerFailure: Ranks died.
         TransportError: The ranks cannot be connected.
     """
@@ -156,7 +157,7 @@ def join_island(
     _, part, made, accepted = meet(store, place, ranks, timeout_s, Word.LOST.value)
     used = {mate: (made if place < mate else accepted)[mate] for mate in made}
     island = Island(used, rank, ranks, abort)
-    try:  # a connection that ends before all are here is one of a rank that died
+    try:  # a connection that closes before all ranks have connected means that its rank died
         all_said(dist.PrefixStore("connected", part), place, ranks, "", timeout_s, island.check)
     except (TimeoutError, EndedError) as error:
         island.close(Word.GAVE_UP)

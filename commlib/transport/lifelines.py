@@ -1,14 +1,15 @@
-"""Who is alive, who reports a failure, and who is to blame for it: one TCP connection per pair of ranks.
+"""Failure detection over one TCP connection per pair of ranks, and the attribution of failures to ranks.
 
-[Note: lifelines] A collective that breaks does not say why: a rank sees the connection of a neighbour end, who has only
-ended it because its own neighbour did. So every pair of ranks has a connection of its own that carries single bytes,
-and otherwise says by being open that the peer is alive: the kernel closes those of a killed process, and keeps those of
-one that is stopped or busy. What a peer says before its connection ends tells why it ends. Silence accuses nobody of
-having died; it does of not having come, once the timeout is over and all who came have said so.
+[Note: lifelines] The error of a broken collective does not name the cause. A rank sees the connection to a neighbour
+close, but the neighbour may have closed it only because its own neighbour failed. So every pair of ranks has an extra
+connection, a *lifeline*, that carries single-byte words. An open lifeline means that the peer is alive: the kernel
+closes the connections of a killed process, and keeps those of a stopped or busy one. The word that a peer sends before
+its lifeline closes gives the reason. A silent peer is never reported as dead. It is reported as late once the timeout
+has passed and all ranks that arrived have reported this.
 
-The first rank that notices says so, before it ends its own collectives. One thread reads all lifelines of a
-communicator, blocked while nothing comes. When there is news it ends the collectives that are in vain, so that every
-rank knows at once, whether the rank that is gone is its neighbour or not.
+The first rank that notices a failure reports it before it ends its own collectives. One thread per communicator reads
+all lifelines and blocks while no data arrives. On news it ends the collectives that can no longer complete, so every
+rank learns of the failure at once, whether or not the failed rank is its neighbour.
 """
 
 from __future__ import annotations
@@ -30,56 +31,56 @@ from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
 
-#: How much later than the first that ended another one is to blame as well, in seconds.
+#: Ranks that end within this time after the first one are blamed as well, in seconds.
 TOGETHER_S = 0.1
-#: How long a rank that left in good order is not blamed yet, as the word on another may be on its way, in seconds.
+#: A rank that left cleanly is not blamed for this long, as a report about another rank may follow, in seconds.
 SETTLE_S = 0.5
-#: How much longer a verdict waits for a rank that looks for the one that holds it up, in seconds.
+#: How much longer a verdict waits for a rank that is searching for the rank that blocks it, in seconds.
 LOOKING_S = 10.0
-#: How long closing waits for the thread, in seconds.
+#: How long `close` waits for the thread, in seconds.
 _JOIN_S = 5.0
 
 
 class Word(Enum):
-    """What a rank says, one byte each; see [Note: lifelines]."""
+    """The messages that ranks send, one byte each; see [Note: lifelines]."""
 
-    TIMED_OUT = b"T"  # I waited in vain for the whole timeout
-    LOST = b"L"  # a collective of mine broke
-    ELSEWHERE = b"P"  # another communicator of mine broke, because of a peer
-    GAVE_UP = b"A"  # I end this communicator, for a reason of my own
-    FAILED = b"E"  # goodbye: an exception ends my process
+    TIMED_OUT = b"T"  # a collective of the sender waited for the whole timeout
+    LOST = b"L"  # a collective of the sender broke
+    ELSEWHERE = b"P"  # another communicator of the sender broke because of a peer
+    GAVE_UP = b"A"  # the sender ends this communicator for a reason of its own
+    FAILED = b"E"  # goodbye: an exception ends the sender's process
     LEFT = b"G"  # goodbye
-    ASKS = b"?"  # say that you are there
-    HERE = b"!"  # I am there
-    LOOKS = b"W"  # I look whether a rank outside this group holds me up; ELSEWHERE or HERE follows
+    ASKS = b"?"  # request for HERE
+    HERE = b"!"  # reply to ASKS
+    LOOKS = b"W"  # the sender checks whether a rank outside this group blocks it; ELSEWHERE or HERE follows
 
 
 _WORDS = {word.value: word for word in Word}
 
-#: How a peer that ended, for a reason of its own, did so.
+#: The endings that a peer announces.
 _ENDINGS = {Word.GAVE_UP: "gave up", Word.FAILED: "failed", Word.LEFT: "left"}
 KILLED = "killed"
 
 HOW = {
-    KILLED: "was killed, or its machine is gone: its connection ended without a goodbye",
+    KILLED: "was killed, or its host is down: its connection closed without a goodbye",
     "failed": "ended with an exception",
     "gave up": "ended this model's communication, after an error of its own or in commlib.unwrap",
-    "left": "left: its script is over, or it called commlib.unwrap",
+    "left": "left: its script finished, or it called commlib.unwrap",
 }
 
 
 @dataclass
 class Peer:
-    """What is known of a peer.
+    """The known state of a peer.
 
     Attributes:
-        has_reported: It said that a collective of this communicator broke, so that it is not to blame.
-        timed_out: That, after the whole timeout.
-        is_bystander: It said that another of its communicators broke because of a peer.
-        is_looking: It said that it looks for a rank that holds it up, and not yet what it found.
-        ending: How it ended ("killed", "failed", "gave up", "left"); None while it has not.
-        ended_s: When that was noticed, `time.monotonic()`.
-        heard_s: When it last said something.
+        has_reported: The peer reported a broken collective of this communicator, so it is not to blame.
+        timed_out: The peer reported this after the whole timeout.
+        is_bystander: The peer reported that another of its communicators broke because of a peer.
+        is_looking: The peer is searching for the rank that blocks it and has not reported the result yet.
+        ending: How the peer ended ("killed", "failed", "gave up", "left"); None while it is alive.
+        ended_s: When this rank noticed the end, `time.monotonic()`.
+        heard_s: When the last word arrived, `time.monotonic()`.
     """
 
     has_reported: bool = False
@@ -91,7 +92,7 @@ class Peer:
     heard_s: float = 0.0
 
     def hear(self, word: Word) -> None:
-        """Take a word."""
+        """Process a word."""
         self.heard_s = time.monotonic()
         self.is_looking = word is Word.LOOKS or (self.is_looking and word is Word.ASKS)
         if word in _ENDINGS:
@@ -105,25 +106,25 @@ class Peer:
             self.timed_out |= word is Word.TIMED_OUT
 
     def end(self, ending: str) -> None:
-        """Note how it ended; the first word counts."""
+        """Record how the peer ended; the first call counts."""
         self.is_looking = False
         if self.ending is None:
             self.ending, self.ended_s = ending, time.monotonic()
 
     @property
     def is_to_blame(self) -> bool:
-        """Whether it ended for a reason of its own."""
+        """Whether the peer ended for a reason of its own."""
         return self.ending is not None and not self.has_reported and not self.is_bystander
 
 
 class Verdict(NamedTuple):
-    """Who is to blame for a collective that broke.
+    """The ranks to blame for a broken collective.
 
     Attributes:
-        timed_out: Whether ranks did not come in time; else a rank died or left.
-        ranks: Those ranks, within the group; empty where they are not known.
-        why: Words.
-        blames: Whether these ranks are to blame, and not only met by what another one did.
+        timed_out: Whether ranks did not arrive in time; otherwise a rank died or left.
+        ranks: These ranks, within the group; empty if unknown.
+        why: The reason, for the error message.
+        blames: Whether these ranks are the cause. False if they ended because of another rank's failure.
     """
 
     timed_out: bool
@@ -132,11 +133,11 @@ class Verdict(NamedTuple):
     blames: bool = True
 
 
-_ALL_WERE_THERE = "every other rank says that it was there"
+_ALL_WERE_THERE = "every other rank reports that it was there"
 
 
 def judge(peers: Mapping[int, Peer], timed_out: bool) -> Verdict:
-    """Return who is to blame, by what is known. `timed_out`: this rank waited in vain for the whole timeout."""
+    """Return the ranks to blame, given the state of `peers`. `timed_out`: this rank waited for the whole timeout."""
     culprits = [rank for rank, peer in peers.items() if peer.is_to_blame and peer.ending != "left"]
     if culprits:
         first_s = min(peers[rank].ended_s for rank in culprits)
@@ -147,10 +148,10 @@ def judge(peers: Mapping[int, Peer], timed_out: bool) -> Verdict:
         absent = {rank: peer for rank, peer in peers.items() if not peer.has_reported and peer.ending is None}
         if silent := [rank for rank, peer in absent.items() if not peer.is_bystander]:
             return Verdict(True, silent, "")
-        return Verdict(True, [], "those who did not come say that others hold them up" if absent else _ALL_WERE_THERE)
+        return Verdict(True, [], "the absent ranks report that other ranks block them" if absent else _ALL_WERE_THERE)
     if followers := [r for r, peer in peers.items() if peer.ending and peer.is_bystander and not peer.has_reported]:
-        return Verdict(False, followers, "ended after a failure in another communicator of theirs", False)
-    return Verdict(False, [], "no rank is known to have ended; the connection between two of them broke")
+        return Verdict(False, followers, "ended after a failure in another communicator", False)
+    return Verdict(False, [], "no rank is known to have ended; a connection between two ranks broke")
 
 
 def _ended(peers: Mapping[int, Peer], ranks: list[int]) -> Verdict:
@@ -159,18 +160,18 @@ def _ended(peers: Mapping[int, Peer], ranks: list[int]) -> Verdict:
 
 
 class Lifelines:
-    """This rank's ends of its lifelines, and the thread that reads them.
+    """This rank's lifelines and the thread that reads them.
 
     Args:
-        sockets: Connected sockets, by peer; owned from here on.
-        react: Called on the thread after news, and after as many seconds as it returned; None waits for news.
-            It must not hold what closes the lifelines.
+        sockets: Connected sockets, by peer. This object takes ownership.
+        react: Called on the thread after news. Returns the seconds until its next call, or None to wait for news. It
+            must not hold a reference to the object that closes the lifelines.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], react: Callable[[Lifelines], float | None]) -> None:
         self.peers = {peer: Peer() for peer in sockets}
         self.said: set[Word] = set()
-        self.has_news = False  # whether any peer has said anything: false all the time in most runs
+        self.has_news = False  # whether any peer has sent a word or ended; stays False in most runs
         self._sockets = dict(sockets)
         self._react = react
         self._news = locks.condition("lifelines.news")
@@ -186,7 +187,7 @@ class Lifelines:
         _all.add(self)
 
     def say(self, word: Word) -> None:
-        """Tell every peer; only once. Returns at once."""
+        """Send a word to every peer, at most once. Does not block."""
         with self._speaking:
             if word in self.said or self._is_closed:
                 return
@@ -195,42 +196,42 @@ class Lifelines:
                 _send(each, word)
 
     def ask(self) -> None:
-        """Have every peer say that it is there: `Peer.heard_s` is then later than now. Returns at once."""
+        """Request a sign of life from every peer, which updates `Peer.heard_s`. Does not block."""
         with self._speaking:
             for each in () if self._is_closed else self._sockets.values():
                 _send(each, Word.ASKS)
 
     def report(self, timed_out: bool) -> None:
-        """Tell the peers that a collective broke; on other communicators, that a peer ended one of this process."""
+        """Report a broken collective to the peers, and ELSEWHERE to the peers of all other communicators."""
         self.say(Word.TIMED_OUT if timed_out else Word.LOST)
         blame_elsewhere(self)
 
     def give_up(self) -> None:
-        """Tell the peers that this rank ends the communicator, unless it has told them before why."""
+        """Notify the peers that this rank ends the communicator, unless it has already given a reason."""
         if not self.said:
             self.say(Word.GAVE_UP)
 
     @property
     def has_broken(self) -> bool:
-        """Whether a peer has said that this communicator is of no more use."""
+        """Whether a peer has reported that this communicator is unusable."""
         return any(peer.has_reported or peer.ending == "gave up" for peer in self.peers.values())
 
     def lost(self) -> dict[int, Peer]:
-        """Return the peers that have ended, but not in good order.
+        """Return the peers that have ended, except those that left cleanly.
 
-        One that left in good order has done its part of all that it took part in, though this rank may not have come
-        to it yet: what it sent is still to be received. What it did not take part in breaks with its connections.
+        A peer that left cleanly has completed all collectives that it took part in. This rank may be behind and can
+        still receive the data. Collectives that the peer did not join fail when its connections close.
         """
         return {rank: peer for rank, peer in self.peers.items() if peer.ending not in (None, "left")}
 
     def bystanders(self) -> set[int]:
-        """Return the ranks that have said that they met another one's failure."""
+        """Return the ranks that have reported a failure of another rank."""
         return {rank for rank, peer in self.peers.items() if peer.has_reported or peer.is_bystander}
 
     def verdict(self, limit_s: float) -> Verdict:
-        """Return who is to blame for a collective that broke, as soon as it is clear.
+        """Return the ranks to blame for a broken collective, as soon as they are determined.
 
-        At the latest after `limit_s`, and `LOOKING_S` more while a rank looks for the one that holds it up.
+        Waits at most `limit_s`, plus `LOOKING_S` while a rank is searching for the rank that blocks it.
         """
         began_s = time.monotonic()
         with self._news:
@@ -239,24 +240,24 @@ class Lifelines:
         return judge(self.peers, Word.TIMED_OUT in self.said)
 
     def _unsettled_s(self, began_s: float, limit_s: float) -> float:
-        """Return how much longer words may come that change the verdict, in seconds."""
+        """Return how much longer a word may arrive that changes the verdict, in seconds."""
         now_s, peers = time.monotonic(), self.peers.values()
         ends = [began_s + limit_s + LOOKING_S * any(peer.is_looking for peer in peers)]
         ends += [peer.ended_s + TOGETHER_S for peer in peers if peer.is_to_blame and peer.ending != "left"]
         if any(peer.is_to_blame for peer in peers):
             ends.append(began_s + SETTLE_S)
-        late = Word.TIMED_OUT in self.said  # then a bystander that has not come is excused
+        late = Word.TIMED_OUT in self.said  # then a bystander that has not arrived is excused
         if all(peer.has_reported or peer.ending is not None or (late and peer.is_bystander) for peer in peers):
             ends.append(began_s)
         return min(ends) - now_s
 
     def ring(self) -> None:
-        """Have the thread look at the works under way."""
+        """Wake the thread, so that it checks the pending works."""
         with contextlib.suppress(OSError):
             self._ringer.send(b"!")
 
     def close(self, goodbye: Word) -> None:
-        """Say goodbye, end the thread and the connections. Harmless when called twice."""
+        """Send the goodbye and end the thread and the connections. Idempotent."""
         self.say(goodbye)
         with self._speaking:
             if self._is_closed:
@@ -285,7 +286,7 @@ class Lifelines:
             wait_s = self._react(self)
 
     def _listen(self, peer: int | None) -> bool:
-        """Take what a peer (None: this process) says; return whether more may come."""
+        """Process the data from a peer (None: this process); return whether more may arrive."""
         source = self._bell if peer is None else self._sockets[peer]
         try:
             heard = source.recv(64)
@@ -299,7 +300,7 @@ class Lifelines:
         for byte in heard:
             word = _WORDS.get(bytes([byte]))
             if word is None:
-                _log.warning("dropped the lifeline of rank %d: it said %r, which is no word", peer, bytes([byte]))
+                _log.warning("dropped the lifeline of rank %d: it sent %r, an unknown word", peer, bytes([byte]))
                 heard = b""
                 break
             self.peers[peer].hear(word)
@@ -316,11 +317,11 @@ def _send(connection: socket.socket, word: Word) -> None:
 
 
 _all: WeakMembers[Lifelines] = WeakMembers(locks.lock("lifelines", is_of_process=True))
-os.register_at_fork(after_in_child=_all.clear)  # a child speaks for itself alone
+os.register_at_fork(after_in_child=_all.clear)  # a child must not send words in its parent's name
 
 
 def blame_elsewhere(told: Lifelines | None = None) -> None:
-    """Tell the peers of every communicator but one that a peer ended another one: this process may end as well."""
+    """Send ELSEWHERE to the peers of every communicator except `told`: this process may end because of a peer."""
     for lifelines in _all.alive():
         if lifelines is not told:
             lifelines.say(Word.ELSEWHERE)

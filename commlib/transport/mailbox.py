@@ -1,23 +1,25 @@
-"""One-sided messages between ranks: a peer's own threads answer, whatever its training thread does.
+"""One-sided messages between ranks, answered by threads of the peer independently of its training thread.
 
-Every rank has a TCP connection to every other, made once, at set-up, and known by a random token that the ranks
-exchanged over their communicator. A rank *asks* on its own connections and *answers* on those of its peers:
+Every rank has a TCP connection to every other rank. Connections are created once, at set-up, and authenticated by a
+random token that the ranks exchanged over their communicator. A rank *asks* on the connections that it opened and
+*answers* on those that its peers opened:
 
     asking rank                                   answering rank
     ask(peer, message, on_reply)                  answer(rank, message, reply)
       its line's thread sends, waits       --->     that connection's thread calls `answer`, which calls `reply`
       on_reply(message) on that thread     <---
 
-Questions to one peer are sent one after the other; each waits for its reply, however long that takes: a stopped process
-is not a dead one. Nothing runs while idle but blocked receives.
+Questions to one peer are sent one after the other. Each waits for its reply without a timeout, because a stopped
+process may continue later. While idle, all threads block in receives.
 
-[Note: how a peer ends] A rank that closes its mailbox says goodbye on its own connections first. What a peer is tells
-the connection that it made: *here*; *left* (a goodbye); *failed* (a goodbye while an exception ends the process);
-*lost* (the connection ended without one: the process was killed). TCP's own probes find a machine that is gone.
-A rank that ends because another has died says so first, over the transport, and is not blamed (`Transport.blame`).
+[Note: how a peer ends] A rank that closes its mailbox first sends a goodbye on the connections that it opened. The
+connection that a peer opened determines the peer's state: *here*; *left* (a goodbye); *failed* (a goodbye while an
+exception ends the process); *lost* (the connection closed without a goodbye: the process was killed). TCP keepalive
+probes detect a host that is down. A rank that ends because another rank died first reports this over the transport and
+is not blamed (`Transport.blame`).
 
-CUDA tensors are the caller's matter: payloads are host memory. A question may be made on the line's thread, so that
-copies from a device are waited for there.
+Payloads are host memory; the caller copies CUDA tensors. A question may be created on the line's thread, so that copies
+from a device are waited for there.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ from commlib.transport.rendezvous import name_of
 _log = logging.getLogger("commlib")
 
 _HEADER = struct.Struct("<4sBqIQ")  # magic, kind, number, number of terms, bytes of payload
-#: What a message takes beside its payload.
+#: Bytes of a message without its payload.
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"CMM1"
 _LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
 
-#: How long closing waits for a message that is being sent, so that a goodbye can follow it, in seconds.
+#: How long closing waits for a message in transmission, so that a goodbye can follow it, in seconds.
 _GOODBYE_S = 2.0
-#: How long closing waits for each of its threads, in seconds.
+#: How long closing waits for its threads, in seconds.
 _JOIN_S = 1.0
-#: How long a line that broke waits for the word of the peer's own connection, in seconds.
+#: How long a line that broke waits for a goodbye on the connection that the peer opened, in seconds.
 _VERDICT_S = 1.0
 
 
@@ -65,10 +67,10 @@ class Message(NamedTuple):
     """A question or a reply.
 
     Attributes:
-        kind: The algorithm's own word, 0 to 253.
-        number: A version, a round: the algorithm's own, 64 bits.
-        payload: Bytes; of a received message a view of a buffer that the next message on that connection overwrites.
-        num_terms: How many things the payload sums up: the algorithm's own, 32 bits without a sign.
+        kind: Defined by the algorithm, 0 to 253.
+        number: Defined by the algorithm, such as a version or a round; a signed 64-bit integer.
+        payload: Bytes. In a received message, a view of a buffer that the next message on that connection overwrites.
+        num_terms: Defined by the algorithm, the number of values summed in the payload; an unsigned 32-bit integer.
     """
 
     kind: int
@@ -77,12 +79,12 @@ class Message(NamedTuple):
     num_terms: int = 0
 
 
-#: Answers a question of `rank`: calls `reply` once; the reply's payload may be changed again when that returns.
+#: Answers a question of `rank` by one call of `reply`. The reply's payload may be modified once `reply` returns.
 Answer = Callable[[int, Message, Callable[[Message], None]], None]
 
 
 class Presence(Enum):
-    """What is known of a peer; see [Note: how a peer ends]."""
+    """The known state of a peer; see [Note: how a peer ends]."""
 
     HERE = "here"
     LEFT = "left"
@@ -91,17 +93,17 @@ class Presence(Enum):
 
 
 class Mailbox:
-    """This rank's connections. Collective to make; everything after that is one-sided.
+    """This rank's connections for one-sided messages. The constructor is collective.
 
     Args:
-        transport: The ranks, and how they tell each other their addresses.
-        answer: A bound method that answers; held weakly, so that a mailbox never keeps a model alive. Called on the
-            asking peer's thread, several at once.
+        transport: Defines the ranks and exchanges their addresses.
+        answer: A bound method that answers questions; held weakly, so that a mailbox never keeps a model alive. Called
+            on one thread per asking peer, concurrently.
         max_request: The largest payload of a question, in bytes.
 
     Raises:
         PeerTimeout: A rank did not connect within the transport's timeout.
-        TransportError: A connection could not be made.
+        TransportError: A connection could not be established.
     """
 
     def __init__(self, transport: Transport, answer: Answer, max_request: int = 0) -> None:
@@ -120,14 +122,14 @@ class Mailbox:
     def ask(
         self, peer: int, message: Message | Callable[[], Message], on_reply: Callable[[Message], None], into: Any = None
     ) -> None:
-        """Send a question to `peer`; returns at once. Nothing is sent to a peer that has ended.
+        """Send a question to `peer`. Does not block. Has no effect if the peer has ended.
 
         Args:
-            peer: Another rank, or this one, which answers itself on a thread of its own.
-            message: The question, or what makes it, on the line's thread, when its turn has come. Its payload must not
-                change until the reply is there.
-            on_reply: Called on the line's thread with the reply; never, if the peer ends before.
-            into: A writable buffer of bytes for the reply's payload, which must fit; None for replies without one.
+            peer: A rank. This rank answers its own questions on a separate thread.
+            message: The question, or a function that creates it on the line's thread just before it is sent. Its
+                payload must not change until the reply has arrived.
+            on_reply: Called on the line's thread with the reply; never called if the peer ends first.
+            into: A writable buffer of bytes that fits the reply's payload; None for replies without a payload.
         """
         state = self._state
         if peer == self.rank and peer not in state.lines:
@@ -136,36 +138,37 @@ class Mailbox:
             state.lines[peer].jobs.put((message, on_reply, into))
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank in the default group of a rank of this group, for errors."""
+        """Return the rank in the default group of a rank of this group, for error messages."""
         return self._transport.global_ranks[rank]
 
     def presence(self, peer: int) -> Presence:
-        """Return what is known of a peer now."""
+        """Return the current state of a peer."""
         return self._state.presence[peer]
 
     def present(self) -> list[int]:
-        """Return the other ranks that are there."""
+        """Return the other ranks that have not ended."""
         return [r for r, state in enumerate(self._state.presence) if r != self.rank and state is Presence.HERE]
 
     def check(self) -> None:
-        """Raise what went wrong in the background since.
+        """Raise the first error of the background threads, or the failure of a peer.
 
         Raises:
             PeerFailure: A peer died or failed.
+            TransportError: This rank could not answer a peer.
         """
         if self._state.error is not None:
             raise TransportError(f"rank {self.rank}: answering a peer failed: {self._state.error!r}") from (
                 self._state.error
             )
         if self._ended():
-            time.sleep(TOGETHER_S)  # for the word of others, and for ranks that died at the same time
+            time.sleep(TOGETHER_S)  # for reports of other ranks, and for ranks that died at the same time
             raise self._failure()
 
     def _ended(self) -> list[int]:
         return [r for r, state in enumerate(self._state.presence) if state in _HOW]
 
     def _failure(self) -> PeerFailure:
-        """Return the error that names those that ended first, but for those that did because others had."""
+        """Return the error that names the ranks that ended first, excluding ranks that ended because of others."""
         state, transport = self._state, self._transport
         gone = set(self._ended()) - transport.bystanders() or set(self._ended())
         first_s = min(state.ended_s[rank] for rank in gone)
@@ -173,36 +176,36 @@ class Mailbox:
         transport.blame()
         how = ", ".join(f"rank {transport.global_ranks[rank]} {_HOW[state.presence[rank]]}" for rank in gone)
         return PeerFailure(
-            f"{name_of(self.rank, transport.global_ranks)}: {how}; the others cannot go on with it",
+            f"{name_of(self.rank, transport.global_ranks)}: {how}; the other ranks cannot continue",
             [transport.global_ranks[rank] for rank in gone],
         )
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes of payloads sent so far, questions and replies."""
+        """Bytes of payloads sent so far, in questions and replies."""
         return self._state.bytes_sent
 
     def close(self) -> None:
-        """Say goodbye, end all connections and threads. Harmless when called twice."""
+        """Send a goodbye and end all connections and threads. Idempotent."""
         if self._finalizer.detach():
             _close(self._state, _LEFT)
 
 
 _HOW = {
     Presence.FAILED: "ended with an exception",
-    Presence.LOST: "is gone without a goodbye: it was killed, or its machine does not answer",
+    Presence.LOST: "disconnected without a goodbye: it was killed, or its host does not answer",
 }
 
 
 class _State:
-    """What the threads share; apart from the mailbox, so that they do not keep it alive."""
+    """State shared by the threads; separate from the mailbox, so that the threads do not keep the mailbox alive."""
 
     def __init__(self, rank: int, world_size: int, answer: Answer, max_request: int) -> None:
         self.rank = rank
         self.answer: Callable[[], Answer | None] = weakref.WeakMethod(answer)
         self.max_request = max_request
         self.presence = [Presence.HERE] * world_size
-        self.ended_s = [0.0] * world_size  # when that was noticed of a peer that has ended
+        self.ended_s = [0.0] * world_size  # when this rank noticed the end of each peer that has ended
         self.pid = os.getpid()
         self.lines: dict[int, _Line | _OwnLine] = {}
         self.servers: list[tuple[socket.socket, threading.Thread]] = []
@@ -212,13 +215,13 @@ class _State:
         self._counting = locks.lock("mailbox.counting")
 
     def send(self, connection: socket.socket, message: Message) -> None:
-        """Send a message, whose payload counts first: whoever has received it finds it counted."""
+        """Send a message. Its payload is counted first, so that the count includes every message received by a peer."""
         with self._counting:
             self.bytes_sent += len(message.payload)
         _send(connection, message)
 
     def set_presence(self, peer: int, presence: Presence, why: str = "") -> None:
-        """Note how a peer ended; the first word counts."""
+        """Record how a peer ended; the first call counts."""
         if self.presence[peer] is Presence.HERE and not self.is_closing:
             self.ended_s[peer] = time.monotonic()
             self.presence[peer] = presence
@@ -226,7 +229,7 @@ class _State:
 
 
 class _Line:
-    """The connection on which this rank asks one peer, and its thread."""
+    """The connection for questions to one peer, and its thread."""
 
     def __init__(self, state: _State, peer: int, connection: socket.socket) -> None:
         self.peer = peer
@@ -255,7 +258,7 @@ class _Line:
 
 
 class _OwnLine:
-    """How a rank asks itself: a thread that answers; made when it is needed."""
+    """A thread that answers this rank's own questions; created on first use."""
 
     def __init__(self, state: _State) -> None:
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -287,7 +290,7 @@ def _handed(message: Message, into: Any) -> Message:
 
 
 def _serve(state: _State, peer: int, connection: socket.socket) -> None:
-    """Answer one peer until it says goodbye. The body of a thread."""
+    """Answer one peer until it sends a goodbye. The body of a thread."""
     buffer = None
 
     def room(nbytes: int) -> memoryview:
@@ -298,7 +301,7 @@ def _serve(state: _State, peer: int, connection: socket.socket) -> None:
         return memoryview(buffer)[:nbytes]
 
     def reply(message: Message) -> None:
-        with contextlib.suppress(OSError):  # the peer has ended; its goodbye, if it said one, is still to be read
+        with contextlib.suppress(OSError):  # the peer has ended; its goodbye, if it sent one, is still to be read
             state.send(connection, message)
 
     try:
@@ -321,7 +324,7 @@ def _serve(state: _State, peer: int, connection: socket.socket) -> None:
 
 
 class _Malformed(Exception):
-    """Bytes that are no message."""
+    """Bytes that are not a message."""
 
 
 def _send(connection: socket.socket, message: Message) -> None:
@@ -331,11 +334,11 @@ def _send(connection: socket.socket, message: Message) -> None:
 
 
 def _receive(connection: socket.socket, room: Callable[[int], memoryview]) -> Message:
-    """Receive one message; `room(nbytes)` gives the buffer for its payload.
+    """Receive one message; `room(nbytes)` returns the buffer for its payload.
 
     Raises:
-        EOFError: The connection ended.
-        _Malformed: What came is no message.
+        EOFError: The connection closed.
+        _Malformed: The received bytes are not a message.
     """
     header = bytearray(_HEADER.size)
     fill(connection, memoryview(header))
@@ -359,7 +362,7 @@ def _room(into: Any, nbytes: int) -> memoryview:
 
 
 def _connect(state: _State, transport: Transport) -> None:
-    """Make the connections and their threads."""
+    """Open the connections and start their threads."""
     lines, servers = connect_all(transport)
     state.lines.update({peer: _Line(state, peer, connection) for peer, connection in lines.items()})
     for peer, connection in servers.items():
@@ -373,13 +376,14 @@ def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thr
 
 
 def _close(state: _State, goodbye: int | None) -> None:
-    """Say goodbye on every line, then end the connections and their threads.
+    """Send a goodbye on every line, then end the connections and their threads.
 
     Args:
-        state: The mailbox's.
-        goodbye: The kind; None, at the interpreter's exit, finds out whether an exception ends the process.
+        state: The mailbox's state.
+        goodbye: The kind of goodbye. None, at the interpreter's exit, selects it by whether an exception ends the
+            process.
     """
-    if os.getpid() != state.pid:  # a forked child; the connections are its parent's
+    if os.getpid() != state.pid:  # a forked child; its parent owns the connections
         return
     if goodbye is None:
         goodbye = _LEFT if getattr(sys, "last_value", None) is None else _FAILED

@@ -1,25 +1,27 @@
-"""NCCL's backends: their names, their works, in which order their kernels start, and how they end.
+"""NCCL backends: their creation, their works, the order of their kernels, and their shutdown.
 
-Who notices that a work is late or broken, and what follows: [Note: NCCL works] in `transport/watch.py`.
+See [Note: NCCL works] in `transport/watch.py` for the detection and handling of late and broken works.
 
-[Note: ending NCCL] A kernel that has ended here may still have data on the way: NCCL's proxy threads send it. An
-abort would cut that off for peers that are later. So a communicator that is whole is given time for what is
-outstanding, while the lifelines say that its peers are well, and is then shut down, which flushes; else it is aborted.
-Both may hang in NCCL, so each connection has a thread for either, from its start, as none can be started at the
-interpreter's exit (Python 3.12); a backend that does not come back is never destroyed.
+[Note: ending NCCL] A kernel that has completed on this rank may still have data in flight, which NCCL's proxy threads
+send. An abort would cut that data off for slower peers. So a healthy communicator waits for its outstanding works while
+the lifelines report that its peers are alive, and is then shut down, which flushes the data. Otherwise it is aborted.
+Both calls may hang in NCCL. Each connection therefore has a thread for this call, started in advance because no thread
+can start at the interpreter's exit (Python 3.12). A backend whose call does not return is never destroyed.
 
-[Note: launch order] NCCL wants the kernels of all communicators of a device in one order, the same on all ranks: where
-two wait for a place on the device in opposite orders, both ranks may wait for ever. commlib issues in the order of the
-program, which is the same on all ranks, but on a stream per bucket, so the device's order could differ. So each
-collective waits, on its stream, for the one issued before on another communicator. NCCL since 2.26 does that itself,
-with less waiting, if `NCCL_LAUNCH_ORDER_IMPLICIT=1` is set for the process; then this does nothing. It cannot be set
-here: NCCL reads it once, and the user's own communicators may have begun. Those are in our order only with it.
+[Note: launch order] NCCL requires that the kernels of all communicators on a device start in the same order on all
+ranks. If two kernels wait for resources of the device in opposite orders on two ranks, both ranks may deadlock. commlib
+issues collectives in program order, which is the same on all ranks, but on one stream per bucket, so the device may
+reorder them. So each collective waits, on its stream, for the previous one on another communicator. NCCL 2.26 and later
+does this with less waiting if `NCCL_LAUNCH_ORDER_IMPLICIT=1` is set for the process; commlib then adds no waits.
+commlib cannot set the variable: NCCL reads it once, and the user's communicators may already exist. Only NCCL's own
+ordering includes the user's communicators.
 
-Rounds that begin when all ranks have come to them (`Transport.in_order` is False) have no place in the program, so they
-are left out: in a chain, another order on another rank would be a certain deadlock. Little of commlib's runs beside
-them: their algorithms communicate weights only, what a model agrees on goes over Gloo, and `commlib.synchronize` takes
-part in all of them before it communicates. What is left is what ranks tell each other in a `Join` context, which is a
-collective on NCCL in each forward; without NCCL's own order it may meet such a round in another order on another rank.
+Rounds that start when all ranks have reached them (`Transport.in_order` is False) have no fixed place in program order,
+so they add no waits: ranks that chained them in different orders would certainly deadlock. Few other NCCL collectives
+of commlib run at the same time. The algorithms with such rounds communicate weights only, model-wide agreement uses
+Gloo, and `commlib.synchronize` joins all such rounds before it communicates. The exception is the collective that a
+`Join` context adds to each forward: without NCCL's own ordering, it may run before such a round on one rank and after
+it on another.
 """
 
 from __future__ import annotations
@@ -47,32 +49,32 @@ from commlib.transport.lifelines import Peer
 
 _log = logging.getLogger("commlib")
 
-#: How long a communicator that is whole may take for what is outstanding when it is closed, in seconds.
+#: How long a healthy communicator may take to complete its outstanding works when it is closed, in seconds.
 _FINISH_S = 30.0
-#: How long a work may take to end with what a partner that left in good order has sent, in seconds.
+#: How long a work may take to complete after a partner has left cleanly, in seconds.
 _LEFT_S = 5.0
-#: How long NCCL may take to shut a communicator down, or to abort one, in seconds.
+#: How long NCCL may take to shut down or abort a communicator, in seconds.
 _SHUT_DOWN_S = 10.0
-#: How much longer torch's watchdog waits than the watch, and at least, in seconds.
+#: The timeout of torch's watchdog, as a multiple of the transport's, and its minimum, in seconds.
 _LAST_RESORT_TIMES, _LAST_RESORT_S = 10, 3600.0
 
-#: What is said to torch's watchdog of our backends, while they are made: to log an error, not to end the process, and
-#: not to sleep a minute before.
+#: Environment variables that are set while a backend is created: torch's watchdog then only logs an error, instead of
+#: ending the process, and does not sleep for a minute first.
 _QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 
 def make(
     store: dist.Store, rank: int, device: torch.device, timeout: timedelta, name: str, ranks: Sequence[int]
 ) -> Any:
-    """Return a backend that is connected to its peers. Collective; nothing ends its waiting for them.
+    """Return a backend that is connected to its peers. Collective; waits for the peers without a timeout.
 
     Args:
-        store: Of this backend only.
+        store: A store for this backend only.
         rank: This rank within the backend.
         device: The CUDA device.
-        timeout: Of the transport.
-        name: What torch's logs call it; the same on all ranks.
-        ranks: Its ranks in the default group, for torch's logs.
+        timeout: The transport's timeout.
+        name: The name in torch's logs; the same on all ranks.
+        ranks: The backend's ranks in the default group, for torch's logs.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = max(_LAST_RESORT_TIMES * timeout, timedelta(seconds=_LAST_RESORT_S))
@@ -87,7 +89,7 @@ def make(
 
 @contextlib.contextmanager
 def _quiet_watchdog() -> Iterator[None]:
-    """Set what backends read when they are made, where the user has not."""
+    """Set the environment variables of `_QUIET` that the user has not set."""
     ours = {key: value for key, value in _QUIET.items() if key not in os.environ}
     if "NCCL_ASYNC_ERROR_HANDLING" in os.environ:  # the older name
         ours.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
@@ -100,24 +102,24 @@ def _quiet_watchdog() -> Iterator[None]:
 
 
 def _mark(device: torch.device) -> Any:
-    """Return an event at the current end of the current stream."""
+    """Record an event on the current stream."""
     return torch.cuda.current_stream(device).record_event()
 
 
 class NcclWork(TorchWork):
-    """A collective on NCCL, from its issue until the watch has seen its end.
+    """A collective on NCCL, from its issue until the watch has seen it complete.
 
     Args:
-        work: torch's.
-        connection: What carries it.
-        partners: The transport's ranks with which it moves data.
-        what: Names it in errors.
+        work: torch's work.
+        connection: The connection that it runs on.
+        partners: The transport's ranks that it exchanges data with.
+        what: Its name in errors.
     """
 
     def __init__(self, work: Any, connection: NcclConnection, partners: Sequence[int], what: str) -> None:
         self.what = what
         self.issued_s = time.monotonic()
-        self.has_ended = False  # as far as anyone has looked
+        self.has_ended = False  # as of the last poll
         self.nccl = connection
         self._mark: Any = None
         super().__init__(work, connection, partners)
@@ -126,7 +128,7 @@ class NcclWork(TorchWork):
 
     @override
     def wait(self) -> None:
-        """Make the current stream wait; raise what went wrong, as far as that is known."""
+        """Make the current stream wait; raise the error, if it is already known."""
         if self._mark is not None:
             self._mark.wait()
             return
@@ -138,20 +140,20 @@ class NcclWork(TorchWork):
             self._connection.pending.pop(id(self), None)
 
     def hold_back(self) -> None:
-        """Make the current stream wait, beside whoever waits for the data."""
-        work, mark = self._work, self._mark  # in this order: the mark is there before the work goes
+        """Make the current stream wait, without consuming the work."""
+        work, mark = self._work, self._mark  # in this order: `wait` sets the mark before it clears the work
         (mark or work).wait()
 
     def query(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the collective has completed."""
         work, mark = self._work, self._mark  # as in `hold_back`
         return mark.query() if mark is not None else work.is_completed()
 
     @override
     def due_s(self, peer: Peer) -> float:
-        """Return when it is to be ended as a partner has ended: at once, before NCCL's own error ends the process.
+        """Return when to end the work after a partner has ended: at once, before NCCL's own error ends the process.
 
-        Of one that left the last data may be there, but nothing says so where that is not enough.
+        If the partner left cleanly, its last data may have arrived already; `_LEFT_S` limits the wait for it.
         """
         return max(peer.ended_s, self.issued_s) + _LEFT_S if peer.ending == "left" else peer.ended_s
 
@@ -164,21 +166,21 @@ class NcclWork(TorchWork):
         return self.is_abandoned and not self.has_ended
 
     @override
-    def abandon(self) -> None:  # its backend is aborted, which is all that can be done
+    def abandon(self) -> None:  # nothing more to do: its backend is aborted
         self.is_abandoned = True
 
 
 class NcclConnection(Connection):
-    """One backend of NCCL's.
+    """One NCCL backend.
 
     Args:
         members: The transport's ranks that take part, in the order of the backend's ranks.
         device: The CUDA device.
 
     Attributes:
-        outstanding: The works that nobody has seen end, in the order of their issue.
-        num_issued: How many works there have been.
-        wake: Called when there is one more.
+        outstanding: The works not yet seen to complete, in order of issue.
+        num_issued: The number of works issued so far.
+        wake: Called after each issue.
     """
 
     is_nccl = True
@@ -190,13 +192,13 @@ class NcclConnection(Connection):
         self.num_issued = 0
         self.wake: Callable[[], None] = lambda: None
         self._witness: Any = None
-        self._ended_s = 0.0  # when the end of the last one that has ended was seen
-        self._looking = locks.lock("nccl.looking")  # one at a time looks
-        self._keeping = locks.lock("nccl.keeping")  # for a moment only
+        self._ended_s = 0.0  # when the last completion was noticed
+        self._looking = locks.lock("nccl.looking")  # allows one thread to poll at a time
+        self._keeping = locks.lock("nccl.keeping")  # held only briefly
         self._ending = Ending()
 
     def follow(self, work: NcclWork, witness: Any) -> None:
-        """Take a work that was issued after all that are outstanding."""
+        """Add a work, issued after all outstanding ones."""
         with self._keeping:
             self.num_issued += 1
             self.outstanding.append(work)
@@ -204,11 +206,11 @@ class NcclConnection(Connection):
         self.wake()
 
     def look(self) -> None:
-        """Forget the works that have ended; raise NCCL's error, if it has one."""
+        """Drop the works that have completed; raise NCCL's error, if any."""
         with self._looking:
             witness = self._witness
             if witness is not None and witness.is_completed():
-                witness.wait()  # raises the error, if that is why
+                witness.wait()  # raises NCCL's error if there was one
             while self.outstanding and self.outstanding[0].query():
                 self.outstanding.popleft().has_ended = True
                 self._ended_s = time.monotonic()
@@ -217,7 +219,7 @@ class NcclConnection(Connection):
                     self._witness = None
 
     def late(self, timeout_s: float) -> NcclWork | None:
-        """Return the first outstanding work, if it has not ended within the timeout."""
+        """Return the first outstanding work if it has exceeded the timeout."""
         try:
             first = self.outstanding[0]
         except IndexError:
@@ -225,7 +227,7 @@ class NcclConnection(Connection):
         return first if time.monotonic() - max(first.issued_s, self._ended_s) > timeout_s else None
 
     @override
-    def limit(self, timeout: timedelta) -> None:  # the watch has it, since it was made
+    def limit(self, timeout: timedelta) -> None:  # the watch already has the timeout
         pass
 
     @override
@@ -234,12 +236,12 @@ class NcclConnection(Connection):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether its works were ended."""
+        """Whether its works were aborted."""
         return self._ending.what == "abort"
 
     @override
     def abort(self) -> None:
-        """End all works. Returns at once."""
+        """Abort all works. Does not block."""
         if self.backend is not None:
             self._ending.begin("abort", self.backend.abort)
 
@@ -252,8 +254,8 @@ class NcclConnection(Connection):
             for rank, tensor in request.sends:
                 self.backend.send([tensor], rank, 0)
         except BaseException:
-            # What follows would be taken into the group that is open. To end it issues a part of the exchange, which
-            # no peer can match, so the backend is of no more use.
+            # A later call would join the open coalescing group. Closing the group issues a partial exchange that no
+            # peer can match, so the backend is unusable afterwards.
             with contextlib.suppress(Exception):
                 self.backend._end_coalescing()
             self.abort()
@@ -265,7 +267,7 @@ class NcclConnection(Connection):
         return self._all_to_all(request)
 
     def finish(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait for what is outstanding, at most `_FINISH_S` and while `may_go_on`. See [Note: ending NCCL]."""
+        """Wait for the outstanding works, at most `_FINISH_S` and while `may_go_on()`. See [Note: ending NCCL]."""
         deadline = time.monotonic() + _FINISH_S
         while self.backend is not None and not self.is_aborted and may_go_on() and time.monotonic() < deadline:
             try:
@@ -279,7 +281,7 @@ class NcclConnection(Connection):
 
     @override
     def end(self) -> None:
-        """Shut the backend down if everything has ended, else abort it."""
+        """Shut down the backend if all works have completed, else abort it."""
         if self.backend is None:
             self._ending.begin("leave", lambda: None)
             return
@@ -289,7 +291,7 @@ class NcclConnection(Connection):
         self._ending.begin("shut down", self.backend.shutdown)
         if not self._ending.wait(_SHUT_DOWN_S):
             what = self._ending.what
-            _log.warning("NCCL did not %s a communicator within %g s; it is left behind", what, _SHUT_DOWN_S)
+            _log.warning("NCCL did not %s a communicator within %g s; it is abandoned", what, _SHUT_DOWN_S)
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
         self._witness = None
         self.outstanding.clear()
@@ -298,10 +300,10 @@ class NcclConnection(Connection):
 
 
 class Ending:
-    """A daemon thread for one call, which may hang; there from the start, see [Note: ending NCCL].
+    """A daemon thread for one call that may hang. It starts in advance; see [Note: ending NCCL].
 
     Attributes:
-        what: The call; "" so far.
+        what: The name of the call; "" before there is one.
     """
 
     def __init__(self) -> None:
@@ -312,7 +314,7 @@ class Ending:
         self._thread.start()
 
     def begin(self, what: str, act: Callable[[], None]) -> None:
-        """Have the call made, unless there was one. Returns at once."""
+        """Run the call on the thread, unless there was one before. Does not block."""
         with self._choosing:
             if not self.what:
                 self.what = what
@@ -326,20 +328,20 @@ class Ending:
             _log.warning("NCCL could not %s a communicator: %s", self.what, error)
 
     def wait(self, limit_s: float) -> bool:
-        """Return whether it has come to an end within `limit_s`."""
+        """Return whether the call returned within `limit_s`."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
 
 class Launches:
-    """One order of kernels per device, over all communicators of this process; see [Note: launch order]."""
+    """Keeps one order of kernels per device over all communicators of this process; see [Note: launch order]."""
 
     def __init__(self) -> None:
         self._lock = locks.lock("nccl.launches", is_of_process=True)
         self._last: dict[torch.device, NcclWork] = {}
 
     def issue(self, connection: NcclConnection, act: Callable[[], NcclWork], in_order: bool) -> NcclWork:
-        """Issue a collective by `act`, after the one before it on the device if `in_order`."""
+        """Issue a collective by `act`, after the previous one on the device if `in_order`."""
         if not in_order or _nccl_keeps_order():
             return act()
         with self._lock:
@@ -350,7 +352,7 @@ class Launches:
             return work
 
     def forget(self, connection: NcclConnection) -> None:
-        """Let go of a connection that ends."""
+        """Drop the reference to a connection that is ending."""
         with self._lock:
             last = self._last.get(connection.device)
             if last is not None and last.nccl is connection:

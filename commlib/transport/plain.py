@@ -1,10 +1,10 @@
-"""Plain values as bytes: what ranks tell each other at set-up. Nothing that arrives is ever run.
+"""Serialization of plain values, which ranks exchange at set-up. Decoding never executes received data.
 
-    value     None, bool, int, float, str, bytes, list, tuple, dict, nested at will
-    bytes     JSON, with one-key objects for what JSON lacks: {"f": float.hex}, {"b": base64}, {"t": [...]},
-              {"d": [[key, value], ...]}; numbers are exact, infinities and NaN included
+    value     None, bool, int, float, str, bytes, list, tuple, dict, nested to any depth
+    bytes     JSON, with one-key objects for types that JSON lacks: {"f": float.hex}, {"b": base64}, {"t": [...]},
+              {"d": [[key, value], ...]}; numbers are exact, including infinities and NaN
 
-A named tuple arrives as a plain tuple, and a subclass of a number or a string as that number or string.
+A named tuple decodes to a plain tuple, and an instance of a subclass of a number or a string to the base type.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from commlib.errors import ConfigError
 
 
 class MalformedError(ValueError):
-    """Bytes that are no plain value."""
+    """Bytes that do not encode a plain value."""
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as bytes.
+    """Serialize `value`.
 
     Raises:
-        ConfigError: Something in it is not plain; the message says where and what.
+        ConfigError: `value` contains something that is not plain; the message names its position and type.
     """
     try:
         return json.dumps(_packed(value, "value"), allow_nan=False).encode("ascii")
@@ -35,15 +35,15 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Return the value of bytes that `encode` made.
+    """Deserialize bytes that `encode` returned.
 
     Raises:
-        MalformedError: It did not make them.
+        MalformedError: `encode` cannot have returned them.
     """
     try:
         return _unpacked(json.loads(bytes(data).decode("ascii"), parse_float=_refuse, parse_constant=_refuse))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise MalformedError(f"{len(data)} bytes that are no plain value: {error}") from None
+        raise MalformedError(f"{len(data)} bytes that are not a plain value: {error}") from None
 
 
 def _packed(value: Any, where: str) -> Any:
@@ -64,7 +64,7 @@ def _packed(value: Any, where: str) -> Any:
         return {"d": [[_packed(k, f"key {k!r} of {where}"), _packed(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     raise ConfigError(
         f"cannot send {where} between ranks: it is of type {type(value).__qualname__}; expected None, bool, int, "
-        "float, str, bytes, or lists, tuples and dicts of them. Send plain data that says the same"
+        "float, str, bytes, or lists, tuples and dicts of them. Send equivalent plain data"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sends and receives on Gloo, whose works neither complete by themselves nor end with the backend's `abort`."""
+"""Sends and receives on Gloo, whose works complete only inside `wait()` and ignore the backend's `abort`."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from commlib.transport.base import AllToAll, Exchange
 
 _log = logging.getLogger("commlib")
 
-#: Tags of sends and receives are below it; it is never sent.
+#: Upper bound of the tags of sends and receives; never sent itself.
 _UNUSED_TAG = 2**31 - 1
 
-#: Bytes; an all-to-all of smaller chunks is left to Gloo.
+#: Gloo's own all-to-all runs those with smaller chunks, in bytes.
 _LEAST_CHUNK = 128 << 10
 
 
 def is_better_exchanged(request: AllToAll) -> bool:
-    """Return whether an exchange moves this faster than Gloo's own all-to-all; see [Note: all-to-all]."""
+    """Return whether an exchange is faster than Gloo's own all-to-all; see [Note: all-to-all]."""
     return request.input.nbytes >= _LEAST_CHUNK * request.size
 
 
 def close_connections(backend: Any) -> None:
-    """End all works of a Gloo backend, here and at the peers. It is of no more use.
+    """End all works of a Gloo backend, on this rank and at its peers. The backend is unusable afterwards.
 
-    [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends with the data,
-    with the connection to its peer, or with the backend's timeout; collectives, which are made of them, likewise.
-    The backend's `abort()` ends none. A receive that times out closes all connections of its backend, which ends every
-    other work on it, here and, where a peer waits for this rank, there. So this makes one that times out at once.
+    [Note: ending Gloo's receives] A send or receive on Gloo completes only inside `wait()`, which ends when the data
+    arrives, when the connection to the peer closes, or after the backend's timeout. Collectives consist of sends and
+    receives, so the same applies to them. The backend's `abort()` does not end them. A receive that times out closes
+    all connections of its backend, which ends all other works on it, here and at peers that wait for this rank. This
+    function therefore issues a receive that times out at once.
     """
-    for peer in range(backend.size()):  # one whose connection is gone fails at once, and closes nothing
+    for peer in range(backend.size()):  # a receive from a closed connection fails at once, and closes nothing
         if peer != backend.rank():
             with contextlib.suppress(Exception):
                 backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class ExchangeWork:
-    """Sends and receives under way on Gloo, with what `_TorchWork` needs of a torch `Work`."""
+    """Sends and receives in progress on Gloo, with the interface of a torch `Work` that `TorchWork` uses."""
 
     def __init__(self, works: list[Any], limit: timedelta) -> None:
         self.works = works  # receives first; a second wait for a send would not return
@@ -54,9 +55,9 @@ class ExchangeWork:
         self._future: Future[None] = Future()
 
     def run(self) -> None:
-        """Wait for the works one after the other; each may take the limit.
+        """Wait for the works one after the other, for at most the limit each.
 
-        Without one Gloo would take that with which its backend was made.
+        The default limit would be the timeout that the backend was created with.
         """
         try:
             for work in self.works:
@@ -67,30 +68,30 @@ class ExchangeWork:
             self._future.set_result(None)
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for the end; raise what went wrong.
+        """Wait for completion; raise the error of the exchange, if any.
 
         Raises:
-            concurrent.futures.TimeoutError: It has not ended within `limit`.
+            concurrent.futures.TimeoutError: The exchange did not complete within `limit`.
         """
         self._future.result(None if limit is None else limit.total_seconds())
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the exchange has completed or failed."""
         return self._future.done()
 
     def get_future(self) -> Future[None]:
-        """Return the future, whose callbacks run on the waiter's thread."""
+        """Return the future, whose callbacks run on the waiting thread."""
         return self._future
 
 
 class GlooExchanges:
-    """Sends and receives of one Gloo backend: tags, and a daemon thread that waits for them in order of their issue.
+    """Sends and receives of one Gloo backend: tags, and a daemon thread that waits for them in order of issue.
 
-    [Note: all-to-all] Gloo's own all-to-all posts each send before its receives, so the notice "ready to receive" waits
-    behind data on the same connection and a third of the link stays unused (docs/explanation/emulation.md, "What Gloo
-    reaches"). An exchange posts its receives first.
+    [Note: all-to-all] Gloo's own all-to-all posts each send before its receives. The "ready to receive" notice then
+    queues behind data on the same connection, and a third of the link's bandwidth stays unused
+    (docs/explanation/emulation.md, "What Gloo reaches"). An exchange posts its receives first.
 
-    A work completes only inside `wait()`; to end it before its time see `close_connections`.
+    A work completes only inside `wait()`; to end it early, see `close_connections`.
 
     Args:
         backend: A `ProcessGroupGloo`.
@@ -105,7 +106,7 @@ class GlooExchanges:
         self._thread.start()
 
     def issue(self, exchange: Exchange) -> ExchangeWork:
-        """Post the receives, then the sends: a message that is expected needs no copy and no second trip."""
+        """Post the receives, then the sends: an expected message needs no copy and no second round trip."""
         works: list[Any] = []
         work = ExchangeWork(works, self._backend.options._timeout)
         try:
@@ -116,11 +117,11 @@ class GlooExchanges:
                 if tensor.numel():
                     works.append(self._backend.send([tensor], rank, next(self._sent[rank]) % _UNUSED_TAG))
         finally:
-            self._queue.put(work)  # where one raises, what was posted is waited for all the same
+            self._queue.put(work)  # if a call raises, the works posted so far are still waited for
         return work
 
     def all_to_all(self, request: AllToAll) -> ExchangeWork:
-        """Exchange with every other rank."""
+        """Run an all-to-all as an exchange with every other rank."""
         rank, size = self._backend.rank(), request.size
         sources, targets = request.input.view(size, -1), request.output.view(size, -1)
         targets[rank].copy_(sources[rank])
@@ -130,12 +131,12 @@ class GlooExchanges:
         return self.issue(Exchange(sends, receives, size=size))
 
     def end(self, timeout_s: float) -> None:
-        """Let the thread end once everything issued has, and wait for it, if `timeout_s` is not 0."""
+        """End the thread once all issued works have ended, and join it unless `timeout_s` is 0."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
             if self._thread.is_alive() and timeout_s:
-                _log.warning("exchanges had not ended after %g s; closing the connection anyway", timeout_s)
+                _log.warning("exchanges had not completed after %g s; closing the connection anyway", timeout_s)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

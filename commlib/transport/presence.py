@@ -1,24 +1,25 @@
-"""Who dies while the ranks of a group meet, before they have lifelines.
+"""Detection of ranks that die while the ranks of a group meet, before their lifelines exist.
 
-[Note: presence] A rank in a meeting listens from its first word on, and its mark in the store says where. A rank that
-has waited for a moment connects to the ranks that are here; set-ups that take no longer make no such connection. The
-connection says by being open that the peer is alive: the kernel accepts it also for a process that is busy or stopped,
-and ends it with the process. A rank takes back its mark, or writes why it gave up, before it stops listening. So a peer
-has died if its connection ended, or was refused, and its mark is unchanged. Nobody is accused on less than that:
+[Note: presence] A rank in a meeting listens on a port before it writes anything to the store, and its mark in the store
+holds the address. A rank that has waited for `MOMENT_S` connects to the ranks that are present; faster set-ups open no
+such connections. An open connection means that the peer is alive: the kernel accepts connections also for a busy or
+stopped process, and closes them when the process ends. A rank withdraws its mark, or writes why it gave up, before it
+stops listening. So a peer has died if its connection closed or was refused while its mark is unchanged. The evidence
+must be conclusive:
 
-- Silence proves nothing: neither a peer that does not answer nor an address that cannot be reached.
-- The address may be another's: that of an earlier life of the job, or one that two hosts share. A peer that is alive
-  sends its attempt, a random number, on each connection. The end of a connection on which it came counts.
-- A refused connection counts in two cases only. In the same network namespace the address cannot be another host's;
-  the mark must be of this life of the job: written since this process started, as a launcher ends all processes of one
-  life before it starts the next. And once all ranks have agreed that they are here, where the next step of the set-up
-  would fail on a refused connection anyway.
-- It has to stay so for `CERTAIN_S`, in which the peer does not come back.
+- A peer that does not answer, or an address that cannot be reached, proves nothing.
+- The address may belong to another process, from an earlier run of the job or on a host with the same address. A peer
+  therefore sends its attempt, a random number, on each connection. The end of a connection that received it counts.
+- A refused connection counts in two cases only. The first is a mark of this run of the job in the same network
+  namespace, where the address cannot be another host's. Such a mark was written after this process started, because a
+  launcher ends all processes of one run before it starts the next. The second is after all ranks have agreed that they
+  are present, when the next step of the set-up would fail on a refused connection anyway.
+- The state has to persist for `CERTAIN_S`, during which the peer does not return.
 
-An address on the loopback interface is used in its own network namespace only. Each rank watches the `WATCHED` ranks
-after it, so a large group makes no more connections and questions per rank than a small one; who finds a death tells
-the others through the store. A rank that is alone on its host, and dies before any other rank has seen it, is found
-when all others are here and its absence is over the limit: it is then one that did not come.
+A loopback address is used in its own network namespace only. Each rank watches the `WATCHED` ranks after it, so the
+number of connections and queries per rank does not grow with the group. A rank that finds a death notifies the others
+through the store. A rank that is alone on its host and dies before any other rank has connected to it is reported as
+late once all other ranks have arrived and the timeout has passed.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from typing import NamedTuple
 
 from commlib.transport.connections import close_in_children, keep_alive
 
-#: How long a rank waits before it connects to those that are here, in seconds.
+#: How long a rank waits before it connects to the ranks that are present, in seconds.
 MOMENT_S = 0.5
-#: How often it looks at them, in seconds.
+#: The polling interval, in seconds.
 LOOK_S = 0.1
-#: How long a peer has to be gone before it counts as dead, in seconds.
+#: How long a peer has to be unreachable before it counts as dead, in seconds.
 CERTAIN_S = 0.7
-#: How many ranks each rank watches.
+#: The number of ranks that each rank watches.
 WATCHED = 16
 
 _RETRY_S = 0.2
-#: The kernel's clock of process starts ticks in hundredths of a second.
+#: Margin for the start times of processes, which the kernel reports in hundredths of a second.
 _TICK_S = 0.05
 
 
 class Mark(NamedTuple):
-    """What a rank says of itself when it comes to a meeting.
+    """The entry that a rank writes to the store when it joins a meeting.
 
     Attributes:
         attempt: A random number, hexadecimal.
-        written_s: When, by its host's clock since the boot.
-        place: Its network namespace, on which boot of which host; "-" where that is not known.
-        address: Where it listens; "-" where it does not.
-        port: And the port.
+        written_s: When it was written, in seconds since the boot of its host.
+        place: The rank's network namespace, host and boot of the host; "-" if unknown.
+        address: The address that the rank listens on; "-" if it does not listen.
+        port: The port that the rank listens on.
     """
 
     attempt: str
@@ -66,12 +67,12 @@ class Mark(NamedTuple):
     port: int = 0
 
     def words(self) -> str:
-        """Return it as text for the store."""
+        """Return the text for the store."""
         return f"{self.attempt} {self.written_s:.2f} {self.place} {self.address} {self.port}"
 
     @classmethod
     def parse(cls, words: str) -> Mark | None:
-        """Return the mark that a text is; None: it is none with which this version can do anything."""
+        """Parse a text from the store; return None if it is malformed."""
         try:
             attempt, written_s, place, address, port = words.split(" ")
             return cls(attempt, float(written_s), place, address, int(port))
@@ -80,27 +81,27 @@ class Mark(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it was written in this process's network namespace, on this boot of the host."""
+        """Whether it was written in this process's network namespace, on the current boot of the host."""
         return self.place != "-" and self.place == _place()
 
     @property
     def is_of_this_life(self) -> bool:
-        """Whether it was written after this process had started; see [Note: presence]."""
+        """Whether it was written after this process started; see [Note: presence]."""
         return self.is_here and self.written_s > _started_s() + _TICK_S
 
     @property
     def is_reachable(self) -> bool:
-        """Whether its address can be that of the rank, as this process sees it."""
+        """Whether this process may connect to its address."""
         return self.address != "-" and (self.is_here or not self.address.startswith(("127.", "::1")))
 
 
 class Presence:
-    """One rank's listener during a meeting, and its connections to those of the others.
+    """One rank's listener during a meeting, and its connections to the listeners of other ranks.
 
     Args:
         attempt: The rank's attempt.
-        address: Where to listen.
-        backlog: How many connections may come at once.
+        address: The address to listen on.
+        backlog: The number of connections that may be pending at once.
     """
 
     def __init__(self, attempt: str, address: str, backlog: int) -> None:
@@ -110,18 +111,18 @@ class Presence:
         self._sights: dict[int, _Sight] = {}
         self.mark = Mark(attempt, _clock_s(), _place())
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError):  # then nobody watches this rank; connecting will say why
+        with contextlib.suppress(OSError):  # then no rank watches this one; `connect_all` reports the error
             self._listener = socket.create_server((address, 0), family=family, backlog=backlog)
             self._listener.setblocking(False)
             close_in_children(self._listener)
             self.mark = self.mark._replace(address=address, port=self._listener.getsockname()[1])
 
     def greet(self) -> None:
-        """Send this rank's attempt on the connections that have come."""
+        """Accept the pending connections and send this rank's attempt on them."""
         while self._listener is not None:
             try:
                 guest, _ = self._listener.accept()
-            except OSError:  # none is there
+            except OSError:  # no connection is pending
                 return
             close_in_children(guest)
             self._guests.append(guest)
@@ -130,11 +131,11 @@ class Presence:
                 guest.send(self._attempt.encode(), socket.MSG_NOSIGNAL)
 
     def gone(self, marks: Mapping[int, Mark], is_agreed: bool) -> dict[int, str]:
-        """Return the peers that have died, and how that is known.
+        """Return the peers that have died, each with the evidence.
 
         Args:
-            marks: Of the peers to look at, as they are in the store now.
-            is_agreed: Whether all ranks have agreed that they are here, with these marks.
+            marks: The current marks in the store of the peers to check.
+            is_agreed: Whether all ranks have agreed that they are present, with these marks.
         """
         for peer in [peer for peer, sight in self._sights.items() if sight.mark != marks.get(peer)]:
             self._sights.pop(peer).close()
@@ -144,13 +145,13 @@ class Presence:
         return {peer: sight.why for peer, sight in self._sights.items() if sight.is_gone(is_agreed)}
 
     def ended(self) -> dict[int, str]:
-        """Return the peers whose connection has ended, and how, where the store cannot say what their marks are now."""
+        """Return the peers whose connection has closed, each with the error. For use when the store does not answer."""
         for sight in self._sights.values():
             sight.look()
         return {peer: sight.why for peer, sight in self._sights.items() if sight.has_greeted and sight.is_down}
 
     def close(self) -> None:
-        """End the listener and all connections."""
+        """Close the listener and all connections."""
         for sight in self._sights.values():
             sight.close()
         for each in (*self._guests, *filter(None, [self._listener])):
@@ -161,7 +162,7 @@ class Presence:
 
 
 class _Sight:
-    """What this rank sees of one peer."""
+    """This rank's connection to one peer's listener, and the conclusions from it about the peer."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
@@ -170,12 +171,12 @@ class _Sight:
         self._connection: socket.socket | None = None
         self._heard = b""
         self._was_refused = False
-        self._down_s: float | None = None  # since when no connection has stood
+        self._down_s: float | None = None  # since when there has been no established connection
         self._next_s = 0.0
 
     @property
     def is_down(self) -> bool:
-        """Whether for `CERTAIN_S` no connection has stood; one that is not answered yet may stand."""
+        """Whether there has been no connection for `CERTAIN_S`; a pending connection may still be established."""
         is_over = self._down_s is not None and time.monotonic() > self._down_s + CERTAIN_S
         return is_over and self._connection is None
 
@@ -185,7 +186,7 @@ class _Sight:
         return self.is_down and (self.has_greeted or is_certain)
 
     def look(self) -> None:
-        """Connect, if it is time to; take what has come."""
+        """Connect if a retry is due, and receive pending data."""
         if self._connection is None:
             if time.monotonic() < self._next_s:
                 return
@@ -196,7 +197,7 @@ class _Sight:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno == errno.ENOTCONN:  # not yet
+                if error.errno == errno.ENOTCONN:  # not connected yet
                     return
                 self._fail(error)
             else:
@@ -230,25 +231,25 @@ class _Sight:
         self._was_refused = isinstance(error, ConnectionRefusedError)
         self._down_s = self._down_s or now_s
         self._next_s = now_s + _RETRY_S
-        had_stood = "its connection ended, and now: " if self.has_greeted else ""
+        had_stood = "its connection closed; last error: " if self.has_greeted else ""
         self.why = f"{had_stood}{self.mark.address}:{self.mark.port}: {error}"
         self.close()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 def _clock_s() -> float:
-    """Return the time since the host's boot, in seconds: the clock by which the kernel notes starts of processes."""
+    """Return the seconds since the boot of the host, on the clock by which the kernel records process starts."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @functools.cache
 def _started_s() -> float:
-    """Return when this process started, by `_clock_s`; infinity where that is not known."""
+    """Return when this process started, by `_clock_s`; infinity if unknown."""
     try:
         with open(f"/proc/{os.getpid()}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -258,7 +259,7 @@ def _started_s() -> float:
 
 @functools.cache
 def _place() -> str:
-    """Return which network namespace this is, with which clock, on which boot of the host; "-" if that is not known."""
+    """Return an identifier of the network namespace, time namespace, host and boot of the host; "-" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -269,7 +270,7 @@ def _place() -> str:
 
 
 def _forget() -> None:
-    """In a forked child: it started later, and may change its namespace."""
+    """Clear the caches in a forked child, which started later and may enter another namespace."""
     _started_s.cache_clear()
     _place.cache_clear()
 

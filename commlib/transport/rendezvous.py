@@ -1,24 +1,25 @@
-"""How the ranks of a group meet in its store before they have connections: who is here now, and under which name.
+"""Rendezvous of the ranks of a group through its store, before they have connections.
 
-[Note: meeting] A communicator needs a part of the store that no other has used, and a name for it on which all ranks
-agree. Counting does not do: a rank that missed a call counts differently for ever after. So each call draws a random
-number, its *attempt*, and group rank 0 brings the attempts together:
+[Note: meeting] A communicator needs an unused prefix of the store, named identically on all ranks. Counting calls does
+not work: after a rank has missed a call, its count stays different. So each call draws a random number, its *attempt*,
+and group rank 0 collects the attempts:
 
     every rank    here/<rank> = "+<mark>" while it is in the call, "-<time> <mark>" afterwards; a mark has the attempt
-    rank 0        once all are here: invitation = (name, everyone's attempt), with a new name whenever one changed
-    the others    an invitation with the own attempt: ack/<name>/<rank>
-    rank 0        once all have: go/<name>; the others look for it
+    rank 0        once all are present: invitation = (name, all attempts), with a new name whenever an attempt changed
+    other ranks   on an invitation with their current attempt: ack/<name>/<rank>
+    rank 0        once all have acknowledged: go/<name>, which the other ranks poll for
 
-What an earlier call left (a rank that gave up, was killed or missed it, another life of the job on the same store) is
-never confirmed: nobody acknowledges in its name. Rank 0 may invite an attempt that has just succeeded, in its next
-call; that rank has its "go" before, and looks for it after it has read the invitation and before it acknowledges.
-Time is counted by the store, as clocks differ: a rank whose last call ended before this one began is not here.
+Stale entries (of a rank that gave up, was killed or missed the call, or of an earlier run of the job on the same store)
+are never confirmed, because no rank acknowledges in their name. In its next call, rank 0 may invite an attempt that has
+just succeeded. The "go" for that attempt is then already in the store, and its rank checks for it after reading the
+invitation and before acknowledging. Time is a counter in the store, because the clocks of hosts differ: a rank whose
+last call ended before this one began is absent.
 
-Ranks that wait look whether those that are here die; see [Note: presence] in transport/presence.py. Who finds one
-tells the others:
+Waiting ranks check whether present ranks die; see [Note: presence] in transport/presence.py. A rank that detects a
+death notifies the others:
 
-    before "go"   gone = (time, rank, attempt, how); it concerns those whose call had begun, while the attempt is there
-    after it      ended = (whether ranks were late, those ranks), in the part of the store that the ranks have agreed on
+    before "go"   gone = (time, rank, attempt, how); valid for ranks whose call had begun, while the attempt is present
+    after "go"    ended = (whether ranks were late, those ranks), in the agreed prefix of the store
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from commlib.transport.connections import connect_all
 from commlib.transport.plain import MalformedError, decode, encode
 from commlib.transport.presence import CERTAIN_S, LOOK_S, MOMENT_S, WATCHED, Mark, Presence
 
-#: How long after the timeout a store that hangs may take, in seconds.
+#: How long a store that hangs may exceed the timeout, in seconds.
 GRACE_S = 5.0
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
 class Meeting:
-    """The ranks that have met, and a part of the store for them alone. Collective to make.
+    """A completed meeting of all ranks of a group, with its own prefix of the store. Construction is collective.
 
     Args:
-        store: Where they meet; of one group only.
+        store: The store where they meet; used by one group only.
         rank: This rank within the group.
-        global_ranks: The group's ranks in the default group, for errors.
-        timeout_s: How long to wait for the others, all in all.
-        given_up: Set where nobody waits for the meeting any more, which then ends.
+        global_ranks: The group's ranks in the default group, for error messages.
+        timeout_s: How long to wait for the other ranks, in total.
+        given_up: Set when the caller no longer waits for the meeting, which then ends.
 
     Raises:
-        PeerTimeout: Ranks did not come.
+        PeerTimeout: Ranks did not arrive.
         PeerFailure: A rank died meanwhile.
         TransportError: The store does not answer.
     """
@@ -91,15 +92,15 @@ class Meeting:
         self.store = dist.PrefixStore(f"commlib/{self.name}", store)
 
     def close(self) -> None:
-        """Stop to say that this rank is here. The others must have no more to ask in the store by then."""
+        """Stop listening. The other ranks must not need this rank's entries in the store any more."""
         self.presence.close()
 
     def own_store(self) -> dist.Store:
-        """Return `store` over a connection of its own, for backends.
+        """Return `store` over a separate connection, for backends.
 
-        These wait in the store for their peers, and a wait holds its connection: nobody else who uses the group's store
-        may be held up by a backend whose peer is gone. A store that cannot be had twice (one written in Python) is
-        returned as it is.
+        A backend waits in the store for its peers and occupies the connection meanwhile. With a shared connection, a
+        backend whose peer has exited would block all other users of the group's store. A store that cannot be cloned
+        (one written in Python) is returned as it is.
         """
         try:
             return self.store.clone()  # pyright: ignore[reportAttributeAccessIssue] (not in torch's stubs)
@@ -107,7 +108,7 @@ class Meeting:
             return self.store
 
     def local_address(self) -> str:
-        """Return the address of this host at which the other ranks reach it; loopback where that is not known."""
+        """Return the address of this host for connections from other ranks; loopback if unknown."""
         return self._address
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -118,15 +119,15 @@ class Meeting:
             self.store.set(keys[self.rank], encode(value).decode("ascii"))
             if not self.wait(lambda: self.store.check(keys), self._look):
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise self.diagnose(TimeoutError("no word in the store"), "the set-up", missing)
+                raise self.diagnose(TimeoutError("nothing was written to the store"), "the set-up", missing)
             return [self._decoded(rank, data) for rank, data in enumerate(read(self.store, keys))]
 
     def wait(self, condition: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """Wait until `condition()`, at most as long as the meeting has left; return whether it came true.
+        """Wait until `condition()`, at most until the deadline of the meeting; return whether it became true.
 
         Args:
-            condition: Asked again and again.
-            look: Called now and then, after a moment; raises if a rank has died.
+            condition: Polled repeatedly.
+            look: Called at intervals of `LOOK_S`, after `MOMENT_S`; raises if a rank has died.
         """
         pause_s = _FIRST_PAUSE_S
         while not condition():
@@ -137,23 +138,23 @@ class Meeting:
                 look()
                 self._look_s = time.monotonic() + LOOK_S
             if self._given_up.wait(pause_s):
-                raise TransportError(f"{name_of(self.rank, self.global_ranks)}: the set-up was given up here")
+                raise TransportError(f"{name_of(self.rank, self.global_ranks)}: the set-up was abandoned on this rank")
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         return True
 
     def _look(self) -> None:
-        """Raise if a rank has died, or has given up, since all have agreed that they are here."""
+        """Raise if a rank has died or given up since all agreed that they are present."""
         if self.store.check(["ended"]):
             timed_out, accused = self._decoded(self.rank, read(self.store, ["ended"])[0])
-            raise self.failure(timed_out, "the set-up failed", accused, ConnectionError("another rank has said so"))
+            raise self.failure(timed_out, "the set-up failed", accused, ConnectionError("reported by another rank"))
         marks = {peer: mark for peer, (_, mark) in self._marks.read().items() if mark.attempt == self._attempts[peer]}
         if gone := self.presence.gone(marks, is_agreed=True):
             raise self.diagnose(ConnectionError("; ".join(gone.values())), "the set-up", sorted(gone))
 
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> TransportError:
-        """Return the error that names the `suspects` (group ranks), or those whom they have accused before they went.
+        """Return the error that names the `suspects` (group ranks), or the ranks that they blamed before they ended.
 
-        A rank that gives up says whom it accuses before it closes any connection, so its end accuses nobody else.
+        A rank that gives up writes the ranks that it blames before it closes any connection, so its own end is ignored.
         """
         timed_out, accused = isinstance(error, TimeoutError), set(suspects)
         if not timed_out:
@@ -164,14 +165,14 @@ class Meeting:
         said = encode((timed_out, sorted(accused))).decode("ascii")
         self.store.set(f"failed/{self.rank}", said)
         self.store.set("ended", said)
-        self.store.check(["ended"])  # the words are there before the connections end
+        self.store.check(["ended"])  # makes sure that both are in the store before the connections close
         return self.failure(timed_out, f"{what} failed", sorted(accused), error)
 
     def failure(self, timed_out: bool, what: str, ranks: Sequence[int], error: BaseException) -> TransportError:
-        """Return the error that says so."""
+        """Return an error that names these ranks."""
         accused = sorted(self.global_ranks[rank] for rank in ranks)
-        how = f"did not come within {self.timeout_s:g} s" if timed_out else "died during it"
-        who = f"{named(accused)} {how}" if accused else "who did not answer is not known"
+        how = f"did not arrive within {self.timeout_s:g} s" if timed_out else "died during it"
+        who = f"{named(accused)} {how}" if accused else "the rank that did not answer is not known"
         kind = PeerTimeout if timed_out else PeerFailure
         return kind(f"{name_of(self.rank, self.global_ranks)}: {what}: {who}. Cause: {error}", accused)
 
@@ -185,21 +186,21 @@ class Meeting:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Say what it means that the store fails in the block."""
+        """Convert errors of the store within the block to errors that describe the cause."""
         try:
             yield
         except CommlibError:
             raise
         except (RuntimeError, MalformedError) as error:
             if gone := self._gone_with_the_store():
-                raise self.failure(False, "commlib.wrap failed: the store is gone", gone, error) from error
+                raise self.failure(False, "commlib.wrap failed: the store was lost", gone, error) from error
             raise TransportError(
                 f"{name_of(self.rank, self.global_ranks)}: commlib.wrap failed: the process group's store does not "
-                f"answer; its host, often rank 0, may be gone. Cause: {error}"
+                f"answer; its host, often rank 0, may have exited. Cause: {error}"
             ) from error
 
     def _gone_with_the_store(self) -> list[int]:
-        """Return the ranks that have died, where the store does not answer any more: its host may be one."""
+        """Return the ranks that have died, when the store no longer answers; its host may be among them."""
         deadline = time.monotonic() + CERTAIN_S + 3 * LOOK_S
         while time.monotonic() < deadline:
             if gone := self.presence.ended():
@@ -209,7 +210,7 @@ class Meeting:
 
 
 class _Marks:
-    """What the ranks say of themselves in the store, of the ranks that this one watches."""
+    """The marks in the store of the ranks that this rank watches."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
@@ -217,7 +218,7 @@ class _Marks:
         self._watched = [(rank + hop) % world_size for hop in hops]
 
     def read(self) -> dict[int, tuple[str, Mark]]:
-        """Return the marks that are there, each with "+" or with when its rank took it back."""
+        """Return the existing marks, each with "+" or with the "-<time>" of its withdrawal."""
         there = [peer for peer in self._watched if self.store.check([f"here/{peer}"])]
         if not there:
             return {}
@@ -226,19 +227,19 @@ class _Marks:
         return {peer: (sign, mark) for peer, (sign, _, _), mark in zip(there, words, marks, strict=True) if mark}
 
 
-#: The attempts of dead ranks of which this process has been told: it may go on without them, or with others.
+#: Attempts of dead ranks that this process has already reported; a later call may succeed without or with their ranks.
 _told: set[str] = set()
 
 
 class _Attempt:
-    """One rank's part in [Note: meeting]; `name` is what came of it, of `everyone`."""
+    """One rank's side of [Note: meeting]; `name` and `everyone` are the agreed name and the attempts of all ranks."""
 
     def __init__(self, marks: _Marks, meeting: Meeting) -> None:
         self._store, self._rank, self._size = marks.store, meeting.rank, meeting.world_size
         self._marks, self._meeting = marks, meeting
         self._own = meeting.presence.mark.attempt
         self._began = self._store.add("time", 1)
-        self._invited: list[str] = []  # the name of the last invitation, and the attempts in it
+        self._invited: list[str] = []  # the name of the last invitation, and its attempts
         self.name = ""
         self.everyone: list[str] = []
         words = meeting.presence.mark.words()
@@ -246,11 +247,11 @@ class _Attempt:
         try:
             if not meeting.wait(self._lead if self._rank == 0 else self._follow, self._look):
                 raise meeting.failure(
-                    True, "making the communicator in commlib.wrap failed", self._absent(), TimeoutError("no answer")
+                    True, "creating the communicator in commlib.wrap failed", self._absent(), TimeoutError("no answer")
                 )
         finally:
             self._store.set(f"here/{self._rank}", f"-{self._store.add('time', 1)} {words}")
-            self._store.check(["time"])  # the mark is there before this rank stops listening
+            self._store.check(["time"])  # makes sure that the mark is written before this rank stops listening
 
     def _lead(self) -> bool:
         keys = [f"here/{rank}" for rank in range(self._size)]
@@ -273,7 +274,7 @@ class _Attempt:
         invitation: list[str] = []
         if self._store.check(["invitation"]):
             invitation = decode(read(self._store, ["invitation"])[0])
-        if self._invited and self._store.check([f"go/{self._invited[0]}"]):  # after the reading; see [Note: meeting]
+        if self._invited and self._store.check([f"go/{self._invited[0]}"]):  # after `invitation`; see [Note: meeting]
             self.name, *self.everyone = self._invited
             return True
         if invitation[1 + self._rank : 2 + self._rank] == [self._own] and invitation != self._invited:
@@ -285,7 +286,7 @@ class _Attempt:
         return [f"ack/{self._invited[0]}/{rank}" for rank in range(1, self._size)]
 
     def _look(self) -> None:
-        """Raise if a rank that was here has died."""
+        """Raise if a present rank has died."""
         found = self._marks.read()
         marks = {rank: mark for rank, (sign, mark) in found.items() if sign == "+" and mark.attempt not in _told}
         gone = self._meeting.presence.gone(marks, is_agreed=False)
@@ -296,11 +297,11 @@ class _Attempt:
             gone = self._told_gone()
         if gone:
             _told.update(found[rank][1].attempt for rank in gone if rank in found)
-            what = "making the communicator in commlib.wrap failed"
+            what = "creating the communicator in commlib.wrap failed"
             raise self._meeting.failure(False, what, sorted(gone), ConnectionError("; ".join(gone.values())))
 
     def _told_gone(self) -> Mapping[int, str]:
-        """Return the rank of which another one has found that it died during this call, and how."""
+        """Return the rank that another rank reported as having died during this call, with the evidence."""
         if not self._store.check(["gone"]):
             return {}
         at, rank, attempt, how = decode(read(self._store, ["gone"])[0])
@@ -308,7 +309,7 @@ class _Attempt:
         return {rank: how} if at > self._began and now[:2] == ["+", attempt] else {}
 
     def _absent(self) -> list[int]:
-        """Return who was not here in this rank's time; if all were, who stopped answering."""
+        """Return the ranks absent during this call, or, if all were present, the ranks that stopped answering."""
         found = [rank for rank in range(self._size) if rank != self._rank and not self._was_here(rank)]
         if found:
             return found
@@ -328,20 +329,20 @@ class _Attempt:
 def meet(
     store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float, last_word: bytes
 ) -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
-    """Have the ranks of a group meet, and connect each to every other. Collective; at most a little over `timeout_s`.
+    """Let the ranks of a group meet, and connect every pair. Collective; takes at most little more than `timeout_s`.
 
     Args:
-        store: The group's.
+        store: The group's store.
         rank: This rank within the group.
-        global_ranks: The group's ranks in the default group, for errors.
-        timeout_s: How long to wait for the others.
+        global_ranks: The group's ranks in the default group, for error messages.
+        timeout_s: How long to wait for the other ranks.
         last_word: See `connect_all`.
 
     Returns:
-        The name of what they have agreed on, a part of the store for it, and the connections of `connect_all`.
+        The agreed name, the store with the agreed prefix, and the connections of `connect_all`.
 
     Raises:
-        PeerTimeout: Ranks did not come, or the store does not answer.
+        PeerTimeout: Ranks did not arrive, or the store does not answer.
         PeerFailure: Ranks died.
         TransportError: The ranks cannot be connected.
     """
@@ -358,33 +359,33 @@ def meet(
     def check() -> None:
         if time.monotonic() > deadline:
             raise PeerTimeout(
-                f"{name_of(rank, global_ranks)}: making the communicator in commlib.wrap failed: the process group's "
+                f"{name_of(rank, global_ranks)}: creating the communicator in commlib.wrap failed: the process group's "
                 f"store did not answer within {timeout_s:g} s; its host may hang, or another thread of this process "
-                f"may be waiting in it. Cause: no end of {place_of(thread)}"
+                f"may be waiting in it. Cause: no return from {place_of(thread)}"
             )
 
     try:
         return attend(connect, check)
     finally:
-        given_up.set()  # also where Ctrl-C ends the wait: who has gone does not keep its place
+        given_up.set()  # also if Ctrl-C ends the wait, so that this rank's mark is withdrawn
 
 
 def all_said(
     store: dist.Store, rank: int, global_ranks: Sequence[int], said: str, timeout_s: float, check: Callable[[], None]
 ) -> list[bytes]:
-    """Say something in a part of the store that serves for this alone; return what every rank has said.
+    """Write a value under a dedicated prefix of the store; return the values of all ranks.
 
     Args:
-        store: That part.
+        store: The store with this prefix.
         rank: This rank within the group.
-        global_ranks: The group's ranks in the default group, for errors.
-        said: What it says.
-        timeout_s: How long to wait for the others.
-        check: Called meanwhile; raises `EndedError` where waiting is in vain.
+        global_ranks: The group's ranks in the default group, for error messages.
+        said: The value.
+        timeout_s: How long to wait for the other ranks.
+        check: Called while waiting; raises `EndedError` if the wait cannot succeed.
 
     Raises:
-        TimeoutError: Ranks have said nothing, or the store does not answer.
-        EndedError: As `check`, with the ranks that have said nothing.
+        TimeoutError: Ranks have written nothing, or the store does not answer.
+        EndedError: Raised by `check`; the message names the ranks that have written nothing.
     """
     keys = [str(each) for each in range(len(global_ranks))]
     deadline = time.monotonic() + timeout_s
@@ -402,7 +403,7 @@ def all_said(
     def look() -> None:
         try:
             check()
-        except EndedError as error:  # the other thread says who is missing
+        except EndedError as error:  # the other thread raises it with the missing ranks
             reasons.append(error)
             has_ended.set()
         if time.monotonic() > deadline + GRACE_S:
@@ -415,17 +416,17 @@ def all_said(
 
 
 def read(store: Any, keys: list[str]) -> list[bytes]:
-    """Return the values of keys that exist."""
+    """Return the values of existing keys."""
     return list(store.multi_get(keys)) if store.has_extended_api() else [store.get(key) for key in keys]
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Name ranks in errors."""
+    """Format a list of ranks for error messages."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def name_of(rank: int, global_ranks: Sequence[int]) -> str:
-    """Name a rank of a group in errors."""
+    """Format a rank of a group for error messages."""
     size = len(global_ranks)
     if list(global_ranks) == list(range(size)):
         return f"rank {rank} of {size}"

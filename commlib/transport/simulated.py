@@ -1,4 +1,4 @@
-"""Requests by their sizes alone: the transport of a simulation."""
+"""A transport for simulations: it counts the bytes of requests and moves no data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from commlib.transport.torch_dist import DONE
 
 
 class SimulatedTransport(Transport):
-    """One rank's view of a group that does not exist: it counts bytes and moves none.
+    """One rank's view of a simulated group.
 
-    Time is the business of the driver. Every rank is taken to say what this one says.
+    The driver models time. All ranks are assumed to contribute the same values as this one.
 
     Args:
         rank: This rank.
@@ -30,7 +30,7 @@ class SimulatedTransport(Transport):
         self.world_size = world_size
         self.global_ranks = range(world_size)
         self.bytes_sent = 0.0
-        self.timeout_s = 3600.0  # of the virtual clock, which nothing exceeds
+        self.timeout_s = 3600.0  # not reached, because the clock is virtual
         self._ranks_per_node = ranks_per_node
 
     @override

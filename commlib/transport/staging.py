@@ -1,12 +1,12 @@
-"""Tensors of a device over a backend that knows host memory only: Gloo under CUDA tensors.
+"""Staging of device tensors in host memory for a backend without device support: CUDA tensors on Gloo.
 
-    issue   the inputs are copied into pinned buffers, on the current stream, which the host then waits for;
-            the backend gets a request on the buffers
-    wait    the host waits for the backend; then the outputs are copied back on the current stream, not waited for
+    issue   the inputs are copied into pinned buffers on the current stream, and the host waits for the copies;
+            the backend receives a request on the buffers
+    wait    the host waits for the backend, then starts the copies of the outputs on the current stream
 
-So the data is there for whatever the current stream does next, as after a wait on NCCL, but the host waits for the
-network: nothing overlaps. That is for several ranks on one GPU, for machines without NCCL, and for tests. Pinned
-buffers come from torch's cache, which hands one out again only once the copies that use it have ended.
+The current stream can use the data, as after a wait on NCCL. The host waits for the network, so nothing overlaps. This
+mode serves several ranks on one GPU, machines without NCCL, and tests. Pinned buffers come from torch's cache, which
+reuses a buffer only after its copies have completed.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import torch
 
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request, Work
 
-#: Tensors of the device, each with its buffer.
+#: Device tensors, each with its buffer.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Staging:
-    """Makes requests on host buffers of requests on a device's tensors.
+    """Converts requests on device tensors to requests on host buffers.
 
     Args:
-        device: Where the tensors are.
+        device: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def is_staged(self, tensor: torch.Tensor) -> bool:
-        """Return whether the backend cannot take a tensor as it is."""
+        """Return whether a tensor has to be staged."""
         return tensor.device.type != "cpu"
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host buffer of a tensor's shape and dtype, from and to which copies need no host."""
+        """Return a pinned host buffer of a tensor's shape and dtype."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def finish_copies(self) -> None:
-        """Wait until the copies into buffers that the current stream has been given are done."""
+        """Wait for the copies on the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def stage(self, request: Request, rank: int) -> Staged:
-        """Return a request as the backend can take it, its inputs copied.
+        """Return a request that the backend can execute, with its inputs copied.
 
         Args:
-            request: On tensors of the device; one on host tensors is left as it is.
+            request: On device tensors; host tensors are used directly.
             rank: This rank within the request's group.
 
         Raises:
-            TypeError: It is no request of `transport.base`.
+            TypeError: Not a request of `transport.base`.
         """
         staged = Staged(self, request)
         match request:
@@ -81,11 +81,11 @@ def _each(
 
 
 class Staged:
-    """One request under way in buffers.
+    """A staged request in progress.
 
     Attributes:
-        request: What the backend is given.
-        has_copied: Whether copies into buffers have been begun.
+        request: The request for the backend.
+        has_copied: Whether copies into buffers have started.
     """
 
     def __init__(self, staging: Staging, request: Request) -> None:
@@ -95,7 +95,7 @@ class Staged:
         self._outputs: Pairs = []
 
     def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of an input, which is being copied into it."""
+        """Return the buffer of an input, after starting the copy into it."""
         if not self._staging.is_staged(tensor):
             return tensor
         buffer = self._staging.buffer(tensor)
@@ -112,7 +112,7 @@ class Staged:
         return buffer
 
     def both_ways(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of what is input and output."""
+        """Return the buffer of a tensor that is both input and output."""
         buffer = self.outgoing(tensor)
         if buffer is not tensor:
             self._outputs.append((tensor, buffer))
@@ -133,15 +133,15 @@ class StagedWork:
         self._staged = staged
 
     def wait(self) -> None:
-        """Wait on the host, and copy the outputs back on the current stream; raise what went wrong."""
+        """Wait on the host, then copy the outputs back on the current stream; raise the request's error, if any."""
         self._work.wait()
         self._staged.deliver()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the data is in the buffers, or will never be."""
+        """Call `callback` once the request has completed or failed."""
         self._work.add_done_callback(callback)
 
 
 def staging_of(device: torch.device) -> Staging | None:
-    """Return how Gloo gets at tensors on `device`; None: as they are."""
+    """Return the staging of tensors on `device` for Gloo; None if Gloo can use them directly."""
     return None if device.type == "cpu" else Staging(device)

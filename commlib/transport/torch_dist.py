@@ -1,4 +1,4 @@
-"""Requests on torch.distributed: with `backends`, the one place that knows torch's process groups and versions."""
+"""Execution of requests on torch.distributed. Only this module and `backends` depend on process groups of torch."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from commlib.transport.watch import Watch
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-#: How long a rank that saw a collective fail waits for the others to report, in seconds.
+#: How long a rank that noticed a broken collective waits for the reports of other ranks, in seconds.
 _DIAGNOSIS_S = 2.0
-#: The group of all ranks, over Gloo, in which they agree on things where tensors go over NCCL: it does not say who is
-#: missing, and makes a device wait for what only hosts are to know.
+#: The Gloo group of all ranks for host-side agreement when tensors use NCCL. NCCL does not report which rank is missing
+#: and would make a device wait for data that only hosts need.
 _CONTROL = "control"
-#: The most bytes that a rank may say of itself at set-up.
+#: The largest encoded value that a rank may contribute at set-up, in bytes.
 _MOST_BYTES = 1 << 30
 
 
 class _Done:
-    """A work with nothing to do."""
+    """A work that is already complete."""
 
     def wait(self) -> None: ...
 
@@ -68,21 +68,21 @@ DONE: Work = _Done()
 
 
 class TorchTransport(Transport):
-    """A communicator of its own over the ranks of a process group.
+    """A separate communicator over the ranks of a process group.
 
     It never shares the user's communicator: the user's thread and the issuing thread could otherwise interleave their
-    collectives differently on two ranks. The backend object is made directly, on a fresh prefix of the group's store:
-    `new_group` is collective over ranks that are not in `group`, and its names repeat once a group is destroyed.
+    collectives differently on two ranks. The backend object is constructed directly, on a fresh prefix of the group's
+    store: `new_group` is also collective over ranks outside `group`, and reuses names after a group is destroyed.
 
     Args:
-        group: The user's process group; the ranks, the kind of backend and the store are taken from it.
-        device: Where the tensors will be.
+        group: The user's process group, which defines the ranks, the backend and the store.
+        device: The device of the tensors.
         timeout: How long a collective may wait for its peers.
-        setup_timeout: How long ranks wait for one another here, where they may come at different times; None: so long.
+        setup_timeout: How long the set-up waits for ranks, which may arrive at different times; None: `timeout`.
 
     Raises:
         ConfigError: The group's backend for the device is neither Gloo nor NCCL.
-        PeerTimeout: A rank did not come to make the communicator.
+        PeerTimeout: A rank did not arrive to create the communicator.
         PeerFailure: A rank died meanwhile.
     """
 
@@ -99,12 +99,12 @@ class TorchTransport(Transport):
         self._finalizer = Finalizer(self, self._connections.end, f"the communicator of {self._name}")
         self._parent = weakref.ref(group)
         self._timeout = timeout
-        self._unseen: Exception | None = None  # what the watch has met
+        self._unseen: Exception | None = None  # the failure that the watch detected
         self._watch: Watch | None = None  # on NCCL
         self._staging = staging_of(device)
         self._on_failure: list[weakref.WeakMethod[Any]] = []
         self._store: dist.Store | None = None
-        self._place, self._turns = "", itertools.count()  # its name in the group's store; what is said there in turn
+        self._place, self._turns = "", itertools.count()  # its name in the group's store; numbers of `gather_apart`
         self._spare: list[socket.socket] = []
         try:
             self._meet(c10d._get_process_group_store(group))
@@ -131,36 +131,36 @@ class TorchTransport(Transport):
         return name_of(self.rank, self.global_ranks)
 
     def _meet(self, store: dist.Store) -> None:
-        """Find the other ranks, agree with them on a part of the store, and make the lifelines."""
+        """Find the other ranks, agree with them on a prefix of the store, and create the lifelines."""
         if self.world_size == 1:
             return
         self._place, self._store, made, accepted = meet(
             store, self.rank, self.global_ranks, self.timeout_s, Word.LOST.value
         )
         ends = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
-        # Closed once all ranks have connected: until then a connection that ends is one of a rank that died.
+        # Closed once all ranks have connected. Until then, a closed connection means that its rank died.
         self._spare = [each for each in (*made.values(), *accepted.values()) if each not in ends.values()]
         self._connections.lifelines = Lifelines(ends, self._connections.react)
 
     def _await_all(self) -> None:
-        """Wait until every rank has connected: one that left before would break the connecting of the others."""
+        """Wait until every rank has connected: a rank that left earlier would break the set-up of the others."""
         sent_before = self.bytes_sent
         self.gather_objects(None)
-        self.bytes_sent = sent_before  # which counts what users send
+        self.bytes_sent = sent_before  # it counts user traffic only
 
     def join_island(self, ranks: Sequence[int]) -> None:
-        """Connect this rank with those that have the other parts of its model (in the default group). Collective."""
+        """Connect this rank with the ranks (of the default group) that hold other shards of its model. Collective."""
         store, rank = c10d._get_process_group_store(c10d._get_default_group()), self.global_ranks[self.rank]
         self._connections.island = join_island(store, rank, ranks, self._longest_s, self._connections.abort)
 
     def _limit_exchanges(self) -> None:
-        """Have `timeout` hold, now that all ranks are connected."""
+        """Apply `timeout`, now that all ranks are connected."""
         self.timeout_s = self._timeout.total_seconds()
         for connection in self._connections.by_group.values():
             connection.limit(self._timeout)
 
     def _connect(self, name: str, store: dist.Store | None, members: Sequence[int]) -> None:
-        """Make the backend of a group of ranks; nothing for one rank alone."""
+        """Create the backend of a group of ranks; a single rank needs none."""
         if len(members) == 1:
             self._connections.by_group[name] = Connection(members)
             return
@@ -172,16 +172,16 @@ class TorchTransport(Transport):
         self._connections.by_group[name] = connection
         assert store is not None
 
-        limit = self._timeout if is_nccl else timedelta(seconds=self.timeout_s)  # NCCL's own waiting has none
+        limit = self._timeout if is_nccl else timedelta(seconds=self.timeout_s)  # `_checks` limits NCCL's set-up
         where = _Place(store, limit, rank, [self.global_ranks[member] for member in members])
         make = lambda: _make_backend(where, self._device if is_nccl else None, f"{self._place}.{name}")  # noqa: E731
-        with self.explaining("making the communicator in commlib.wrap"):
+        with self.explaining("creating the communicator in commlib.wrap"):
             connection.backend = attend(make, self._checks(is_nccl))
         if isinstance(connection, nccl.NcclConnection):
             self._follow(connection)
 
     def _follow(self, connection: nccl.NcclConnection) -> None:
-        """Have the works of NCCL's backend watched."""
+        """Let the watch monitor the works of an NCCL backend."""
         if self._watch is None:
             fail = weakref.WeakMethod(self._fail)
             tell = lambda *failed: (own := fail()) and own(*failed)  # noqa: E731
@@ -189,7 +189,7 @@ class TorchTransport(Transport):
         self._watch.add(connection)
 
     def _checks(self, has_limit: bool) -> Callable[[], None]:
-        """Return what raises if a rank has ended or given up; or, of a backend without a limit, if it did not come."""
+        """Return a function that raises if a rank has ended or given up, or, with `has_limit`, after the timeout."""
         deadline = time.monotonic() + self.timeout_s
 
         def check() -> None:
@@ -253,26 +253,26 @@ class TorchTransport(Transport):
         else:
             staged = self._staging and self._staging.stage(request, connection.members.index(self.rank))
             made = TorchWork(self._issue(connection, staged.request if staged else request), connection, partners)
-        if self._lifelines is not None and self._lifelines.has_news:  # which may have come since it was looked at
+        if self._lifelines is not None and self._lifelines.has_news:  # may have arrived since `_check`
             self._lifelines.ring()
         return StagedWork(made, staged) if staged else made
 
     def _launch(self, connection: nccl.NcclConnection, request: Request, partners: Sequence[int]) -> TorchWork:
-        """Issue a request on NCCL, in its turn among all of the device."""
+        """Issue a request on NCCL, in order with all others on the device."""
         what = f"{request.verb} number {connection.num_issued} of the communicator's group {request.group!r}"
         make = lambda: nccl.NcclWork(self._issue(connection, request), connection, partners, what)  # noqa: E731
         return nccl.launches.issue(connection, make, self.in_order)
 
     def _check(self, partners: Sequence[int]) -> None:
-        """Raise if a collective with these ranks would be in vain."""
+        """Raise if a collective with these ranks cannot complete."""
         is_failing = self._watch is not None and self._watch.is_failing
         if self._connections.aborted_s is not None or is_failing:
-            raise EndedError("it was not begun, as this communicator had ended before")
+            raise EndedError("it was not started, as this communicator had ended before")
         lines = self._lifelines
         if lines is None or not lines.has_news:
             return
         if lines.has_broken or not lines.lost().keys().isdisjoint(partners):
-            raise EndedError("it was not begun, as a peer had ended or given up before")
+            raise EndedError("it was not started, as a peer had ended or given up before")
 
     def _issue(self, connection: Connection, request: Request) -> Any:
         backend = connection.backend
@@ -298,15 +298,15 @@ class TorchTransport(Transport):
     def gather_objects(self, value: Any) -> list[Any]:
         try:
             said, unsendable = encode((True, value)), None
-        except ConfigError as error:  # told to the others, who wait for this rank
+        except ConfigError as error:  # sent to the other ranks, which wait for this one
             said, unsendable = encode((False, str(error))), error
         rows = self._gather(said)
         try:
             if unsendable is not None:
                 raise unsendable
             return [self._told(rank, row) for rank, row in enumerate(rows)]
-        except CommlibError:  # which all ranks meet, as all have the same rows
-            with contextlib.suppress(CommlibError):  # as in `part`, but for reading what comes
+        except CommlibError:  # raised on all ranks, because all have the same rows
+            with contextlib.suppress(CommlibError):  # like `part`, without decoding the result
                 self._gather(said)
             raise
 
@@ -319,7 +319,7 @@ class TorchTransport(Transport):
         return list(map(self._told, ranks, told))
 
     def _gather(self, said: bytes) -> list[bytes]:
-        """Return what every rank says, in rank order. Collective; blocks."""
+        """Return the bytes of every rank, in rank order. Collective; blocks."""
         what = "the exchange of set-up information"
         own = torch.frombuffer(bytearray(said), dtype=torch.uint8)
         comm = Communicator(self.rank, self.world_size, _CONTROL if _CONTROL in self._connections.by_group else "all")
@@ -337,24 +337,24 @@ class TorchTransport(Transport):
         return [row[:numel].tobytes() for row, numel in rows]
 
     def _told(self, rank: int, data: bytes) -> Any:
-        """Return what a rank has said of itself."""
+        """Decode the bytes that a rank contributed."""
         try:
             is_value, value = decode(data)
         except (MalformedError, TypeError, ValueError) as error:
             raise self._malformed(rank, str(error)) from error
         if not is_value:
-            raise TransportError(f"{self._name}: rank {self.global_ranks[rank]} could not say its part: {value}")
+            raise TransportError(f"{self._name}: rank {self.global_ranks[rank]} could not send its value: {value}")
         return value
 
     def _malformed(self, rank: int, why: str) -> TransportError:
         return TransportError(
-            f"{self._name}: rank {self.global_ranks[rank]} sent what is no set-up information: {why}. Run the same "
+            f"{self._name}: rank {self.global_ranks[rank]} sent malformed set-up information: {why}. Run the same "
             "version of commlib on every rank"
         )
 
     @override
     def diagnose(self, error: Exception, what: str, suspects: Sequence[int] = ()) -> Exception:
-        """Tell the others that a collective broke, and name who is to blame by what they say; see [Note: lifelines]."""
+        """Report a broken collective to the other ranks, and blame ranks by their reports; see [Note: lifelines]."""
         if is_own(error):
             return error
         if isinstance(error, EndedError) and self._unseen is not None:
@@ -364,7 +364,7 @@ class TorchTransport(Transport):
         if isinstance(error, EndedError):
             timed_out = False
         elif self._connections.aborted_s is not None and getattr(error, "after_s", 0.0) < self.timeout_s:
-            timed_out, text = False, "it was ended here"  # which may say that it timed out
+            timed_out, text = False, "it was aborted on this rank"  # the backend's text may mention a timeout
         if lines is None:
             return PeerFailure(f"{self._name}: {what} failed. Cause: {text}")
         lines.report(timed_out)
@@ -376,14 +376,14 @@ class TorchTransport(Transport):
         if not verdict.ranks and suspects:
             verdict = verdict._replace(ranks=list(suspects))
         elif not verdict.ranks and verdict.timed_out and Word.TIMED_OUT not in lines.said:
-            verdict = Verdict(True, [self.rank], "it came when the others had given up waiting for it")
+            verdict = Verdict(True, [self.rank], "it came after the other ranks had given up waiting for it")
         return self._failure(verdict, what, text)
 
     def _failure(self, verdict: Verdict, what: str, text: str) -> TransportError:
         ranks = sorted(self.global_ranks[rank] for rank in verdict.ranks)
         if verdict.timed_out:
             reason = f"no answer within {self.timeout_s:g} s"
-            who = f"{named(ranks)} did not come{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
+            who = f"{named(ranks)} did not arrive in time{verdict.why and f': {verdict.why}'}" if ranks else verdict.why
         else:
             reason, who = "a peer was lost", f"{named(ranks)} {verdict.why}" if ranks else verdict.why
         kind = PeerTimeout if verdict.timed_out else PeerFailure
@@ -404,7 +404,7 @@ class TorchTransport(Transport):
             self._tell(self._unseen)
 
     def _fail(self, error: Exception, what: str) -> None:
-        """Make what the watch has met the failure. On the watch's thread."""
+        """Store the failure that the watch detected, and call the callbacks. Runs on the watch's thread."""
         self._unseen = self.diagnose(error, what)
         self._tell(self._unseen)
 
@@ -434,7 +434,7 @@ class TorchTransport(Transport):
 
 
 class _Place(NamedTuple):
-    """Where a backend is made: its part of the store, the transport's timeout, this rank in it, its global ranks."""
+    """The arguments of a backend: its store prefix, the transport's timeout, this rank in it, and its global ranks."""
 
     store: dist.Store
     timeout: timedelta
@@ -443,7 +443,7 @@ class _Place(NamedTuple):
 
 
 def _make_backend(where: _Place, device: torch.device | None, name: str) -> Any:
-    """Return NCCL's backend on `device`; None: Gloo's."""
+    """Create an NCCL backend on `device`, or a Gloo backend for None."""
     if device is None:
         return dist.ProcessGroupGloo(where.store, where.rank, len(where.ranks), where.timeout)
     return nccl.make(where.store, where.rank, device, where.timeout, f"commlib.{name}", where.ranks)

@@ -1,26 +1,27 @@
-"""Who notices that a collective on NCCL is late or broken.
+"""Detection of late and broken collectives on NCCL.
 
-[Note: NCCL works] A collective on NCCL is a kernel on a stream of the backend's own. To wait for it is to make another
-stream wait, so the host sees neither its end, nor that it is late, nor that a peer broke it. torch's watchdog would,
-and ends the process. So each transport has a *watch*, a thread that polls what is outstanding:
+[Note: NCCL works] A collective on NCCL is a kernel on a stream of the backend. Waiting for it makes another stream
+wait, so the host sees neither its completion, nor a delay, nor an error caused by a peer. torch's watchdog would see
+them, but it ends the process. Each transport therefore has a *watch*, a thread that polls the outstanding works:
 
-    issue    issuing thread   the work goes to the end of its connection's `outstanding`, in the order of the kernels
-    wait     the same         the stream waits; a mark on the stream takes the work's place, as a work keeps its tensors
-                              alive. The newest work stays, as its connection's *witness*: it knows NCCL's errors
-    look     watch            what has ended is forgotten. Late is the first that is left, once the timeout has passed
-                              since its issue and since the end of the one before
-    fail     watch            (1) the transport says that it is failing, so that nothing is issued any more; (2) it is
-                              diagnosed as on Gloo: the peers are told, the works ended, the culprits found; (3) the
-                              error is the transport's `failure`, and whoever asked is called
+    issue    issuing thread   appends the work to its connection's `outstanding`, in the order of the kernels
+    wait     issuing thread   makes the stream wait; an event on the stream replaces the work, because a work keeps its
+                              tensors alive. The newest work is kept as its connection's *witness*: it reports NCCL's
+                              errors
+    look     watch            drops completed works. The first remaining work is late once the timeout has passed since
+                              its issue and since the completion of the work before it
+    fail     watch            (1) sets `is_failing`, so that nothing more is issued; (2) diagnoses the error as on Gloo:
+                              notifies the peers, ends the works, finds the ranks to blame; (3) stores the error as the
+                              transport's `failure` and calls the registered callbacks
 
-A peer that died is news of the lifelines, whose thread ends the works at once: before torch's watchdog, which looks ten
-times a second, finds NCCL's own error. An aborted kernel ends like any other, so what was outstanding when the works
-were aborted has failed. What the streams held behind it runs all the same, on whatever lies there: the step in which a
-peer is lost is void, and so are the weights that the optimizer makes of it.
+The lifelines report a peer that died, and their thread ends the works at once, before torch's watchdog (which polls ten
+times a second) finds NCCL's own error. An aborted kernel completes like any other, so all works that were outstanding
+at the abort count as failed. Kernels queued behind them still run on undefined data: the step in which a peer is lost
+is void, and so are the weights that the optimizer computes in it.
 
-The watch holds the connections, never the transport; it is blocked while nothing is outstanding, and ends with the
-connections: before they are closed, so that it takes no end for a failure. torch's watchdog is a last resort: its limit
-lies far behind ours, and where the user has not said otherwise it only logs.
+The watch references the connections, never the transport. It blocks while nothing is outstanding. It ends before the
+connections are closed, so that it does not report the close as a failure. torch's watchdog is the last resort: its
+timeout is far longer, and unless the user configured it otherwise it only logs.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from commlib.transport.nccl import NcclConnection, NcclWork
 
 _log = logging.getLogger("commlib")
 
-#: How often the watch looks at what is outstanding, in seconds.
+#: The polling interval, in seconds.
 _POLL_S = 0.02
 
 
 class Watch:
-    """Follows the works of one transport's NCCL backends; see [Note: NCCL works].
+    """Monitors the works of one transport's NCCL backends; see [Note: NCCL works].
 
     Args:
-        connections: The transport's; NCCL's are added by `add`.
+        connections: The transport's connections; `add` registers those on NCCL.
         timeout_s: How long a collective may wait for its peers.
-        fail: Called once, on the watch's thread, with the error and the name of the collective. It must not hold the
-            transport.
+        fail: Called once, on the watch's thread, with the error and the name of the collective. It must not hold a
+            reference to the transport.
     """
 
     def __init__(self, connections: Connections, timeout_s: float, fail: Callable[[Exception, str], None]) -> None:
@@ -63,23 +64,23 @@ class Watch:
         self._thread.start()
 
     def add(self, connection: NcclConnection) -> None:
-        """Follow the works of one more connection."""
+        """Monitor the works of one more connection."""
         connection.wake = self.wake
         self._followed.append(connection)
 
     def wake(self) -> None:
-        """Look, if nothing was outstanding so far: something is."""
+        """Wake the thread if it is idle."""
         if self._is_idle:
             with self._news:
                 self._news.notify_all()
 
     def settle(self, limit_s: float) -> None:
-        """Wait until a failure that is being diagnosed is known."""
+        """Wait for a diagnosis in progress, at most `limit_s` seconds."""
         if self.is_failing and threading.current_thread() is not self._thread:
             self._settled.wait(limit_s)
 
     def close(self, limit_s: float = 5.0) -> None:
-        """End the thread. Harmless when called twice, or from it."""
+        """End the thread. Idempotent; the thread itself may call it."""
         with self._news:
             self._is_closed = True
             self._news.notify_all()
@@ -109,7 +110,7 @@ class Watch:
 
     def _raise_if_aborted(self, first: NcclWork | None) -> None:
         if first is not None and self._connections.aborted_s is not None:
-            raise EndedError("it was ended here, as a peer had ended or given up")
+            raise EndedError("it was aborted on this rank, as a peer had ended or given up")
 
     def _failed(self, error: Exception, what: str) -> None:
         self.is_failing = True
@@ -121,7 +122,7 @@ class Watch:
             self._settled.set()
 
     def _sleep(self) -> bool:
-        """Sleep until there is something to look at; return whether to go on."""
+        """Sleep until there is something to poll; return False once closed."""
         with self._news:
             self._is_idle = True
             while not self._is_closed and not any(connection.outstanding for connection in self._followed):

@@ -1,4 +1,4 @@
-"""The page of the command line, made of what the commands say of themselves: python -m scripts.site.command_line."""
+"""Generate the page of the command line from the help of the commands: python -m scripts.site.command_line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from commlib.cli import app
 
 
 def page() -> str:
-    """Return the page, as docs/reference/command_line.md has it."""
+    """Return the text of docs/reference/command_line.md."""
     group = get_group(app)
     text = get_docs_for_click(obj=group, ctx=typer.Context(group), name="commlib", title="The command line")
-    for name, command in group.commands.items():  # typer cuts these off at 45 characters
+    for name, command in group.commands.items():  # typer truncates these at 45 characters
         what = (command.help or "").split("\n\n")[0]
         text = re.sub(rf"^\* `{name}`: .*$", lambda _, new=f"* `{name}`: {what}": new, text, flags=re.MULTILINE)
     return text.strip() + "\n"

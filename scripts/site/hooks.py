@@ -1,8 +1,8 @@
-"""What MkDocs does beside its own to these pages: links as they are in the repository lead somewhere on the site too.
+"""MkDocs hooks that make links of the repository work on the site too.
 
-A link to a file outside docs/ becomes one to that file on GitHub, a picture there is copied into the site, and
-CONTRIBUTING.md and CHANGELOG.md are pages. Headings have the anchors that GitHub gives them. A site that loads
-something from elsewhere is an error.
+A link to a file outside docs/ becomes a link to that file on GitHub. A picture outside docs/ is copied into the site.
+CONTRIBUTING.md and CHANGELOG.md become pages. Headings have GitHub's anchors. A site that loads external resources is
+an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINK_OR_CODE = re.compile(r"^```.*?^```$|`(?:[^`\n]|\n(?!\n))+`|\]\((?P<link>[^
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Let headings have GitHub's anchors."""
+    """Give headings GitHub's anchors."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
     return config
 
@@ -42,24 +42,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the links of a page that leave docs/."""
+    """Replace the links of a page to files outside docs/."""
     source = Path(page.file.abs_src_path or "")
     return replace_links(markdown, lambda link: _on_the_site(link, source, page.file.src_uri, config, files))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site that loads something from elsewhere."""
+    """Raise an error if the site loads external resources."""
     if found := from_elsewhere(Path(config.site_dir)):
-        raise PluginError("The pages load what is elsewhere:\n" + "\n".join(found))
+        raise PluginError("The pages load external resources:\n" + "\n".join(found))
 
 
 def slug(heading: str, separator: str = "-") -> str:
-    """Return the anchor of a heading, as GitHub makes it."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
 
 
 def replace_links(markdown: str, replace: Callable[[str], str]) -> str:
-    """Replace the relative links of a page, but not what looks like one in code."""
+    """Replace the relative links of a page, except in code."""
 
     def replaced(match: re.Match[str]) -> str:
         link = match["link"]
@@ -71,7 +71,7 @@ def replace_links(markdown: str, replace: Callable[[str], str]) -> str:
 
 
 def _on_the_site(link: str, source: Path, page: str, config: MkDocsConfig, files: Files) -> str:
-    """Return where a link of the file `source` leads to from the page that is made of it."""
+    """Return the target of a link of the file `source`, relative to its page on the site."""
     name, hash_sign, anchor = link.partition("#")
     target = (source.parent / name).resolve()
     docs = Path(config.docs_dir).resolve()

@@ -1,4 +1,4 @@
-"""What a built site loads from elsewhere: nothing, so that it can be read without a network."""
+"""Find the external resources of a built site. There must be none, so that it can be read without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IN_STYLES = re.compile(r"(?:url\(|@import)\s*['\"]?\s*((?:https?:)?//[^'\")\s]+
 
 
 class _Loads(HTMLParser):
-    """Collects what a browser would fetch for a page without being asked: everything but links to follow."""
+    """Collect the external URLs that a browser fetches to show a page, which excludes links to other pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Loads(HTMLParser):
 
 
 def from_elsewhere(site: Path) -> list[str]:
-    """Return what the pages and style sheets of a built site load from elsewhere, each with the file that does."""
+    """Return the external URLs that pages and style sheets of a built site load, each with the name of the file."""
     found = []
     for path in sorted(site.rglob("*")):
         if path.suffix not in (".html", ".css", ".svg"):

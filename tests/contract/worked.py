@@ -7,12 +7,12 @@ from commlib.transport.base import Communication, Communicator
 
 
 class RoundedFeedback(Algorithm):
-    """Average gradients in bfloat16; each rank adds what rounding took to its next gradient.
+    """Average gradients in bfloat16; each rank adds its rounding error to its next gradient.
 
         v_r = g_r + e_r,  s_r = bf16(v_r),  e_r = v_r - s_r,  g = 1/N sum_r s_r
 
     Paper: Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 2, with rounding as the compressor.
-    Deviations: the sum over the ranks is rounded to bfloat16 too, and that error is forgotten.
+    Deviations: the sum over the ranks is rounded to bfloat16 too, and that error is dropped.
     """
 
     exactness = "compensated"
@@ -26,10 +26,10 @@ class RoundedFeedback(Algorithm):
         residual = self.residual[bucket]
         scale = self.units.scale(comm.step)
         sent = bucket.flat.bfloat16()
-        if comm.contributes:  # else this rank has no data left (`model.join`) and adds zeros
+        if comm.contributes:  # else this rank has no data (`model.join`) and adds zeros
             value = bucket.flat.float() + residual * scale
             sent = value.bfloat16()
             lost = (value - sent) / scale
-            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # an overflow leaves no trace
+            residual.copy_(torch.where(lost.isfinite().all(), lost, residual))  # unchanged by an overflow
         yield comm.all_reduce(sent)
         bucket.flat.copy_(sent).div_(self.divisor(comm))

@@ -84,11 +84,11 @@ def check_restart(algorithm: str, how: str, folder: pathlib.Path) -> None:
     broken = [*options, "--checkpoint", str(folder / "broken"), "--fail", f"1:6{how}"]
     first = life(store, 0, *broken, doomed=True)
     assert first[1].returncode == (1 if how else -signal.SIGKILL), first[1].output
-    assert "goes on after step 0" in first[1].output
+    assert "resumes after step 0" in first[1].output
     assert first[0].returncode in (1, -signal.SIGTERM), first[0].output
     for rank in life(store, 1, *broken):
         assert rank.returncode == 0, rank.output
-        assert "goes on after step 4" in rank.output
+        assert "resumes after step 4" in rank.output
     if Subject(algorithm).runs_by_clocks:
         assert saved(folder / "broken")
         return
@@ -124,8 +124,8 @@ def test_torchrun_starts_the_example_again(fail: str, tmp_path: pathlib.Path) ->
     """In step 8 a checkpoint is due, so that rank 0 waits in it, on the user's own group. No process is left."""
     options = ["--algorithm", "topk", "--steps", "9", "--every", "4", "--checkpoint"]
     printed = launched(*options, str(tmp_path / "broken"), "--fail", fail)
-    assert len(re.findall(r"goes on after step 0", printed)) == 2, printed
-    assert len(re.findall(r"goes on after step 4", printed)) == 2, printed
+    assert len(re.findall(r"resumes after step 0", printed)) == 2, printed
+    assert len(re.findall(r"resumes after step 4", printed)) == 2, printed
     processes = [int(found) for found in re.findall(r"\(process (\d+)\)", printed)]
     assert len(set(processes)) == 4
     assert eventually(lambda: not any(map(is_there, processes)))

@@ -73,6 +73,6 @@ def test_the_example_runs_as_a_user_runs_it(tmp_path: Path) -> None:
         env=env, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the model goes on: b'import " in done.stdout
+    assert "the model continues: b'import " in done.stdout
     losses = [log["loss"] for log in logs_of(tmp_path / "checkpoint-60") if "loss" in log]
     assert losses[-1] < losses[0] < 5.5

@@ -138,7 +138,7 @@ def test_a_rank_that_is_killed_is_named_at_the_next_step_end(name: str) -> None:
         (exit_,) = ranks.wait(HANG_S, [0])
         assert exit_.returncode == 1
         assert "PeerFailure" in exit_.output, exit_.output
-        assert "rank 1 is gone without a goodbye" in exit_.output, exit_.output
+        assert "rank 1 disconnected without a goodbye" in exit_.output, exit_.output
 
 
 @pytest.mark.parametrize("name", NAMES[:3])

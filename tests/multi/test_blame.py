@@ -299,7 +299,7 @@ def test_a_stopped_rank_is_named_alone_and_late() -> None:
         for exit_ in ranks.wait(HANG_S, [0, 2, 3]):
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
-            assert f"no answer within {SHORT_S:g} s; rank 1 did not come" in found["message"], found
+            assert f"no answer within {SHORT_S:g} s; rank 1 did not arrive" in found["message"], found
 
 
 def come_late() -> None:
@@ -437,7 +437,7 @@ def host_the_store_and_die() -> None:
 
 
 def test_the_rank_that_hosts_the_store_is_killed_during_wrap() -> None:
-    check(host_the_store_and_die, 3, accused=(0,), words="commlib.wrap failed: the store is gone")
+    check(host_the_store_and_die, 3, accused=(0,), words="commlib.wrap failed: the store was lost")
 
 
 def test_a_rank_that_is_killed_while_another_one_is_late() -> None:
@@ -480,7 +480,7 @@ def test_the_timeout_holds_once_all_ranks_have_come() -> None:
             facts(exit_, "wrapped")
             found = facts(exit_, "error")
             assert (found["kind"], found["ranks"]) == ("PeerTimeout", [VICTIM]), found
-            assert f"no answer within {TWICE_S:g} s; rank 1 did not come" in found["message"], found
+            assert f"no answer within {TWICE_S:g} s; rank 1 did not arrive" in found["message"], found
 
 
 @on_ranks(2)
@@ -490,7 +490,7 @@ def test_the_timeout_holds_for_each_kind_of_work(verb: str) -> None:
     limits = timedelta(seconds=1), timedelta(hours=1)
     transport = TorchTransport(resolve_group(None), torch.device("cpu"), *limits)
     if transport.rank == 0:
-        with pytest.raises(PeerTimeout, match="no answer within 1 s; rank 1 did not come"):
+        with pytest.raises(PeerTimeout, match="no answer within 1 s; rank 1 did not arrive"):
             transport.complete(requests(verb, Communicator(0, 2)), "a collective")
     dist.barrier()
     transport.close()
@@ -509,7 +509,7 @@ def wrap_beside_a_stopped_one() -> None:
 
 
 def test_a_rank_that_is_stopped_during_wrap_is_late_and_not_dead() -> None:
-    words = f"rank 1 did not come within {SHORT_S:g} s"
+    words = f"rank 1 did not arrive within {SHORT_S:g} s"
     check(wrap_beside_a_stopped_one, 3, kind="PeerTimeout", words=words)
 
 
@@ -523,7 +523,7 @@ def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
             with pytest.raises(PeerTimeout) as caught:
                 connect(0.5 if rank == 0 and len(absent) == 2 else TWICE_S)
             assert caught.value.ranks == absent, caught.value
-            assert f"failed: {'rank 2' if len(absent) == 1 else 'ranks [1, 2]'} did not come" in str(caught.value)
+            assert f"failed: {'rank 2' if len(absent) == 1 else 'ranks [1, 2]'} did not arrive" in str(caught.value)
         dist.barrier()
     for _ in range(3):
         transport, comm = connect()
@@ -547,7 +547,7 @@ def test_what_is_no_plain_value_is_an_error_on_all_ranks() -> None:
     transport, _ = connect()
     with pytest.raises((ConfigError, TransportError)) as caught:
         transport.gather_objects(object() if dist.get_rank() == 1 else "plain")
-    words = "it is of type object" if dist.get_rank() == 1 else "rank 1 could not say its part: cannot send value"
+    words = "it is of type object" if dist.get_rank() == 1 else "rank 1 could not send its value: cannot send value"
     assert words in str(caught.value)
     assert transport.gather_objects((dist.get_rank(), b"x", None)) == [(0, b"x", None), (1, b"x", None)]
     transport.close()
@@ -560,7 +560,7 @@ def test_malformed_bytes_name_their_sender(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(torch_dist, "encode", lambda value: data)
-        with pytest.raises(TransportError, match="rank 1 sent what is no set-up information"):
+        with pytest.raises(TransportError, match="rank 1 sent malformed set-up information"):
             transport.gather_objects("plain")
     transport.close()
 
@@ -572,7 +572,7 @@ def test_a_senseless_size_names_its_sender(announced: int) -> None:
     if dist.get_rank() == 1:
         transport.complete(comm.all_gather(torch.empty(2, dtype=torch.int64), torch.tensor([announced])), "a trick")
     else:
-        with pytest.raises(TransportError, match=rf"rank 1 sent what .* announced {announced} bytes"):
+        with pytest.raises(TransportError, match=rf"rank 1 sent malformed .* announced {announced} bytes"):
             transport.gather_objects("plain")
     transport.close()
 
@@ -607,7 +607,7 @@ def test_a_store_that_does_not_answer_is_told_and_where() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "Meeting", hanging)
         patch.setattr(rendezvous, "GRACE_S", 0.2)
-        with pytest.raises(PeerTimeout, match=r"store did not answer within 0\.3 s.*no end of wait, threading\.py:\d+"):
+        with pytest.raises(PeerTimeout, match=r"did not answer within 0\.3 s.*no return from wait, threading\.py:\d+"):
             connect(0.3)
         assert not returned.is_set(), "the call was waited for"
     over.set()

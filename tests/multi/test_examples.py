@@ -142,7 +142,7 @@ def test_the_tutorials_script_resumes_to_the_same_loss(tmp_path):
     whole = train("tutorial.py", "--steps", 40)
     first, rest = (train("tutorial.py", "--steps", steps, "--checkpoint", tmp_path / "run") for steps in (20, 40))
     found = [re.findall(r"loss ([\d.]+) after (\d+) steps", text) for text in (whole, first, rest)]
-    assert "rank 0 goes on after step 20" in rest
+    assert "rank 0 resumes after step 20" in rest
     assert found[0] == found[2]
     assert found[1] != found[2]
     assert "0.34 MB sent per rank (compression x1.00)" in rest

@@ -178,7 +178,7 @@ def test_an_abort_ends_an_all_to_all_that_a_rank_does_not_join() -> None:
 def test_ranks_outside_of_the_group_and_the_own_one_are_refused() -> None:
     comm = Communicator(1, 3)
     for rank in (1, 3, -1):
-        with pytest.raises(ConfigError, match=rf"other ranks of 0\.\.2 than this one, 1; got {rank}"):
+        with pytest.raises(ConfigError, match=rf"ranks in 0\.\.2 other than this one, 1; got {rank}"):
             comm.exchange([(rank, torch.ones(1))], [])
 
 
@@ -288,7 +288,7 @@ def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None
     A victim that fails in its own code has a round under way, whose end it may report itself while it exits.
     """
     kinds = ["PeerFailure"] if kind == "die" else ["PeerTimeout", "PeerFailure"]
-    whom = rf"rank {VICTIM} (was killed|did not come|ended)"
+    whom = rf"rank {VICTIM} (was killed|did not arrive|ended)"
     others = [rank for rank in range(4) if rank != VICTIM]
     with start_ranks(train_weights_into_trap, 4, kind, algorithm) as ranks:
         for exit_ in ranks.wait(HANG_S, others):

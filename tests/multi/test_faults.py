@@ -122,5 +122,5 @@ def test_a_parameter_added_on_one_rank() -> None:
 def test_wrap_on_one_rank_only() -> None:
     with start_ranks(fault_scripts.wrap_on_one_rank_only, 2) as ranks:
         (other,) = ranks.wait(HANG_S, [1 - VICTIM])
-        words = ("wrap|set-up", NAMES_VICTIM, f"did not come within {SHORT_S:g} s")
+        words = ("wrap|set-up", NAMES_VICTIM, f"did not arrive within {SHORT_S:g} s")
         assert_told(other, kind="PeerTimeout", words=words)

@@ -155,7 +155,7 @@ def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
     rank, hasty = dist.get_rank(), dist.new_group()
     c10d._set_pg_timeout(timedelta(seconds=1), hasty)  # how long a set-up waits
     if rank == 0:
-        with pytest.raises(commlib.errors.PeerTimeout, match="rank 1 did not come within 1 s"):
+        with pytest.raises(commlib.errors.PeerTimeout, match="rank 1 did not arrive within 1 s"):
             wrap(Mlp(), process_group=hasty)
     dist.barrier()
     dist.destroy_process_group()

@@ -60,7 +60,7 @@ def logged(exit_: RankExit) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("die", "was killed, or its machine is gone"), ("fail", "ended with an exception")],
+    [("die", "was killed, or its host is down"), ("fail", "ended with an exception")],
 )
 def test_ranks_whose_mate_is_gone_are_not_blamed(kind: str, how: str) -> None:
     exits = ends(kind, LONG_S)
@@ -69,7 +69,7 @@ def test_ranks_whose_mate_is_gone_are_not_blamed(kind: str, how: str) -> None:
     for exit_ in exits.values():
         found = facts(exit_, "error")
         assert set(found["ranks"]) <= {VICTIM}, found
-    assert f"rank 0: rank 1, which has other parts of this rank's sharded model, {how}" in exits[0].output
+    assert f"rank 0: rank 1, which holds other shards of this rank's model, {how}" in exits[0].output
     assert len(logged(exits[2])) <= 1, "of what comes from all sides one line is enough"
 
 
@@ -77,7 +77,7 @@ def test_a_rank_whose_mate_is_stopped_is_told_and_not_blamed() -> None:
     exits = ends("stop", SHORT_S)
     peer = facts(exits[3], "error")
     assert (peer["kind"], peer["ranks"]) == ("PeerTimeout", [VICTIM]), peer
-    assert "rank 0: rank 1, which has other parts of this rank's sharded model, does not answer" in exits[0].output
+    assert "rank 0: rank 1, which holds other shards of this rank's model, does not answer" in exits[0].output
     assert facts(exits[0], "error")["kind"] == "RuntimeError", "FSDP2's own, by its group's limit"
     waited = facts(exits[2], "error")  # for rank 0, which waits for its mate
     assert waited["ranks"] == [], waited

@@ -50,7 +50,10 @@ def test_nothing_is_said_of_what_keeps_up_or_loses_little_or_where_the_class_is_
 
 @on_ranks(2)
 def test_auto_says_what_it_left_out_and_what_is_known_of_candidates_that_are_named() -> None:
-    for candidates, words in ((None, "; left out: signsgd: 23% more"), (["allreduce", "topk"], "named as candidates")):
+    for candidates, words in (
+        (None, "; left out: signsgd: 23% more"),
+        (["allreduce", "topk"], "named in `candidates`"),
+    ):
         with logged() as lines:
             model = seeded(Mlp)
             optimizer = adamw(model)

@@ -91,7 +91,7 @@ def issue_and_go_on(ending: str, timeout_s: float) -> None:
     ("ending", "timeout_s", "least_s", "kind", "words"),
     [
         ("killed", LONG_S, 0.0, "PeerFailure", "a peer was lost; rank 1 was killed"),
-        ("stopped", SHORT_S, SHORT_S, "PeerTimeout", f"no answer within {SHORT_S:g} s; rank 1 did not come"),
+        ("stopped", SHORT_S, SHORT_S, "PeerTimeout", f"no answer within {SHORT_S:g} s; rank 1 did not arrive"),
         ("left", LONG_S, 4.0, "PeerFailure", "a peer was lost; rank 1 left"),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_rank_that_does_not_come_to_connect_is_late() -> None:
 
     with in_place_of_nccl(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl, "make", make)
-        with pytest.raises(CommlibError, match="making the communicator in commlib.wrap"):
+        with pytest.raises(CommlibError, match="creating the communicator in commlib.wrap"):
             connect(timeout_s=2.0)
     is_over.set()
 

@@ -116,7 +116,7 @@ def test_an_ending_that_fails_is_said_and_costs_no_other(caplog: pytest.LogCaptu
     del first
     del second
     assert ended.wait(WAIT_S)
-    assert "the first thing, which was dropped without commlib.unwrap, did not end well" in caplog.text
+    assert "ending the first thing, which was dropped without commlib.unwrap, failed" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_an_ending_that_hangs_is_named_and_left_behind(
     del behind
     with caplog.at_level(logging.WARNING, "commlib"):
         drain()
-    assert "the backend of a card did not end within 0.2 s; it is left behind" in caplog.text
+    assert "the backend of a card did not end within 0.2 s; it is abandoned" in caplog.text
     assert not ended.is_set()
     drain()  # nobody is there to be waited for, and no thread is started
     assert len(closing_threads()) == 1
@@ -251,8 +251,8 @@ def test_at_exit_what_does_not_end_is_named_and_holds_up_nobody() -> None:
     said, errors = run_script(hanging.replace("class Owner", "closing.LIMIT_S = 0.3\n\nclass Owner"))
     assert said == ["another's, made last", "another's, made first"]
     assert errors.splitlines() == [
-        "what was collected did not end within 0.3 s; it is left behind",
-        "at exit these did not end: what was kept: 0, what was kept: 1",
+        "what was collected did not end within 0.3 s; it is abandoned",
+        "these had not ended at exit: what was kept: 0, what was kept: 1",
     ]
 
 

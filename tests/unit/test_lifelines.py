@@ -124,7 +124,7 @@ def test_a_peer_that_failed_on_another_communicator_is_excused_on_all() -> None:
     assert eventually(lambda: second.lines[1].bystanders() == {0})
     second.kill(0)
     verdict = second.lines[1].verdict(LIMIT_S)
-    assert (verdict.ranks, verdict.why) == ([0], "ended after a failure in another communicator of theirs")
+    assert (verdict.ranks, verdict.why) == ([0], "ended after a failure in another communicator")
     first.close()
     second.close()
 

@@ -189,7 +189,7 @@ def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -
     for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
         connection.shutdown(socket.SHUT_RDWR)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
-    with pytest.raises(PeerFailure, match="rank 20 is gone without a goodbye") as caught:
+    with pytest.raises(PeerFailure, match="rank 20 disconnected without a goodbye") as caught:
         ranks.boxes[0].check()
     assert caught.value.ranks == {20}
     assert ranks.transports[0].has_blamed
@@ -364,7 +364,7 @@ def test_a_rank_that_ended_because_another_one_had_is_not_blamed(ranks: Ranks) -
     mailboxes._close(ranks.boxes[1]._state, mailboxes._FAILED)
     assert eventually(lambda: ranks.boxes[0].presence(1) is Presence.FAILED)
     ranks.transports[0].others_hurt = {1}
-    with pytest.raises(PeerFailure, match="rank 20 is gone") as caught:
+    with pytest.raises(PeerFailure, match="rank 20 disconnected") as caught:
         ranks.boxes[0].check()
     assert caught.value.ranks == {20}
     assert "rank 10" not in str(caught.value)

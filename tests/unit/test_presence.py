@@ -101,7 +101,7 @@ def test_one_whose_connection_ended_is_dead_also_on_another_host(
             monkeypatch.setattr(Mark, "is_reachable", True)
         assert eventually(lambda: greeted(own, peer, mark))
     assert eventually(is_found(own, mark))
-    assert "its connection ended, and now: " in own.gone({1: mark}, False)[1]
+    assert "its connection closed; last error: " in own.gone({1: mark}, False)[1]
 
 
 def test_one_that_has_taken_its_mark_back_is_not_dead(own: Presence) -> None:
