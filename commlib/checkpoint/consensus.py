@@ -17,8 +17,8 @@ from commlib.transport.base import Communication
 def replicas_differ(model: nn.Module) -> bool:
     """Return whether the ranks' weights may differ between steps. All ranks return the same value.
 
-    Weights may differ between several ranks under algorithms that communicate weights or run asynchronously, after their
-    warm-up. Algorithms on gradients keep replicas identical.
+    Weights may differ between several ranks under algorithms that communicate weights or run asynchronously, after
+    their warm-up. Algorithms on gradients keep replicas identical.
 
     Raises:
         ConfigError: The model is not wrapped.
