@@ -1,4 +1,4 @@
-"""The arguments that an object was made with, and how ranks compare them."""
+"""Recording of an object's constructor arguments, and descriptions by which ranks compare them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 
 import torch
 
-#: How deep objects in objects are looked into.
+#: Maximum nesting depth of the objects that are described.
 _DEPTH = 12
 
 
 class Recorded:
-    """Remembers the arguments of its constructor, by name, with defaults.
+    """Records the constructor's arguments by name, defaults included.
 
-    A base that derives from it has an `__init__`: else `inspect.signature` of it is that of `__new__`.
+    A direct subclass must define `__init__`: otherwise `inspect.signature` returns the signature of `__new__`.
 
     Attributes:
-        may_differ: Names of arguments that ranks need not have in common.
+        may_differ: Names of arguments that may differ between ranks.
     """
 
     may_differ: ClassVar[frozenset[str]] = frozenset()
@@ -30,20 +30,20 @@ class Recorded:
     _arguments: Mapping[str, Any] = MappingProxyType({})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make the object, and note its arguments; what is wrong with them `__init__` says."""
+        """Create the object and record its arguments. `__init__` raises the error if they are invalid."""
         made = super().__new__(cls)
         try:
             bound = _signature(cls).bind(None, *args, **kwargs)
-        except TypeError:  # also of a copy, whose state comes later
+        except TypeError:  # also raised for a copy, whose state is set later
             return made
         bound.apply_defaults()
         _, *names = bound.arguments
-        object.__setattr__(made, "_arguments", {name: bound.arguments[name] for name in names})  # it may be frozen
+        object.__setattr__(made, "_arguments", {name: bound.arguments[name] for name in names})  # may be frozen
         return made
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The constructor's arguments by name, as they were given."""
+        """The constructor's arguments by name, as passed."""
         return self._arguments
 
 
@@ -52,21 +52,21 @@ def _signature(cls: type) -> inspect.Signature:
 
 
 def described(made: Recorded) -> list[tuple[str, str]]:
-    """Return the arguments that ranks must have in common, by name, each in words that are alike for like values."""
+    """Return (name, description) of each argument that must be equal on all ranks; equal values, equal descriptions."""
     return [(name, describe(value)) for name, value in made.arguments.items() if name not in made.may_differ]
 
 
 def describe(value: Any) -> str:
-    """Return words for a value, the same in every process for like values, whatever their addresses.
+    """Return a description of a value that is the same in every process for equal values, independent of addresses.
 
-    Functions are compared by their code, without files and lines, and by defaults, closures and bound arguments;
+    Functions are described by their code (without file names and line numbers), defaults, closure and bound arguments;
     tensors by dtype, shape and bits; other objects by their class and attributes.
     """
     return _Describer().describe(value)
 
 
 class _Describer:
-    """Describes one value; notes what it is in, as objects may refer to each other in circles."""
+    """Describes one value. Keeps the stack of enclosing objects to detect reference cycles."""
 
     def __init__(self) -> None:
         self._within: list[int] = []

@@ -1,8 +1,8 @@
-"""Arguments of `DistributedDataParallel` in calls of `commlib.wrap`: those that mean nothing else, and those refused.
+"""Arguments of `DistributedDataParallel` that `commlib.wrap` accepts or rejects.
 
-A script that is moved from DDP keeps its arguments where they ask for what commlib does anyway. Where they ask for what
-it does otherwise, or not at all, the error says what takes their place. `wrap` itself has `broadcast_buffers`,
-`init_sync`, `process_group` and `bucket_cap_mb`, as DDP has.
+A script ported from DDP can keep arguments that request commlib's own behavior. For an argument that requests different
+or unsupported behavior, the error names the replacement. `wrap` has DDP's `broadcast_buffers`, `init_sync`,
+`process_group` and `bucket_cap_mb` as parameters of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.errors import ConfigError
 
 
 class DDPArguments(TypedDict, total=False):
-    """The arguments of `DistributedDataParallel` that `wrap` has no parameter for, for type checkers."""
+    """The arguments of `DistributedDataParallel` for which `wrap` has no parameter, for type checkers."""
 
     device_ids: Any
     output_device: Any
@@ -41,9 +41,9 @@ class Argument:
     """An argument of `DistributedDataParallel.__init__`.
 
     Attributes:
-        does: What commlib does in its place; one clause for the documentation.
-        is_taken: Whether a value asks for no more than that. It is given the value and the parameters' device.
-        advice: What to do where it does not, for the error.
+        does: The behavior of commlib, as one clause for the documentation.
+        is_taken: Whether a value is compatible with that behavior. Called with the value and the parameters' device.
+        advice: The remedy for an incompatible value, for the error message.
     """
 
     does: str
@@ -74,58 +74,58 @@ def _own_devices(value: Any, device: torch.device) -> bool:
     return value is None or (is_list and len(value) <= 1 and all(_own_device(each, device) for each in value))
 
 
-_MOVE = "The model's own device counts: move the model there before wrapping, and leave the argument out"
+_MOVE = "commlib uses the model's own device: move the model there before wrapping, and leave the argument out"
 
-#: Those that `wrap` has no parameter for, by name.
+#: The arguments for which `wrap` has no parameter, by name.
 ARGUMENTS: Mapping[str, Argument] = {
     "device_ids": Argument("the model stays on its device, which may be named", _own_devices, _MOVE),
-    "output_device": Argument("outputs stay where forward makes them", _own_device, _MOVE),
+    "output_device": Argument("outputs stay on the device of forward", _own_device, _MOVE),
     "dim": Argument(
-        "inputs are not scattered", lambda value, _: value == 0, "commlib scatters no inputs: leave it out"
+        "inputs are not scattered", lambda value, _: value == 0, "commlib does not scatter inputs: leave it out"
     ),
     "find_unused_parameters": Argument(
-        "parameters without a gradient are found in every backward, at no cost", _either, "Expected a bool"
+        "unused parameters are found in every backward, at no cost", _either, "Expected a bool"
     ),
-    "check_reduction": Argument("nothing; DDP ignores it, too", _either, "Expected a bool"),
+    "check_reduction": Argument("no effect; DDP ignores it, too", _either, "Expected a bool"),
     "gradient_as_bucket_view": Argument("gradients are always views of the buckets", _either, "Expected a bool"),
-    "static_graph": Argument(
-        "how often a gradient is ready in a backward is recorded in the first one", _either, "Expected a bool"
-    ),
+    "static_graph": Argument("the first backward records how often each gradient is ready", _either, "Expected a bool"),
     "delay_all_reduce_named_params": Argument(
         "each gradient is communicated in its bucket",
         _not_set,
         "Name the parameters in ignored_parameters and reduce them",
     ),
-    "param_to_hook_all_reduce": Argument("as `delay_all_reduce_named_params`", _not_set, "Leave it out"),
+    "param_to_hook_all_reduce": Argument("same as `delay_all_reduce_named_params`", _not_set, "Leave it out"),
     "mixed_precision": Argument(
         "parameters are communicated in their dtype",
         _not_set,
         "Use torch.autocast, or cast the model; commlib.algorithms.AllReduce(wire_dtype='bf16') sends fewer bits",
     ),
-    "device_mesh": Argument("the group of a 1-D mesh, as `process_group=mesh`", lambda *_: True, ""),
+    "device_mesh": Argument("the group of a 1-D mesh, same as `process_group=mesh`", lambda *_: True, ""),
     "skip_all_reduce_unused_params": Argument(
-        "what no rank used is sent as zeros, so that ranks may differ in what they use",
+        "parameters unused on all ranks are sent as zeros, so that the used parameters may differ between ranks",
         _not_set,
         "Name parameters that are never used in ignored_parameters",
     ),
     "bucket_cap_mb_list": Argument(
-        "buckets have one size, or are planned", _not_set, "Leave it out, or give one size by bucket_cap_mb"
+        "all buckets have one size, or are planned", _not_set, "Leave it out, or pass one size as bucket_cap_mb"
     ),
     "batched_grad_copy": Argument(
-        "gradients are always copied in one pass for a stretch of a bucket", _either, "Expected a bool"
+        "the gradients of a contiguous part of a bucket are always copied in one pass", _either, "Expected a bool"
     ),
     "forward_sync_buffers": Argument(
-        "as `broadcast_buffers`", lambda value, _: value is None or isinstance(value, bool), "Expected a bool or None"
+        "same as `broadcast_buffers`",
+        lambda value, _: value is None or isinstance(value, bool),
+        "Expected a bool or None",
     ),
 }
 
 
 def group(process_group: Any, given: Mapping[str, Any]) -> Any:
-    """Return what is given as the process group, which may be the argument `device_mesh`.
+    """Return the process group, which may be passed as `device_mesh`.
 
     Raises:
-        TypeError: An argument that DDP has not either.
-        ConfigError: Both are given.
+        TypeError: An argument is unknown to DDP as well.
+        ConfigError: Both are passed.
     """
     if unknown := [name for name in given if name not in ARGUMENTS]:
         raise TypeError(f"wrap() got an unexpected keyword argument {unknown[0]!r}")
@@ -136,26 +136,26 @@ def group(process_group: Any, given: Mapping[str, Any]) -> Any:
 
 
 def copies_buffers(broadcast_buffers: bool | None, given: Mapping[str, Any]) -> bool:
-    """Return whether rank 0's buffers are everyone's, by whichever of the two arguments of DDP's says so."""
+    """Return whether buffers are broadcast from rank 0, by DDP's `broadcast_buffers` and `forward_sync_buffers`."""
     both = (broadcast_buffers, given.get("forward_sync_buffers"))
     return all(each is None or bool(each) for each in both)
 
 
 def check(given: Mapping[str, Any], device: torch.device, algorithm: Any = None) -> None:
-    """Check that arguments of DDP's ask for nothing that commlib does otherwise.
+    """Check that DDP's arguments request only behavior that commlib provides.
 
     Args:
-        given: By name; all are in `ARGUMENTS`.
-        device: That of the model's parameters.
+        given: The arguments by name; all are in `ARGUMENTS`.
+        device: The device of the model's parameters.
         algorithm: The second positional argument, which is `device_ids` in DDP.
 
     Raises:
-        ConfigError: One does; what commlib does in its place.
+        ConfigError: An argument is incompatible. The message states commlib's behavior and the remedy.
     """
     if _are_devices(algorithm):
         raise ConfigError(
             f"algorithm={algorithm!r}: expected the name of an algorithm or an Algorithm. DDP's second argument, "
-            "device_ids, is not needed: the model's own device counts"
+            "device_ids, is not needed: commlib uses the model's own device"
         )
     for name, value in given.items():
         argument = ARGUMENTS[name]

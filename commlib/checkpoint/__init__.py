@@ -1,7 +1,7 @@
-"""What a training run saves and goes on from, bit for bit.
+"""Checkpoints from which training resumes bit for bit.
 
-A model, an optimizer, and on every rank what the two do not say: the communication's state, and where replicas may
-differ the rank's own weights and optimizer state. `Checkpoint` saves all by torch.distributed.checkpoint;
+A checkpoint has the model, the optimizer and, for every rank, the communication state and, if replicas may differ, the
+rank's own weights and optimizer state. `Checkpoint` saves everything with torch.distributed.checkpoint;
 `write_rank_file` and `read_rank_file` add one file per rank to the checkpoints of other tools.
 """
 

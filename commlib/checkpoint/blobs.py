@@ -1,4 +1,4 @@
-"""Values as bytes, which torch.distributed.checkpoint takes for one thing, whatever they are."""
+"""Serialization of nested values to bytes, which torch.distributed.checkpoint treats as a single entry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def packed(value: Any) -> bytes:
-    """Return the bytes of a value of tensors, numbers, strings, lists and dictionaries."""
+    """Serialize a value of tensors, numbers, strings, lists and dictionaries."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """Return what was `packed`, tensors on the CPU."""
+    """Deserialize the output of `packed`. Tensors are on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

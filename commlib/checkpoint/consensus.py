@@ -1,4 +1,4 @@
-"""One model of the ranks' models, without changing any of them."""
+"""The consensus model: the mean of the ranks' models, computed without changing any of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from commlib.transport.base import Communication
 
 
 def replicas_differ(model: nn.Module) -> bool:
-    """Return whether the ranks' weights may differ between steps: alike on all ranks.
+    """Return whether the ranks' weights may differ between steps. All ranks return the same value.
 
-    They may under algorithms that communicate weights or run by themselves, once their warm-up is over, in a group of
-    several ranks. Algorithms on gradients keep replicas alike.
+    Weights may differ between several ranks under algorithms that communicate weights or run asynchronously, after
+    their warm-up. Algorithms on gradients keep replicas identical.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -33,14 +33,14 @@ def may_differ(replica: Replica) -> bool:
 
 
 def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict()` as it is after `commlib.synchronize`, without changing the model.
+    """Return `model.state_dict()` as it would be after `commlib.synchronize`, without changing the model.
 
-    Collective where replicas differ (`replicas_differ`): parameters are then their mean over the ranks and buffers are
-    rank 0's, in new memory. Else it is local, and the model's own tensors come back.
+    Collective if replicas differ (`replicas_differ`): the returned parameters are means over the ranks and the buffers
+    are rank 0's, in new memory. Otherwise local, and the model's own tensors are returned.
 
     Raises:
         ConfigError: The model is not wrapped.
-        TransportError: A rank did not take part.
+        TransportError: A rank did not participate.
     """
     replica = replica_of(model)
     state = replica.bare.state_dict()
@@ -48,7 +48,7 @@ def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
         return state
     weights = {_place(parameter.param.data) for parameter in replica.engine.parameters}
     buffers = {_place(buffer) for buffer in replica.structure.buffers(replica.bare, replica.ignored)}
-    copies: dict[Any, torch.Tensor] = {}  # by place, so that tied tensors stay tied
+    copies: dict[Any, torch.Tensor] = {}  # by memory, so that tied tensors stay tied
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and _place(value) in weights | buffers:
             state[name] = copies.setdefault(_place(value), value.detach().clone())
@@ -58,15 +58,15 @@ def consensus_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def average(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace tensors that have a mean by it, and others by rank 0's, in place. Collective."""
+    """Replace float and complex tensors by their mean over the ranks, others by rank 0's, in place. Collective."""
     means = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    _run(replica, "the mean of what is saved", mean_all(means, replica.engine.comm))
+    _run(replica, "the mean of the saved tensors", mean_all(means, replica.engine.comm))
     copy_from_rank_0(replica, [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())])
 
 
 def copy_from_rank_0(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
     """Replace tensors by rank 0's, in place. Collective."""
-    _run(replica, "the copy of what is saved", broadcast_all(tensors, replica.engine.comm))
+    _run(replica, "the copy of the saved tensors", broadcast_all(tensors, replica.engine.comm))
 
 
 def _run(replica: Replica, what: str, communication: Communication) -> None:
@@ -75,9 +75,9 @@ def _run(replica: Replica, what: str, communication: Communication) -> None:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return what a tensor and others that are the same memory have in common.
+    """Return a key that is equal for tensors that share the same memory.
 
-    The shape is that of the whole: parts of two DTensors may both be empty, and then lie nowhere.
+    The key includes the global shape: the local parts of two DTensors may both be empty, and then have no address.
     """
     part = local_of(tensor)
     return part.data_ptr(), tensor.shape, part.stride(), part.dtype

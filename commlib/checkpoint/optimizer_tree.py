@@ -1,7 +1,7 @@
-"""The state of optimizers as one tree of tensors, by the names of parameters, of one shape from the first step on.
+"""Optimizer state as one tree of tensors by parameter name, whose structure is the same from the first step on.
 
-An optimizer makes the state of a parameter in the first step that has a gradient for it. What is not there yet is put
-into the tree as the optimizer would make it, from a step of a stand-in with zero gradients, and is named as absent.
+An optimizer creates the state of a parameter in the first step with a gradient for it. State that does not exist yet is
+taken from a stand-in optimizer that made a step with zero gradients. Its names are recorded as absent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from commlib.checkpoint import blobs
 from commlib.errors import ConfigError
 
-#: What an optimizer has that the stand-in must not share: who is told of its steps.
+#: Attributes that the stand-in must not share with the optimizer: the step hooks.
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -27,7 +27,7 @@ class Named:
 
     Attributes:
         optimizer: The optimizer.
-        names: By the number that `optimizer.state_dict()` gives a parameter.
+        names: Parameter names, by the parameters' numbers in `optimizer.state_dict()`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -35,7 +35,7 @@ class Named:
 
 
 def named(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> list[Named]:
-    """Name the optimizers' parameters as the model does; those that it has not by their place."""
+    """Name the optimizers' parameters as in the model. Parameters that are not in the model are named by position."""
     of_model = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
     for number, optimizer in enumerate(optimizers):
@@ -46,10 +46,10 @@ def named(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> list
 
 
 def tree_of(optimizers: Sequence[Named]) -> dict[str, Any]:
-    """Return `{"state": {parameter: {entry: value}}, "rest": bytes}`: the tensors are the optimizers' own.
+    """Return `{"state": {parameter: {entry: value}}, "rest": bytes}`. The tensors are the optimizers' own.
 
     Raises:
-        ConfigError: An optimizer has not made its state yet, and its step asks for more than gradients.
+        ConfigError: An optimizer has no state yet, and its step needs more than gradients.
     """
     state: dict[str, Any] = {}
     rest = []
@@ -63,10 +63,10 @@ def tree_of(optimizers: Sequence[Named]) -> dict[str, Any]:
 
 
 def restore(optimizers: Sequence[Named], tree: Mapping[str, Any]) -> None:
-    """Load what `tree_of` returned.
+    """Load the output of `tree_of`.
 
     Raises:
-        ConfigError: It is of another number of optimizers.
+        ConfigError: It has another number of optimizers.
     """
     rest = blobs.unpacked(tree["rest"])
     if len(rest) != len(optimizers):
@@ -78,14 +78,15 @@ def restore(optimizers: Sequence[Named], tree: Mapping[str, Any]) -> None:
 
 
 def _initial(named: Named, has_stepped: bool) -> dict[str, Any]:
-    """Return the state that the optimizer would begin with, by the names of its parameters.
+    """Return the optimizer's initial state, by parameter names.
 
-    One that has stepped and cannot begin here, such as LBFGS, has what it has: it keeps all of it at one parameter.
+    An optimizer that has stepped and has no such initial state, such as LBFGS, keeps all its state at one parameter.
+    The result is then empty.
     """
     optimizer = named.optimizer
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__ = {**optimizer.__dict__, **{name: type(getattr(optimizer, name))() for name in _HOOKS}}
-    stand_in.__dict__.pop("step", None)  # a scheduler's, which counts
+    stand_in.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     stand_in.state = defaultdict(dict)
     stand_in.param_groups = [
         {**group, "params": [_zeros(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
@@ -97,7 +98,7 @@ def _initial(named: Named, has_stepped: bool) -> dict[str, Any]:
         if has_stepped:
             return {}
         raise ConfigError(
-            f"{type(optimizer).__name__}: its state is made in a step that asks for more than gradients ({error}). "
+            f"{type(optimizer).__name__}: its state is created in a step that needs more than gradients ({error}). "
             "Make one step before it is saved or loaded, or leave it out of commlib.Checkpoint"
         ) from error
     return {named.names[number]: _blank(values) for number, values in found.items()}

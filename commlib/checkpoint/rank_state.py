@@ -1,4 +1,4 @@
-"""What one rank saves beside a checkpoint that is the same for all ranks."""
+"""Per-rank state, saved in addition to a checkpoint that all ranks share."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Return what this rank must save beside a model and an optimizer state that are saved once for all ranks.
+    """Return the state that this rank must save in addition to a model and optimizer state that all ranks share.
 
-    That is the communication's state (`commlib.state_dict`), and what is this rank's own: where replicas may differ its
-    weights, buffers and optimizer states; parameters that commlib was told to ignore; buffers that are not copied.
-    Local. Results of rounds in the background are taken first, which changes weights: save the model after this.
+    It has the communication state (`commlib.state_dict`) and all values that may differ between ranks: weights, buffers
+    and optimizer states if replicas may differ; ignored parameters; buffers that are not broadcast. Local. Results of
+    background rounds are applied first, which changes weights: save the model after this call.
 
     Args:
         model: The wrapped model.
         optimizer: The optimizers whose state is saved with the model.
 
     Returns:
-        Copies, in tensors, numbers and strings, which `torch.load(weights_only=True)` reads as far as the optimizers'
-        states are such.
+        Copies in tensors, numbers and strings. `torch.load(weights_only=True)` can read them if it can read the
+        optimizers' states.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -62,15 +62,15 @@ def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]
 
 
 def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizers = None) -> None:
-    """Take over what `rank_state` returned, after the model and the optimizer that all ranks share were loaded.
+    """Load the output of `rank_state`, after the model and the optimizer that all ranks share.
 
-    Where the algorithm's state is the same on all ranks (`Algorithm.portable`) it may be any rank's, also of a group of
-    another size: each rank then goes on from the shared model and optimizer. Local, but for `auto`, as in
+    If the algorithm's state is the same on all ranks (`Algorithm.portable`), `state` may be from any rank and from a
+    group of another size; each rank then continues from the shared model and optimizer. Local, except for `auto`, as in
     `commlib.load_state_dict`.
 
     Raises:
-        ConfigError: The state is of another format, algorithm, model or other optimizers, or of another rank or world
-            size where that matters.
+        ConfigError: The state has another format, algorithm, model or number of optimizers, or is from another rank or
+            world size and the algorithm's state is not portable.
     """
     replica = replica_of(model)
     if state.get("format") != _FORMAT:
@@ -83,7 +83,7 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
     if state["optimizers"] and len(state["optimizers"]) != len(found):
         raise ConfigError(
             f"rank {comm.rank}: the rank's state has {len(state['optimizers'])} optimizers of its own, and "
-            f"{len(found)} are to be restored. Pass those that were saved"
+            f"{len(found)} are to be restored. Pass the optimizers that were saved"
         )
     _load_own(replica, state["model"])
     for each, of_optimizer in zip(found, state["optimizers"], strict=False):
@@ -91,7 +91,7 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
 
 
 def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Path:
-    """Write `rank_state` to a file of this rank in `folder`, which is there: whole or not at all. Local.
+    """Write `rank_state` to this rank's file in `folder`, which must exist. The write is atomic. Local.
 
     Returns:
         The file's path.
@@ -111,12 +111,12 @@ def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer:
 
 
 def read_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> None:
-    """Load what `write_rank_file` wrote in `folder` for this rank; see `load_rank_state`.
+    """Load this rank's file of `write_rank_file` in `folder`; see `load_rank_state`.
 
-    A rank that the saved run had not takes the file of another one, if the algorithm allows it.
+    A rank that did not exist in the saved run reads another rank's file, if the algorithm allows it.
 
     Raises:
-        ConfigError: There is no such file, or as `load_rank_state` says.
+        ConfigError: The file is missing, or an error of `load_rank_state`.
     """
     rank, _ = place_of(replica_of(model))
     own = Path(folder, _FILE.format(rank))
@@ -124,23 +124,23 @@ def read_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: 
     state = None if found is None else torch.load(found, map_location="cpu", weights_only=True)
     if state is None or (found != own and rank < state["place"]["count"]):
         raise ConfigError(
-            f"rank {rank}: {own} is missing. Without it a run cannot go on as it was: residuals, anchors and this "
-            "rank's own weights are there. Was the checkpoint saved by commlib's integration, and do all ranks see it?"
+            f"rank {rank}: {own} is missing. Without it a run cannot resume exactly: it has residuals, anchors and "
+            "this rank's own weights. Was the checkpoint saved by commlib's integration, and do all ranks see it?"
         )
     load_rank_state(model, state, optimizer)
 
 
 def place_of(replica: Replica) -> tuple[int, int]:
-    """Return by which number this rank's state is known, and how many there are: ranks of the model's group.
+    """Return the number that identifies this rank's state and the number of ranks, in the model's group.
 
-    Where parameters are sharded there are several groups; then it is the rank in the default group.
+    With sharded parameters there are several groups; the numbers are then those of the default group.
     """
     comm = replica.engine.comm
     return (dist.get_rank(), dist.get_world_size()) if _is_in_island(replica) else (comm.rank, comm.world_size)
 
 
 def layout_of_all(replica: Replica) -> list[str]:
-    """Return how the model's parameters are sharded, and on which ranks."""
+    """Return the sharding of the model's parameters, with the ranks of each mesh."""
     return layout_of(parameter.param for parameter in replica.engine.parameters)
 
 
@@ -149,17 +149,17 @@ def _is_in_island(replica: Replica) -> bool:
 
 
 def _own_names(replica: Replica) -> set[str]:
-    """Return the names in the model's state under which the ranks may have different values."""
+    """Return the names in the model's state whose values may differ between ranks."""
     names = set(replica.bare.state_dict())
     if may_differ(replica):
         return names
     buffers = {name for name, _ in replica.bare.named_buffers(remove_duplicate=False)}
-    are_copied = replica.copies_buffers and not _is_in_island(replica)  # whose ranks have buffers of their own
+    are_copied = replica.copies_buffers and not _is_in_island(replica)  # ranks of an island have buffers of their own
     return names & (replica.ignored | (set() if are_copied else buffers))
 
 
 def _load_own(replica: Replica, own: Mapping[str, Any]) -> None:
-    """Load this rank's own part of the model's state."""
+    """Load this rank's own values into the model."""
     unexpected = sorted(own.keys() - replica.bare.state_dict().keys())
     if unexpected:
         raise ConfigError(f"the rank's own state is of another model: {unexpected[0]!r} is not in this one")
@@ -177,7 +177,7 @@ def _all_of(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _saved(value: Any) -> Any:
-    """Return a copy of nested states, tensors in memory of their own; of DTensors this rank's part."""
+    """Return a copy of a nested state, with tensors in new memory and DTensors reduced to this rank's part."""
     if is_sharded(value):
         return {_PART: local_of(value).detach().clone()}
     if isinstance(value, torch.Tensor):
@@ -188,7 +188,7 @@ def _saved(value: Any) -> Any:
 
 
 def _with_parts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state in which parts are DTensors again, of their parameters' spec."""
+    """Return an optimizer's state with parts converted back to DTensors of their parameters' spec."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole = lambda number, value: like(parameters[number], value[_PART].to(local_of(parameters[number]).device))  # noqa: E731
     is_part = lambda value: isinstance(value, Mapping) and value.keys() == {_PART}  # noqa: E731

@@ -1,6 +1,6 @@
-"""State of an algorithm that has the shape of sharded parameters, as DTensors of their spec.
+"""Algorithm state in the shape of sharded parameters, saved as DTensors of their spec.
 
-torch.distributed.checkpoint then gives each rank its part of it, however the model is sharded where it is loaded.
+torch.distributed.checkpoint can then load each rank's part of it under any sharding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Tree = dict[str, dict[str, Any]]
 
 
 def taken_out(state: Mapping[str, Any], replica: Replica) -> tuple[dict[str, Any], Tree, dict[str, list[str]]]:
-    """Take what has the shape of parameters out of an algorithm's state.
+    """Split the tensors in the shape of parameters from an algorithm's state.
 
     Returns:
-        The rest; the tensors by kind and parameter, zeros where there are none yet; the names of those.
+        The rest of the state; the tensors by kind and parameter, zeros if they do not exist yet; the names of those
+        that do not exist, by kind.
     """
     kinds = replica.engine.algorithm.shaped_state
     rest = {kind: value for kind, value in state.items() if kind not in kinds}
@@ -31,13 +32,13 @@ def taken_out(state: Mapping[str, Any], replica: Replica) -> tuple[dict[str, Any
 
 
 def _absent(pieces: Pieces, replica: Replica) -> list[str]:
-    """Return the parameters of which there is no piece, though this rank has a part of them, or has no piece at all."""
+    """Return the parameters without a piece of which this rank has a part, or all parameters if there are no pieces."""
     names = [each.name for each in replica.engine.parameters if each.part.numel() or not pieces]
     return sorted(set(names) - pieces.keys())
 
 
 def put_back(state: dict[str, Any], replica: Replica, tree: Tree, absent: Mapping[str, list[str]]) -> None:
-    """Put tensors that `taken_out` returned, of this rank's part now, into an algorithm's state."""
+    """Put the tensors of `taken_out`, now of this rank's part, back into an algorithm's state."""
     for kind, tensors in tree.items():
         present = {name: local_of(value) for name, value in tensors.items() if name not in absent[kind]}
         orders = {name: order_of(value) for name, value in present.items()}

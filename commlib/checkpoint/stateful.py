@@ -1,18 +1,18 @@
 """`Checkpoint`: a wrapped model for torch.distributed.checkpoint.
 
-[Note: the tree] torch.distributed.checkpoint reads what the tree of the run that loads asks for, by name, so the names
-must not depend on what a run has done so far, nor on the algorithm, nor on how many ranks it has:
+[Note: the tree] torch.distributed.checkpoint reads the names in the tree of the loading run, so the names must not
+depend on the progress of a run, on the algorithm, or on the world size:
 
-    model.<name>                      the model's state; where replicas differ the consensus
-    optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); where replicas differ its mean
+    model.<name>                      the model's state; the consensus if replicas differ
+    optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); its mean if replicas differ
     optimizer.rest                    bytes: the groups of parameters
-    communication.shared              bytes: who saved this, and where it is the same on all ranks the algorithm's state
-    communication.shaped.<kind>.<name>  of sharded models: what the algorithm has in the shape of parameters
-    communication.rank<r>             bytes: what else is of rank r (`rank_state`), written and read by that rank alone
+    communication.shared              bytes: the algorithm and world size of the saving run, and the algorithm's state
+                                      if it is the same on all ranks
+    communication.shaped.<kind>.<name>  of sharded models: the algorithm's state in the shape of parameters
+    communication.rank<r>             bytes: the rest of rank r's state (`rank_state`), used by that rank alone
 
-A run with more ranks than the one that saved asks for ranks that were not there, and is to be told so instead of
-failing on a missing name. So there are 1,024 of the last: of N ranks, rank r also writes empty bytes for r + N, r + 2 N
-and so on.
+A run with more ranks than the saving run asks for ranks that did not exist. It should get a clear error, not a missing
+name. So there are always 1,024 rank entries: of N ranks, rank r also writes empty bytes for r + N, r + 2 N and so on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from commlib.errors import ConfigError
 from commlib.replica import Replica, replica_of
 from commlib.sharding.local import local_of, places_of
 
-#: How many ranks a checkpoint has a place for; a run with more resumes with as many only.
+#: Maximum number of ranks in a checkpoint. A larger run can resume only with the same number of ranks.
 _NUM_PLACES = 1024
 
 
@@ -41,23 +41,22 @@ class Checkpoint:
         torch.distributed.checkpoint.save({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
         torch.distributed.checkpoint.load({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
 
-    `async_save` works too. A run that loads goes on bit for bit as the one that saved would have: each rank gets back
-    its own weights and optimizer state where replicas differ, its residuals, its random state of codecs; not torch's
-    own random state, nor the data's. What is called `model` in the checkpoint any other program can load: it is the
-    consensus.
+    `async_save` works too. A run that loads continues bit for bit as the saving run would have: each rank gets back its
+    residuals, the random state of its codecs and, if replicas differ, its own weights and optimizer state. torch's
+    random state and the data loader's are not saved. The entry `model` is the consensus, and any program can load it.
 
-    In a group of another size, up to 1,024 ranks, a run goes on from the consensus of model and optimizer, if the
-    algorithm's state is the same on all ranks (`Algorithm.portable`); else loading raises.
+    In a group of another size, up to 1,024 ranks, a run continues from the consensus of model and optimizer if the
+    algorithm's state is the same on all ranks (`Algorithm.portable`); otherwise loading raises.
 
-    Saving, and loading, are collective, as torch.distributed.checkpoint's are; all ranks of the wrapped model's group
-    take part.
+    Saving and loading are collective, as with torch.distributed.checkpoint; all ranks of the wrapped model's group must
+    participate.
 
     Args:
         model: The wrapped model.
-        optimizer: The optimizer, or all of them, if their state is to be saved.
+        optimizer: The optimizer, or a list of all optimizers, whose state is saved.
 
     Raises:
-        ConfigError: The model is not wrapped, or `optimizer` is no optimizer.
+        ConfigError: The model is not wrapped, or `optimizer` is not an optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers = None) -> None:
@@ -69,10 +68,10 @@ class Checkpoint:
         """Return the tree; see [Note: the tree]. Collective where replicas differ.
 
         Raises:
-            ConfigError: The model is not wrapped any more, or as `optimizer_tree.tree_of` says.
-            TransportError: A rank did not take part.
+            ConfigError: The model is not wrapped any more, or an error of `optimizer_tree.tree_of`.
+            TransportError: A rank did not participate.
         """
-        own = rank_state(self._model, self._optimizers)  # first: it takes results that are under way
+        own = rank_state(self._model, self._optimizers)  # first, because it applies pending results
         replica = replica_of(self._model)
         tree: dict[str, Any] = {"model": consensus_state_dict(self._model)}
         if self._optimizers:
@@ -84,10 +83,11 @@ class Checkpoint:
         return tree
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a tree that was loaded.
+        """Load a tree that torch.distributed.checkpoint has filled.
 
         Raises:
-            ConfigError: It is of another algorithm or model, or of a run of another size where that matters.
+            ConfigError: The tree is of another algorithm or model, or of another world size or mesh and the algorithm's
+                state is not portable.
         """
         replica = replica_of(self._model)
         communication = state_dict["communication"]
@@ -98,8 +98,8 @@ class Checkpoint:
         if not is_same and shared["state"] is None:
             raise ConfigError(
                 f"rank {number}: the checkpoint was saved by {shared['count']} ranks, this run has {count}, or another "
-                f"mesh, and the state of {shared['algorithm']!r} is each rank's own. Resume as it was saved, or load "
-                "'model' and 'optimizer' of the checkpoint only, before commlib.wrap"
+                f"mesh, and the state of {shared['algorithm']!r} differs between ranks. Resume with the same ranks and "
+                "mesh, or load only 'model' and 'optimizer' of the checkpoint, before commlib.wrap"
             )
         self._model.load_state_dict(state_dict["model"])
         if self._optimizers:
@@ -121,7 +121,7 @@ class Checkpoint:
         number, count = place_of(replica)
         shared: dict[str, Any] = {"algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
         tree: dict[str, Any] = {}
-        if algorithm.portable:  # then its state is here, once
+        if algorithm.portable:  # its state is saved once, here
             communication = own["communication"]
             state = communication["state"]
             if communication["shard"]:

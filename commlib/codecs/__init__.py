@@ -1,7 +1,7 @@
-"""Codecs: how tensors become fewer bytes (docs/reference/wire_format.md defines each).
+"""Codecs: compressed representations of tensors, defined in docs/reference/wire_format.md.
 
-Other packages' codecs come through the entry point group `commlib.codecs` (`my_codec = "package.module:MyCodec"`) or
-through `register`; `commlib.wrap(model, algorithm=ByteGrad(codec="my_codec"))` then works.
+Codecs of other packages are found by the entry point group `commlib.codecs` (`my_codec = "package.module:MyCodec"`) or
+passed to `register`; `commlib.wrap(model, algorithm=ByteGrad(codec="my_codec"))` then works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every codec offers, on whatever device the tensors are."""
+"""The interface of block codecs, and the choice of the executor by device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound=type)
 
 
 def from_table(name: str) -> Callable[[C], C]:
-    """Give a class of this package what the table of codecs (kernels/codec_table.py) says of `name`."""
+    """Return a decorator that sets a class's attributes from the codec table (kernels/codec_table.py) entry `name`."""
     row = BY_NAME[name]
 
     def fill(cls: C) -> C:
@@ -32,19 +32,19 @@ def from_table(name: str) -> Callable[[C], C]:
 
 
 class BlockCodec(Recorded):
-    """A codec of independent blocks: bytes and values are those of docs/reference/wire_format.md, on every device.
+    """A codec of independent blocks. Bytes and values follow docs/reference/wire_format.md on every device.
 
-    A tensor of `numel` elements is cut into chunks of `chunk` elements (by default one chunk). Their payloads follow
-    one another at the distance of `payload_bytes(chunk)`. The caller gives every buffer; nothing else is allocated (but
-    for `uint8_bagua` on a CUDA device, which takes a little from torch's allocator). Payload buffers are uint8 and
-    aligned to 16 bytes, which torch's own are.
+    A tensor of `numel` elements is split into chunks of `chunk` elements (by default one chunk). The payload of chunk i
+    starts at byte `i * payload_bytes(chunk)`. The caller provides every buffer; nothing else is allocated (except for
+    `uint8_bagua` on a CUDA device, which takes a little memory from torch's allocator). Payload buffers are uint8 and
+    aligned to 16 bytes, as torch's own are.
 
     Attributes:
-        id: Its number on the wire.
-        version: Of its bytes.
-        name: Its name on the wire.
-        block: Elements that share parameters; 0 means the whole chunk, 1 none.
-        rounds_stochastically: Whether it takes `random`.
+        id: The codec's number on the wire.
+        version: The version of its payload format.
+        name: The codec's name on the wire.
+        block: Number of elements that share parameters: 0 means the whole chunk, 1 means no parameters are shared.
+        rounds_stochastically: Whether the codec accepts `random`.
     """
 
     id: ClassVar[int]
@@ -54,7 +54,7 @@ class BlockCodec(Recorded):
     rounds_stochastically: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        """Take no options; a subclass that has some defines its own."""
+        """Take no options. A subclass with options defines its own `__init__`."""
 
     def payload_bytes(self, numel: int) -> int:
         """Return the bytes of the payload of a chunk of `numel` elements."""
@@ -65,7 +65,7 @@ class BlockCodec(Recorded):
         return native_codecs.buffer_bytes(self.id, numel, chunk)
 
     def ratio(self, numel: int) -> float:
-        """Return how many times smaller the payload is than `numel` fp32 elements."""
+        """Return the compression ratio: the size of `numel` fp32 elements divided by that of their payload."""
         return 4 * numel / self.payload_bytes(numel) if numel else 1.0
 
     def encode(
@@ -81,10 +81,10 @@ class BlockCodec(Recorded):
 
         Args:
             x: The values.
-            out: Written wholly, gaps between sections included.
+            out: Written completely, including gaps between sections.
             chunk: Elements of a chunk.
-            feedback: Error feedback: `x + beta * residual` is encoded, and the residual becomes what was lost.
-            random: Makes the rounding stochastic.
+            feedback: Error feedback: `x + beta * residual` is encoded, and the encoding error becomes the residual.
+            random: Source of stochastic rounding; None rounds to nearest.
 
         Raises:
             CodecError: An argument is not as described. Nothing was written.
@@ -103,16 +103,16 @@ class BlockCodec(Recorded):
         random: Random | None = None,
         first: int = 0,
     ) -> None:
-        """Encode the sum of payloads of one chunk, in their order and divided, without a pass through memory.
+        """Encode the sum of payloads of one chunk, in order and divided, without an intermediate pass through memory.
 
         Args:
             payloads: [count, payload_bytes(numel)] uint8.
             numel: Elements of the chunk.
             out: [payload_bytes(numel)] uint8.
-            divisor: Of the sum; a true division.
+            divisor: Divides the sum; a true division.
             feedback: As in `encode`.
             random: As in `encode`.
-            first: Where the chunk begins in its tensor, for `random`.
+            first: Offset of the chunk in its tensor, for `random`.
 
         Raises:
             CodecError: An argument is not as described. Nothing was written.
@@ -141,7 +141,7 @@ class BlockCodec(Recorded):
         executor_of(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        """Write the sum of payloads of one chunk ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
+        """Write the sum of payloads of one chunk ([count, payload_bytes(numel)]), in order, divided by `divisor`.
 
         Raises:
             CodecError: An argument is not as described. Nothing was written.
@@ -157,19 +157,19 @@ class BlockCodec(Recorded):
 
 
 def executor_of(tensor: torch.Tensor) -> Any:
-    """Return the executor of the block codecs whose kernels run where the tensor is.
+    """Return the block codec executor for the tensor's device.
 
     Raises:
-        CodecError: There are none for its device.
+        CodecError: The device has no codec kernels.
     """
     return _choose(tensor, cpu=native_codecs, cuda=cuda_codecs, meta=meta)
 
 
 def sparse_executor_of(tensor: torch.Tensor) -> Any:
-    """Return the executor of the sparse codecs whose kernels run where the tensor is.
+    """Return the sparse codec executor for the tensor's device.
 
     Raises:
-        CodecError: There are none for its device.
+        CodecError: The device has no codec kernels.
     """
     return _choose(tensor, cpu=native_sparse, cuda=cuda_sparse, meta=meta.Sparse)
 

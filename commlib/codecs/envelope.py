@@ -21,12 +21,12 @@ _CRC_AT = 12
 
 @dataclass(frozen=True)
 class Envelope:
-    """What a header says, and the payload behind it.
+    """The contents of a header, and its payload.
 
     Attributes:
         codec: The id of the codec.
         numel: Elements of the chunk.
-        places: Places of a sparse payload (of `blocktopk`: of a full block), else 0.
+        places: Number of places of a sparse payload (for `blocktopk`: of a full block), else 0.
         payload: [bytes] uint8, a copy aligned for the decoders.
     """
 
@@ -40,7 +40,7 @@ def seal(codec: BlockCodec | SparseCodec, payload: torch.Tensor, numel: int) -> 
     """Return header and payload of one chunk of `numel` elements.
 
     Raises:
-        CodecError: The payload is not one of `numel` elements.
+        CodecError: The size or dtype of the payload does not match `numel` elements.
     """
     places = codec.capacity(numel) if isinstance(codec, SparseCodec) else 0
     expected = codec.payload_bytes(numel)
@@ -53,13 +53,13 @@ def seal(codec: BlockCodec | SparseCodec, payload: torch.Tensor, numel: int) -> 
 
 
 def open_envelope(data: bytes) -> Envelope:
-    """Check header and payload.
+    """Check and parse a header and its payload.
 
     Args:
-        data: The bytes of `seal`.
+        data: The bytes that `seal` returned.
 
     Raises:
-        CodecError: The bytes are truncated, too long or damaged, or of an unknown version or codec.
+        CodecError: The bytes are truncated, too long, damaged, or of an unknown version or codec.
     """
     if len(data) < _HEADER.size:
         raise CodecError(f"header: expected {_HEADER.size} bytes, got {len(data)}")
@@ -69,9 +69,9 @@ def open_envelope(data: bytes) -> Envelope:
     if version != _VERSION or reserved != 0:
         raise CodecError(f"header: expected version {_VERSION}, got {version} (reserved field {reserved})")
     if len(data) != _HEADER.size + nbytes:
-        raise CodecError(f"payload: expected {nbytes} bytes as the header says, got {len(data) - _HEADER.size}")
+        raise CodecError(f"payload: expected {nbytes} bytes as in the header, got {len(data) - _HEADER.size}")
     if crc != zlib.crc32(data[:_CRC_AT] + bytes(4) + data[_CRC_AT + 4 :]):
-        raise CodecError("CRC: header and payload are not the bytes that were sealed")
+        raise CodecError("CRC: header and payload do not match the checksum")
     if codec not in by_id:
         raise CodecError(f"header: expected the id of a known codec ({sorted(by_id)}), got {codec}")
     kind = by_id[codec]

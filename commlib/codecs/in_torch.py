@@ -1,7 +1,7 @@
-"""Codecs of torch operations: the bases of other packages' codecs (CONTRIBUTING.md, "Adding a codec").
+"""Base classes for codecs of other packages, implemented in torch operations (CONTRIBUTING.md, "Adding a codec").
 
-The operations run where the tensors are: on the CPU, on a CUDA device, or on the meta device, where a simulator counts
-them. So they must not wait for a value of a tensor (`item`, `nonzero`, masks as indices).
+The operations run on the device of the tensors: the CPU, a CUDA device, or the meta device, where a simulator counts
+them. They must not wait for a value of a tensor (`item`, `nonzero`, boolean masks as indices).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOW, _WORD = 0xFFFF, 0xFFFFFFFF
 
 
 class _Shown:
-    """Shows a codec with its attributes, alike on all ranks."""
+    """Defines a `repr` with the codec's attributes that is the same on all ranks."""
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name[0] != "_")
@@ -30,32 +30,32 @@ class _Shown:
 
 
 class TorchBlockCodec(_Shown, BlockCodec, ABC):
-    """A block codec that says in torch operations how one chunk becomes bytes and back.
+    """A block codec whose encoding and decoding of one chunk are torch operations.
 
-    A subclass sets `id` (one of `FOREIGN_IDS`), `name` and `block`, perhaps `version` and `rounds_stochastically`, and
-    defines `packed_bytes`, `pack` and `unpack`; everything else follows. It is made without arguments by its name.
+    A subclass sets `id` (one of `FOREIGN_IDS`), `name` and `block`, optionally `version` and `rounds_stochastically`,
+    and defines `packed_bytes`, `pack` and `unpack`. It must be constructible without arguments to be used by name.
     """
 
     @abstractmethod
     def packed_bytes(self, numel: int) -> int:
-        """Return how many bytes `pack` makes of `numel` elements, at least one."""
+        """Return the number of bytes that `pack` returns for `numel` elements, at least one."""
 
     @abstractmethod
     def pack(self, values: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
         """Return the bytes of a chunk.
 
         Args:
-            values: [numel] fp32, at least one; not to be changed.
-            uniforms: [numel] fp32 in [0, 1), to round stochastically: up where the fraction plus this reaches 1. None
+            values: [numel] fp32, at least one element; must not be modified.
+            uniforms: [numel] fp32 in [0, 1) for stochastic rounding: round up where fraction + uniform reaches 1. None
                 to round to nearest.
 
         Returns:
-            [packed_bytes(numel)] uint8. An element that is not finite must decode to one that is not.
+            [packed_bytes(numel)] uint8. A non-finite element must decode to a non-finite value.
         """
 
     @abstractmethod
     def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the [numel] fp32 values of the bytes of a chunk, which begin at a multiple of 16."""
+        """Return the [numel] fp32 values of a packed chunk, which starts at a multiple of 16 bytes."""
 
     @override
     def payload_bytes(self, numel: int) -> int:
@@ -162,7 +162,7 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
     def _decoded_chunks(
         self, payload: torch.Tensor, out: torch.Tensor, chunk: int
     ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each chunk of `out` and the [elements] fp32 values for it."""
+        """Return each chunk of `out` with its decoded [elements] fp32 values."""
         if not out.numel():
             return ()
         payloads = payload.split(self.payload_bytes(chunk)) if out.numel() > chunk else (payload,)
@@ -175,10 +175,10 @@ class TorchBlockCodec(_Shown, BlockCodec, ABC):
 
 
 class TorchSparseCodec(_Shown, SparseCodec):
-    """A sparse codec that says in torch operations how a chunk becomes bytes and back.
+    """A sparse codec whose encoding and decoding of a chunk are torch operations.
 
-    A subclass sets `id` (one of `FOREIGN_IDS`) and `name`, perhaps `version`, and defines `places`, `packed_bytes`,
-    `pack` and `unpack`; everything else follows.
+    A subclass sets `id` (one of `FOREIGN_IDS`) and `name`, optionally `version`, and defines `places`, `packed_bytes`,
+    `pack` and `unpack`.
     """
 
     @override
@@ -193,18 +193,18 @@ class TorchSparseCodec(_Shown, SparseCodec):
     @classmethod
     @abstractmethod
     def packed_bytes(cls, numel: int, capacity: int) -> int:
-        """Return how many bytes `pack` makes of `numel` elements, at least one, for that `capacity`."""
+        """Return the number of bytes that `pack` returns for `numel` elements, at least one, and that `capacity`."""
 
     @abstractmethod
     def pack(self, values: torch.Tensor, random: Random | None) -> torch.Tensor:
-        """Return the bytes, [packed_bytes(numel, capacity(numel))] uint8, of a chunk [numel] fp32, at least one."""
+        """Return [packed_bytes(numel, capacity(numel))] uint8 for a chunk `values` ([numel] fp32, at least one)."""
 
     @abstractmethod
     def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the [numel] fp32 values of the bytes of a chunk: 0 where it names no element.
+        """Return the [numel] fp32 values of a packed chunk: 0 for elements that it does not name.
 
         Raises:
-            CodecError: On the CPU: the bytes are damaged.
+            CodecError: The bytes are damaged (raised on the CPU only).
         """
 
     @override
@@ -257,10 +257,10 @@ def uniforms(random: Random, first: int, count: int, device: torch.device) -> to
     """Return the random numbers of docs/reference/wire_format.md for stochastic rounding, in torch operations.
 
     Args:
-        random: Their source.
-        first: An element of the tensor.
-        count: How many elements from that one on.
-        device: Where they are computed.
+        random: The source of the random numbers.
+        first: Offset of the first element in its tensor.
+        count: Number of elements.
+        device: The device of the computation.
 
     Returns:
         [count] fp32, multiples of 2**-16 in [0, 1).
@@ -279,7 +279,7 @@ def uniforms(random: Random, first: int, count: int, device: torch.device) -> to
 
 
 def _philox(counters: torch.Tensor, random: Random) -> list[torch.Tensor]:
-    """Return the four words [count] int64 of Philox4x32-10. Products of 64 bits wrap around, as they should."""
+    """Return the four words ([count] int64) of Philox4x32-10. 64-bit products wrap around, as intended."""
     zero = torch.zeros_like(counters)
     c = [counters & _WORD, counters >> 32 & _WORD, zero + random.step, zero + random.stage_and_rank]
     key = [random.seed & _WORD, random.seed >> 32]
@@ -299,12 +299,12 @@ def _philox(counters: torch.Tensor, random: Random) -> list[torch.Tensor]:
 
 
 def _device_of(out: torch.Tensor) -> torch.device:
-    """Return where the tensors are to be; what is no tensor is found when it is checked."""
+    """Return the expected device of the tensors. Arguments that are not tensors are rejected by the later checks."""
     return getattr(out, "device", checks.CPU)
 
 
 def _run(work: Callable[[], None], out: torch.Tensor, *key: object) -> None:
-    """Do the work; on meta tensors once for a key, which a simulator counts again from then on."""
+    """Run `work`. On meta tensors run it once per key; the simulator counts the recorded result from then on."""
     with torch.no_grad():
         if out.is_meta:
             meta.repeated(work, *key)
@@ -317,7 +317,7 @@ def _with_feedback(values: torch.Tensor, feedback: Feedback | None) -> torch.Ten
 
 
 def _keep(values: torch.Tensor, decoded: torch.Tensor, feedback: Feedback) -> None:
-    """Put what was lost into the residual, where it is a number."""
+    """Write the encoding error to the residual where it is finite."""
     lost = values - decoded
     torch.where(lost.isfinite(), lost * feedback.gamma, feedback.residual, out=feedback.residual)
 
@@ -326,12 +326,12 @@ def _sum(payloads: torch.Tensor, unpacked: Callable[[torch.Tensor], torch.Tensor
     total = unpacked(payloads[0])
     for payload in payloads[1:]:
         total = total + unpacked(payload)
-    # By a tensor: torch multiplies by the inverse of a number on CUDA devices.
+    # Divide by a tensor: torch multiplies by the inverse of a Python number on CUDA devices.
     return total if divisor == 1.0 else total / torch.full((1,), divisor, dtype=torch.float32, device=total.device)
 
 
 def _padded(packed: torch.Tensor, nbytes: int, codec: object) -> torch.Tensor:
-    """Return a payload: what `pack` has made, and zeros."""
+    """Return the payload: the output of `pack`, padded with zeros."""
     if packed.dtype != torch.uint8 or packed.shape != (nbytes,):
         shape = list(packed.shape)
         raise CodecError(f"{codec!r}.pack: expected [{nbytes}] torch.uint8 (packed_bytes), got {shape} {packed.dtype}")

@@ -1,7 +1,7 @@
-"""Every codec by its number and by its name on the wire: this package's, and other packages'.
+"""Registry of all codecs, of this and other packages, by their number and name on the wire.
 
-Another package names the class of a codec in the entry point group `commlib.codecs`, or gives it to `register`. Entry
-points are loaded when a codec is asked for that is not of this package, or when all are listed.
+Another package lists the class of a codec in the entry point group `commlib.codecs`, or passes it to `register`. Entry
+points are loaded when a codec that is not in this package is requested, or when all codecs are listed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OWN: tuple[Kind, ...] = (
     *(TopK, RandomK, Threshold, BlockTopK),
 )
 if {kind.name for kind in _OWN} != set(BY_NAME) or len({kind.id for kind in _OWN}) < len(BY_NAME):
-    raise AssertionError("the classes of codecs are not those of kernels/codec_table.py")
+    raise AssertionError("the codec classes do not match kernels/codec_table.py")
 
 
 class Registry(Mapping[K, Kind], Generic[K]):
-    """Codecs by number or by name; other packages' are loaded when one is asked for that is not of this package."""
+    """Codecs by number or by name. Codecs of other packages are loaded when an unknown key is requested."""
 
     def __init__(self, key: str) -> None:
         self._kinds: dict[K, Kind] = {getattr(kind, key): kind for kind in _OWN}
@@ -69,27 +69,28 @@ _is_loaded = False
 
 
 def register(kind: T) -> T:
-    """Make another package's codec known by its name and its number; usable as the decorator of its class.
+    """Register another package's codec by its name and number. Usable as a class decorator.
 
     Args:
-        kind: A subclass of `TorchBlockCodec` or `SparseCodec` with `id` (one of `FOREIGN_IDS`) and `name`. Again the
-            same class: nothing is done.
+        kind: A subclass of `TorchBlockCodec` or `SparseCodec` with `id` (one of `FOREIGN_IDS`) and `name`. Registering
+            the same class again has no effect.
 
     Returns:
         `kind`.
 
     Raises:
-        ConfigError: It is not as described, or another codec has its name or its number; both packages are named.
+        ConfigError: `kind` is not as described, or another codec has its name or number. The message names both
+            packages.
     """
     _add(kind, kind.__module__.partition(".")[0] if isinstance(kind, type) else "?")
     return kind
 
 
 def block_codec(codec: BlockCodec | str) -> BlockCodec:
-    """Return `codec`, or a new one of that name.
+    """Return `codec`, or a new codec of that name.
 
     Raises:
-        ConfigError: It is neither a block codec nor the name of one, or the package that has it cannot be loaded.
+        ConfigError: `codec` is neither a block codec nor the name of one, or its package cannot be loaded.
     """
     if isinstance(codec, BlockCodec):
         return codec
@@ -97,10 +98,10 @@ def block_codec(codec: BlockCodec | str) -> BlockCodec:
 
 
 def gathered_codec(codec: BlockCodec | SparseCodec | str) -> BlockCodec | SparseCodec:
-    """Return `codec`, or a new one of that name: a block codec, or a sparse one with which each rank names its own.
+    """Return `codec`, or a new codec of that name: a block codec, or a sparse codec that selects elements per rank.
 
     Raises:
-        ConfigError: It is neither such a codec nor the name of one that needs no arguments.
+        ConfigError: `codec` is neither such a codec nor the name of one that needs no arguments.
     """
     if isinstance(codec, BlockCodec | SparseCodec) and not isinstance(codec, RandomK):
         return codec
@@ -123,10 +124,10 @@ def _named(codec: Any, fits: Callable[[Kind], bool], what: str) -> Any:
 
 
 def _load_entry_points() -> None:
-    """Register what installed packages name, once; a package that fails is warned of, and its codecs are missing.
+    """Register the codecs of installed packages, once. Warn of a package that fails to load and skip its codecs.
 
     Raises:
-        ConfigError: Codecs of two packages clash.
+        ConfigError: Codecs of two packages have the same name or number.
     """
     global _is_loaded
     with _lock:
@@ -137,7 +138,7 @@ def _load_entry_points() -> None:
             for point in entry_points(group=ENTRY_POINT_GROUP):
                 _load(point)
         except ConfigError:
-            _is_loaded = False  # so that whoever asks next hears of it, too
+            _is_loaded = False  # so that the next request raises, too
             raise
 
 
@@ -147,12 +148,12 @@ def _load(point: EntryPoint) -> None:
         kind = point.load()
         _check(kind, package)
         if kind.name != point.name:
-            raise ConfigError(f"it names {kind.__qualname__}, whose name is {kind.name!r}")
+            raise ConfigError(f"it refers to {kind.__qualname__}, whose name is {kind.name!r}")
     except Exception as error:
         _failures[point.name] = f"{type(error).__name__}: {error}"
         warnings.warn(
-            f"commlib: the entry point {point.name!r} ({point.value}) of the package {package!r} gives no codec and is "
-            f"left out: {_failures[point.name]}",
+            f"commlib: the entry point {point.name!r} ({point.value}) of the package {package!r} provides no codec and "
+            f"is ignored: {_failures[point.name]}",
             stacklevel=2,
         )
         return
@@ -169,7 +170,7 @@ def _add(kind: Any, package: str) -> None:
             if other is not None:
                 raise ConfigError(
                     f"codec: {_shown(kind, package)} and {_shown(other, _packages[other])} have the same {field}, "
-                    f"{getattr(kind, field)!r}; uninstall one, or have one renumbered (and a new name) by its authors"
+                    f"{getattr(kind, field)!r}; uninstall one, or ask its authors for a new name and number"
                 )
         by_name._kinds[kind.name] = by_id._kinds[kind.id] = kind
         _packages[kind] = package
@@ -180,19 +181,19 @@ def _shown(kind: Kind, package: str) -> str:
 
 
 def _check(kind: Any, package: str) -> None:
-    """Raise unless `kind` is the class of a codec that another package may have."""
+    """Raise `ConfigError` unless `kind` is a valid codec class of another package."""
     if not isinstance(kind, type) or not issubclass(kind, (TorchBlockCodec, SparseCodec)) or inspect.isabstract(kind):
         raise ConfigError(
-            f"codec of the package {package!r}: expected a class made of TorchBlockCodec or SparseCodec with all of "
-            f"its methods, got {kind!r}"
+            f"codec of the package {package!r}: expected a subclass of TorchBlockCodec or SparseCodec that defines all "
+            f"abstract methods, got {kind!r}"
         )
     name, number = getattr(kind, "name", None), getattr(kind, "id", None)
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{_shown(kind, package)}: expected an identifier as its name, got {name!r}")
     if number not in FOREIGN_IDS:
         raise ConfigError(
-            f"{_shown(kind, package)}: expected an id in {FOREIGN_IDS.start}..{FOREIGN_IDS.stop - 1}, the ids of other "
-            f"packages' codecs, got {number!r}"
+            f"{_shown(kind, package)}: expected an id in {FOREIGN_IDS.start}..{FOREIGN_IDS.stop - 1}, the range for "
+            f"other packages' codecs, got {number!r}"
         )
     if issubclass(kind, TorchBlockCodec) and not isinstance(getattr(kind, "block", None), int):
-        raise ConfigError(f"{_shown(kind, package)}: expected the elements of a block as `block` (0: the chunk)")
+        raise ConfigError(f"{_shown(kind, package)}: expected the number of elements per block as `block` (0: chunk)")

@@ -1,4 +1,4 @@
-"""Sparse codecs: a few elements of a chunk, by index and value."""
+"""Sparse codecs: selected elements of a chunk, as indices and values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from commlib.kernels import checks, cuda_sparse, native_sparse
 
 
 class SparseCodec(Recorded, ABC):
-    """A codec that names at most `places(numel)` elements of a chunk; bytes are those of docs/reference/wire_format.md.
+    """A codec that sends at most `places(numel)` elements of a chunk. Bytes follow docs/reference/wire_format.md.
 
-    The capacity is fixed, so the size of a payload is known in advance. Use it with error feedback, which keeps what
-    was not sent.
+    The capacity is fixed, so the payload size is known in advance. Use it with error feedback, which keeps the elements
+    that were not sent.
 
     Attributes:
-        id: Its number on the wire.
-        version: Of its bytes.
-        name: Its name on the wire.
+        id: The codec's number on the wire.
+        version: The version of its payload format.
+        name: The codec's name on the wire.
     """
 
     id: ClassVar[int]
@@ -31,27 +31,27 @@ class SparseCodec(Recorded, ABC):
     name: ClassVar[str]
 
     def __init__(self) -> None:
-        """Take no options; a subclass that has some defines its own."""
+        """Take no options. A subclass with options defines its own `__init__`."""
 
     @abstractmethod
     def places(self, numel: int) -> int:
-        """Return how many elements of a chunk of `numel` can be named: at least one of a chunk that is not empty."""
+        """Return the maximum number of elements sent for a chunk of `numel`; at least one unless the chunk is empty."""
 
     @abstractmethod
     def capacity(self, numel: int) -> int:
-        """Return the number from which, with `numel`, the size of a payload follows; a file's header has it."""
+        """Return the number that, with `numel`, determines the payload size. It is part of a file's header."""
 
     @classmethod
     @abstractmethod
     def bytes_of(cls, numel: int, capacity: int) -> int:
-        """Return the bytes of a payload of `numel` elements and that `capacity`.
+        """Return the size in bytes of a payload of `numel` elements and that `capacity`.
 
         Raises:
-            CodecError: There is none with such numbers.
+            CodecError: The numbers are not those of a valid payload.
         """
 
     def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of the payload of a chunk of `numel` elements."""
+        """Return the size in bytes of the payload of a chunk of `numel` elements."""
         return self.bytes_of(numel, self.capacity(numel))
 
     @abstractmethod
@@ -62,18 +62,19 @@ class SparseCodec(Recorded, ABC):
 
         Args:
             x: The values.
-            out: Written wholly.
-            feedback: Error feedback: elements are named of `x + beta * residual`, and the residual keeps the others.
-            random: For `RandomK`.
+            out: Written completely.
+            feedback: Error feedback: elements of `x + beta * residual` are sent, and the residual keeps the rest.
+            random: The random source; used by `RandomK` only.
 
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
 
     def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode a payload into `out` ([numel] fp32); elements that it does not name become 0.
+        """Decode a payload into `out` ([numel] fp32). Elements that are not in the payload become 0.
 
-        On a CUDA device a damaged payload does not raise, as nothing waits for the device: see `raise_if_damaged`.
+        On a CUDA device a damaged payload does not raise here, because the device is not synchronized: see
+        `raise_if_damaged`.
 
         Raises:
             CodecError: An argument is not as described, or the payload is damaged. Nothing was written.
@@ -82,31 +83,31 @@ class SparseCodec(Recorded, ABC):
 
     @abstractmethod
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
-        """Add `weight` times the values to the elements that the payload names.
+        """Add `weight` times the values to the elements that are in the payload.
 
         Raises:
-            CodecError: As `decode`.
+            CodecError: As for `decode`.
         """
 
     @abstractmethod
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        """Write the sum of payloads ([count, payload_bytes(numel)]), in their order, divided by `divisor`.
+        """Write the sum of payloads ([count, payload_bytes(numel)]), in order, divided by `divisor`.
 
         Raises:
-            CodecError: As `decode`.
+            CodecError: As for `decode`.
         """
 
 
 class PairsCodec(SparseCodec):
-    """A sparse codec that sends an index and an fp32 value of each element: `k` places take 8 k bytes.
+    """A sparse codec that sends the index and fp32 value of each element: `k` places take 8 k bytes.
 
     A chunk has at most 2**32 - 2 elements.
 
     Args:
-        ratio: The part of the elements that there are places for, above 0 and at most 1.
+        ratio: Fraction of the elements that are sent, above 0 and at most 1.
 
     Raises:
-        CodecError: A ratio out of range.
+        CodecError: `ratio` is out of range.
     """
 
     def __init__(self, ratio: float = 0.01) -> None:
@@ -152,15 +153,14 @@ class PairsCodec(SparseCodec):
 
 
 def raise_if_damaged(device: torch.device) -> None:
-    """Raise if a sparse payload that was decoded on `device` since the last call was damaged.
+    """Raise if a sparse payload decoded on `device` since the last call was damaged.
 
-    Decoding on a CUDA device does not look at the outcome: a damaged payload touches no memory outside the tensors,
-    which of its values count is not defined, and the device remembers it. This waits for torch's current stream of the
-    device, so call it where that is no harm: after a step, or where values look wrong. On the CPU, decoding
-    itself raises.
+    Decoding on a CUDA device does not wait for the result. A damaged payload accesses no memory outside the tensors,
+    leaves undefined values, and sets an error on the device. This function synchronizes with torch's current stream of
+    the device, so call it rarely: after a step, or when values look wrong. On the CPU, decoding itself raises.
 
     Raises:
-        CodecError: As described; it names one of the payloads.
+        CodecError: A payload was damaged; the message names one of them.
     """
     if device.type == "cuda":
         cuda_sparse.raise_if_damaged(device)
@@ -168,9 +168,9 @@ def raise_if_damaged(device: torch.device) -> None:
 
 @from_table("topk")
 class TopK(PairsCodec):
-    """The elements of largest magnitude, exactly: among equals those of lower index, whatever the threads.
+    """The elements of largest magnitude, exactly. Ties are broken by lower index, for any number of threads.
 
-    Error: that of the elements that are not named, at most the smallest magnitude that is. Named ones are exact.
+    Error: the values of elements that are not sent, each at most the smallest magnitude sent. Sent values are exact.
     Compression: 1 / (2 ratio) of fp32.
     """
 
@@ -183,11 +183,11 @@ class TopK(PairsCodec):
 
 @from_table("randomk")
 class RandomK(PairsCodec):
-    """One random element of each of `places` neighbourhoods of the chunk (stratified random-k).
+    """One random element of each of `places` neighborhoods of the chunk (stratified random-k).
 
-    Ranks that give the same `random` (rank 0 in all of them) name the same elements. Values are not scaled: with error
-    feedback nothing is lost; without it, multiply by 1 / ratio for an unbiased estimate.
-    Error: that of the elements that are not named.
+    Ranks that pass the same `random` (with rank 0 on all of them) select the same elements. Values are not scaled: with
+    error feedback nothing is lost; without it, multiply by 1 / ratio for an unbiased estimate.
+    Error: the values of elements that are not sent.
     Compression: 1 / (2 ratio) of fp32.
     """
 
@@ -205,8 +205,8 @@ class Threshold(PairsCodec):
     """The first elements whose magnitude reaches a threshold, as many as there are places.
 
     Args:
-        threshold: Above 0.
-        ratio: The part of the elements that there are places for.
+        threshold: The threshold, above 0.
+        ratio: Fraction of the elements that there are places for.
 
     Error: below the threshold, unless more elements reach it than there are places.
     Compression: 1 / (2 ratio) of fp32.
@@ -230,20 +230,20 @@ class Threshold(PairsCodec):
 
 @from_table("blocktopk")
 class BlockTopK(SparseCodec):
-    """The elements of largest magnitude of each block of 4,096: 12 bits of index and 2 of value for each.
+    """The elements of largest magnitude of each block of 4,096: 12 index bits and 2 value bits per element.
 
-    The value is a sign and which of two levels of the block it has: the mean of the named magnitudes that reach the
-    mean of all of them, or that of the others (0, if some are 0: all but these then have the other level). Among
-    equals those of lower index are named, whatever the threads.
+    The value is a sign and the choice between two levels per block. The first level is the mean of the selected
+    magnitudes that reach the mean of all selected ones, the second the mean of the rest (0 if some of these are 0: all
+    others then have the first level). Ties are broken by lower index, for any number of threads.
 
     Args:
-        kept: Elements named of each block (of a shorter last one all, if it has no more), 1 to 4,096.
+        kept: Number of elements selected per block, 1 to 4,096. A shorter last block may have fewer.
 
     Attributes:
         block: Elements of a block.
 
-    Error: of a named element at most the width of its class of magnitudes, and 2^-8 of its level; of the others what
-        they are, at most the smallest magnitude that is named.
+    Error: of a selected element at most the width of its class of magnitudes, plus 2^-8 of its level; of any other
+        element its value, at most the smallest magnitude selected.
     Compression: 16,384 bytes of fp32 become 1.75 kept + 4: 141 times with 64.
     """
 
@@ -270,7 +270,7 @@ class BlockTopK(SparseCodec):
     def encode(
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
-        """Encode; see `SparseCodec.encode`. The residual of a named element keeps what its value lost."""
+        """Encode; see `SparseCodec.encode`. The residual of a selected element keeps its quantization error."""
         sparse_executor_of(out).encode_block_top_k(x, self.kept, out, feedback)
 
     @override

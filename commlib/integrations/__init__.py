@@ -1,1 +1,1 @@
-"""commlib in the trainers that people use: accelerate, Transformers and Lightning, each imported when asked for."""
+"""Integrations with accelerate, Transformers and Lightning, each imported on demand."""

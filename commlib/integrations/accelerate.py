@@ -1,4 +1,4 @@
-"""commlib in Hugging Face accelerate: `prepare` wraps models with commlib instead of DDP.
+"""Integration with Hugging Face accelerate: `prepare` wraps models with commlib instead of DDP.
 
 accelerator = commlib.integrations.accelerate.use(Accelerator(), "topk")
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -27,7 +27,7 @@ from commlib.wrap import expect_backward, wrap
 
 warn_if_untested("accelerate")
 
-#: What accelerate itself shards or schedules, so that there is no gradient of the whole model to communicate.
+#: Backends that shard or schedule the model themselves, so that there is no gradient of the whole model to communicate.
 _OTHERS = {
     DistributedType.FSDP: "FSDP",
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -35,7 +35,7 @@ _OTHERS = {
     DistributedType.XLA: "XLA",
 }
 
-#: Options of `commlib.wrap` that follow from what is prepared.
+#: Options of `commlib.wrap` that follow from the prepared objects.
 _FOLLOWS = {"optimizer": "the optimizers given to prepare", "scaler": "the accelerator's own scaler"}
 
 
@@ -43,24 +43,24 @@ _Own = TypeVar("_Own", bound=Accelerator)
 
 
 def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: Any) -> _Own:
-    """Let an accelerator wrap models by `commlib.wrap` instead of DDP, from its next `prepare` on.
+    """Make an accelerator wrap models with `commlib.wrap` instead of DDP, from its next `prepare` on.
 
-    Called on every rank before `prepare`. The accelerator stays the same object; its class becomes one that derives
-    from its own. With one process models stay as accelerate leaves them. Its methods are those of accelerate, with DDP;
-    where replicas differ between the ranks, `get_state_dict`, `save_model` and `save_state` are collective.
+    Call it on every rank before `prepare`. The accelerator stays the same object; its class is replaced by a subclass
+    of the original. With one process, models stay as accelerate leaves them. Methods behave as in accelerate with DDP.
+    If replicas differ between the ranks, `get_state_dict`, `save_model` and `save_state` are collective.
 
     Args:
         accelerator: The accelerator; changed in place.
         algorithm: As in `commlib.wrap`.
-        options: Further options of `commlib.wrap`, but for `optimizer` and `scaler`, which follow from the accelerator.
+        options: Further options of `commlib.wrap`, except `optimizer` and `scaler`, which the accelerator provides.
 
     Returns:
         `accelerator` itself.
 
     Raises:
-        ConfigError: An unknown algorithm or option; it was called before, or after models were prepared; FSDP,
-            DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism are on; regional compilation is on;
-            a communication hook is set for DDP.
+        ConfigError: The algorithm or an option is unknown; `use` was called before, or after models were prepared;
+            FSDP, DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism is on; regional compilation is
+            on; a DDP communication hook is set.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"use: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
@@ -89,37 +89,37 @@ def _check_parallelism(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in _OTHERS:
         raise ConfigError(
-            f"use: the accelerator is set up for {_OTHERS[kind]}, and commlib is in place of DDP. Choose plain data "
+            f"use: the accelerator is set up for {_OTHERS[kind]}, but commlib replaces DDP. Choose plain data "
             "parallelism (accelerate config, or accelerate launch --multi_gpu / --multi_cpu), or train without commlib"
         )
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.non_data_parallel_size > 1 or parallel.dp_shard_enabled):
         raise ConfigError(
-            f"use: the accelerator's parallelism_config has {parallel.active_mesh_dims}, and commlib is in place of "
-            "DDP. Give it dp_replicate_size only"
+            f"use: the accelerator's parallelism_config has {parallel.active_mesh_dims}, but commlib replaces DDP. "
+            "Pass only dp_replicate_size"
         )
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigError(
-            f"use: DistributedDataParallelKwargs has the communication hook {str(handler.comm_hook)!r}, which is "
-            "DDP's. Leave it out: the algorithm decides what is communicated"
+            f"use: DistributedDataParallelKwargs has the communication hook {str(handler.comm_hook)!r}, which applies "
+            "to DDP only. Leave it out: the algorithm determines the communication"
         )
     if _plugin(accelerator).use_regional_compilation:
         raise ConfigError(
-            "use: regional compilation copies the model, and commlib wraps the model itself. Set "
-            "use_regional_compilation=False (the whole model is compiled then)"
+            "use: regional compilation copies the model, but commlib wraps the model itself. Set "
+            "use_regional_compilation=False (the whole model is then compiled)"
         )
 
 
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name in _FOLLOWS:
-            raise ConfigError(f"use: {name}= is not given here; commlib takes {_FOLLOWS[name]}")
+            raise ConfigError(f"use: do not pass {name}=; commlib takes {_FOLLOWS[name]}")
     known = set(inspect.signature(wrap).parameters) - {"model", "algorithm", *_FOLLOWS}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(
-            f"use: unknown options {unknown}; commlib.wrap has {sorted(known)}. Options of an algorithm belong to an "
+            f"use: unknown options {unknown}; commlib.wrap has {sorted(known)}. Pass an algorithm's options to an "
             "instance of it, such as use(accelerator, commlib.algorithms.TopK(ratio=0.01))"
         )
 
@@ -128,12 +128,12 @@ _Base = Accelerator if TYPE_CHECKING else object
 
 
 class Relaxed(_Base):
-    """What the class of an accelerator gains; `super()` is its own class."""
+    """Methods added to the class of an accelerator; `super()` is its original class."""
 
     _commlib: Models
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """See accelerate; a model is wrapped with the optimizers, of this call or before, that hold its parameters."""
+        """See accelerate. Wraps each model with the optimizers of this or earlier calls that hold its parameters."""
         with self._commlib.expecting(args):
             prepared = super().prepare(*args, device_placement=device_placement)
         self._commlib.unmark()
@@ -142,10 +142,10 @@ class Relaxed(_Base):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """See accelerate; a model that is trained is wrapped by commlib, in place.
+        """See accelerate. A model with trainable parameters is wrapped by commlib, in place.
 
         Raises:
-            ConfigError: It cannot be wrapped, or was wrapped by `commlib.wrap`.
+            ConfigError: The model cannot be wrapped, or was wrapped by `commlib.wrap`.
         """
         if evaluation_mode or self.distributed_type == DistributedType.NO:
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -167,7 +167,7 @@ class Relaxed(_Base):
         return self._compiled(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """See accelerate; models that were prepared before and whose parameters it holds are wrapped with it."""
+        """See accelerate. Models prepared before whose parameters the optimizer holds are wrapped with it."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         self._commlib.optimizer_came(_prepared(self, "optimizers"), self.scaler)
         return prepared
@@ -175,21 +175,21 @@ class Relaxed(_Base):
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """See accelerate; the next backward is synchronised, whatever its forwards were."""
+        """See accelerate. The next backward is synchronized, even if its forwards ran under `no_sync`."""
         inner = inner_of(model)
         if isinstance(find(inner), Replica):
             expect_backward(inner)
         yield
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """See accelerate; a bare object of the model's own class, which shares everything with the wrapped one."""
+        """See accelerate. Returns an object of the model's original class that shares all state with the model."""
         if not is_compiled_module(model):
             return super().unwrap_model(bare_of(model), keep_fp32_wrapper, keep_torch_compile)
         bare = super().unwrap_model(bare_of(inner_of(model)), keep_fp32_wrapper)
         return torch.compile(bare, **_plugin(self).to_kwargs()) if keep_torch_compile else bare
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """See accelerate; where replicas differ between the ranks, their mean, and every rank calls it."""
+        """See accelerate. If replicas differ between the ranks, returns their mean, and every rank must call it."""
         state = super().get_state_dict(model, unwrap)
         inner = inner_of(model)
         if not self._commlib.has(inner):
@@ -200,7 +200,7 @@ class Relaxed(_Base):
         return {name: consensus[name.removeprefix("_orig_mod.")] for name in state}
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """See accelerate; every rank also writes a file with its own state of the communication.
+        """See accelerate. Every rank also writes a file with its own communication state.
 
         Raises:
             CommlibError: Another rank could not write its files.
@@ -227,7 +227,7 @@ class Relaxed(_Base):
         return saved
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """See accelerate; also takes over this rank's own state of the communication.
+        """See accelerate. Also loads this rank's own communication state.
 
         Raises:
             ConfigError: The checkpoint is incomplete, or of another algorithm, world size or set of models.
@@ -251,31 +251,31 @@ class Relaxed(_Base):
         return _plugin(self).backend != DynamoBackend.NO
 
     def _compiled(self, model: nn.Module) -> Any:
-        """Compile the model, last of all and once, as accelerate does."""
+        """Compile the model, once and after wrapping, as accelerate does."""
         if not self._compiles() or is_compiled_module(model):
             return model
         return torch.compile(model, **_plugin(self).to_kwargs())
 
 
 def _prepared(accelerator: Accelerator, kind: str) -> list[Any]:
-    """Return the models or optimizers that were prepared, of which accelerate has no public list."""
+    """Return the prepared models or optimizers. accelerate has no public list of them."""
     found = getattr(accelerator, f"_{kind}", None)
     if found is None:
         raise ConfigError(
-            f"this version of accelerate keeps no list _{kind} of what was prepared, which commlib relies on. "
+            f"this version of accelerate has no list _{kind} of prepared objects, which commlib needs. "
             f"pip install 'accelerate=={TESTED['accelerate']}'"
         )
     return found
 
 
 def _plugin(accelerator: Accelerator) -> Any:
-    """Return how `torch.compile` is to be used."""
+    """Return the options of `torch.compile`."""
     return accelerator.state.dynamo_plugin
 
 
 @contextlib.contextmanager
 def _not_compiling(accelerator: Accelerator) -> Iterator[None]:
-    """Let `prepare_model` leave out `torch.compile`, which comes after wrapping."""
+    """Disable `torch.compile` in `prepare_model`; the model is compiled after wrapping."""
     plugin = _plugin(accelerator)
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     try:

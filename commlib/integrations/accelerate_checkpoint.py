@@ -1,8 +1,8 @@
-"""commlib's part of a checkpoint that accelerate saves: a file of each rank, and one that says whether all is there.
+"""commlib's files in a checkpoint of accelerate: one per rank, and a summary that records whether they are complete.
 
-[Note: whole or refused] accelerate writes its files one by one into the final folder. `commlib.json` says that the
-folder is incomplete before the first of them is written, and that it is whole once all ranks have written theirs. A
-folder without it is one of accelerate alone.
+[Note: whole or refused] accelerate writes its files one by one into the final folder. `commlib.json` marks the folder
+as incomplete before the first file is written, and as complete once all ranks have written theirs. A folder without
+`commlib.json` was saved by accelerate alone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from commlib.integrations.agreement import together
 _SUMMARY = "commlib.json"
 _FORMAT = 1
 
-#: What always helps.
-_ALONE = f"or remove {_SUMMARY} there to go on from its weights alone"
+#: The advice that applies to every error.
+_ALONE = f"or remove {_SUMMARY} there to continue from its weights alone"
 
 
 class Folder:
-    """A folder of a checkpoint. Everything but `summary` is collective.
+    """A checkpoint folder. All methods except `summary` are collective.
 
     Args:
-        accelerator: Whose ranks share it.
-        path: Where it is.
+        accelerator: The accelerator whose ranks share the folder.
+        path: The folder's path.
     """
 
     def __init__(self, accelerator: Accelerator, path: str | os.PathLike[str]) -> None:
@@ -41,7 +41,7 @@ class Folder:
         self._path = Path(path)
 
     def begin(self) -> None:
-        """Mark the folder as incomplete, and remove what ranks wrote there before."""
+        """Mark the folder as incomplete, and remove the ranks' old files."""
         with together("save_state", CommlibError):
             if self._is_writer:
                 self._write_summary({"complete": False})
@@ -49,7 +49,7 @@ class Folder:
                     old.unlink()
 
     def end(self, states: Sequence[Any], algorithm: str) -> None:
-        """Write the state of each model on this rank; once all ranks have, mark the folder as whole."""
+        """Write the state of each model on this rank. Once all ranks have written, mark the folder as complete."""
         with together("save_state", CommlibError):
             _write(self._rank_file(self._accelerator.process_index), lambda file: torch.save(list(states), file))
         with together("save_state", CommlibError):
@@ -58,16 +58,16 @@ class Folder:
                 self._write_summary({"complete": True, "world_size": size, "algorithm": algorithm})
 
     def fail(self, error: Exception) -> None:
-        """Raise the error on this rank, and tell the others, which come to `end`."""
+        """Raise the error on this rank and, by `together`, on the other ranks, which wait in `end`."""
         with together("save_state", CommlibError):
             raise error
 
     def read(self, num_models: int, algorithm: Algorithm) -> list[Any] | None:
-        """Return this rank's state of each model; None where the folder was saved without commlib.
+        """Return this rank's state of each model; None if the folder was saved without commlib.
 
         Raises:
-            ConfigError: The folder is incomplete, lacks a file, or is of another algorithm, of other models, or of
-                another number of ranks where that matters.
+            ConfigError: The folder is incomplete, lacks a file, is of another algorithm or other models, or is of
+                another number of ranks and the algorithm's state is not portable.
         """
         with together("load_state", CommlibError):
             summary = self.summary()
@@ -77,13 +77,13 @@ class Folder:
             states = self._states(int(summary["world_size"]))
             if len(states) != num_models:
                 raise ConfigError(
-                    f"load_state: {self._path} is of {len(states)} models, and {num_models} were prepared. Prepare the "
+                    f"load_state: {self._path} has {len(states)} models, but {num_models} were prepared. Prepare the "
                     "same models in the same order"
                 )
             return states
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what `commlib.json` says; None where there is none."""
+        """Return the contents of `commlib.json`; None if the file does not exist."""
         path = self._path / _SUMMARY
         return json.loads(path.read_text()) if path.exists() else None
 
@@ -96,18 +96,18 @@ class Folder:
             raise ConfigError(f"load_state: {self._path} was saved by another version of commlib (format {summary})")
         if summary["algorithm"] != algorithm.name:
             raise ConfigError(
-                f"load_state: {self._path} was saved with the algorithm {summary['algorithm']!r}, and this run has "
-                f"{algorithm.name!r}. Use the same, {_ALONE}"
+                f"load_state: {self._path} was saved with the algorithm {summary['algorithm']!r}, but this run uses "
+                f"{algorithm.name!r}. Use the same algorithm, {_ALONE}"
             )
         size, saved = self._accelerator.num_processes, summary["world_size"]
-        if size != saved and not (algorithm.portable or isinstance(algorithm, Auto)):  # what "auto" chose knows
+        if size != saved and not (algorithm.portable or isinstance(algorithm, Auto)):  # the chosen algorithm checks
             raise ConfigError(
-                f"load_state: {self._path} was saved by {saved} ranks, and this run has {size}. The state of "
-                f"{algorithm.name!r} is each rank's own. Start {saved} ranks, {_ALONE}"
+                f"load_state: {self._path} was saved by {saved} ranks, but this run has {size}. The state of "
+                f"{algorithm.name!r} differs between ranks. Start {saved} ranks, {_ALONE}"
             )
 
     def _states(self, world_size: int) -> list[Any]:
-        """Read this rank's file, or rank 0's where there were fewer ranks."""
+        """Read this rank's file, or rank 0's if the saved run had fewer ranks."""
         rank = self._accelerator.process_index
         path = self._rank_file(rank if rank < world_size else 0)
         if not path.exists():
@@ -119,7 +119,7 @@ class Folder:
 
     @property
     def _is_writer(self) -> bool:
-        """Whether this rank writes what is common: as in accelerate, one rank, or one of each machine."""
+        """Whether this rank writes the shared files: one rank, or one per machine, as in accelerate."""
         accelerator = self._accelerator
         on_each = accelerator.project_configuration.save_on_each_node
         return accelerator.is_local_main_process if on_each else accelerator.is_main_process
@@ -133,13 +133,13 @@ class Folder:
 
 
 class Loading:
-    """Stands for a model while accelerate loads it from a file of safetensors.
+    """Stands in for a model while accelerate loads it from a safetensors file.
 
-    That reads which tensors of the model share memory, and takes those for copies of one another, also where an
-    algorithm keeps all weights in one block of memory.
+    The loader treats tensors that share memory as copies of one another. This is wrong if an algorithm keeps all
+    weights in one block of memory, so `state_dict` here returns tensors in separate memory.
 
     Args:
-        model: The model; what is loaded is its.
+        model: The model to load into.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,12 +147,12 @@ class Loading:
         self.load_state_dict = model.load_state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the model's state, in which only what is tied shares memory."""
+        """Return the model's state, in which only tied tensors share memory."""
         return in_own_memory(self._model.state_dict())
 
 
 def in_own_memory(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose tensors that are parts of a larger memory are copied; tied ones stay tied."""
+    """Return a state dict with copies of the tensors that are views of larger memory; tied tensors stay tied."""
     copies: dict[Any, torch.Tensor] = {}
     return {name: _own_memory(value, copies) if torch.is_tensor(value) else value for name, value in state.items()}
 
@@ -165,7 +165,7 @@ def _own_memory(tensor: torch.Tensor, copies: dict[Any, torch.Tensor]) -> torch.
 
 
 def _write(path: Path, write: Any) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         write(file)

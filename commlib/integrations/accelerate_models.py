@@ -1,4 +1,4 @@
-"""Which models of an accelerator are wrapped, and with which optimizers."""
+"""The wrapped models of an accelerator, with their optimizers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _log = logging.getLogger("commlib")
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
-#: What accelerate sets on what it has prepared.
+#: The attribute that accelerate sets on prepared objects.
 _MARK = "_is_accelerate_prepared"
 
 
 class Models:
-    """The models that one accelerator has wrapped, or is to wrap once their optimizers are there.
+    """The models that one accelerator has wrapped, or will wrap once their optimizers are prepared.
 
     Args:
-        algorithm: For all of them.
-        options: Of `commlib.wrap`.
+        algorithm: The algorithm for all models.
+        options: Options of `commlib.wrap`.
 
     Attributes:
-        goes_on: Whether a model that is prepared again with the same optimizers goes on as it is, though the
-            accelerator was made to forget it (`free_memory`): for a trainer that does so before it trains further.
+        goes_on: Whether a model that is prepared again with the same optimizers stays wrapped after the accelerator was
+            made to forget it (`free_memory`). For trainers that do so before they continue training.
     """
 
     def __init__(self, algorithm: Algorithm, options: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Models:
 
     @contextlib.contextmanager
     def expecting(self, objects: Iterable[Any]) -> Iterator[None]:
-        """Know of the optimizers among `objects` before they are prepared."""
+        """Register the optimizers among `objects` before they are prepared."""
         self._expected = _plain(each for each in objects if isinstance(each, torch.optim.Optimizer))
         try:
             yield
@@ -59,7 +59,7 @@ class Models:
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a wrapped model."""
+        """Whether any model is wrapped."""
         return any(self.has(model) for model in self._wrapped)
 
     def has(self, model: nn.Module) -> bool:
@@ -67,49 +67,49 @@ class Models:
         return model in self._wrapped and isinstance(find(model), Replica)
 
     def rank_state(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return what this rank saves of a model beside the common checkpoint; None for one that is not wrapped."""
+        """Return this rank's own state of a model; None if the model is not wrapped."""
         return checkpoint.rank_state(model, self._wrapped[model]) if self.has(model) else None
 
     def load_rank_states(self, models: Sequence[nn.Module], states: Sequence[Any] | None) -> None:
-        """Take over what `rank_state` returned for each model; None where there is nothing but the weights.
+        """Load the output of `rank_state` for each model; None if the checkpoint has only the weights.
 
         Raises:
-            ConfigError: It is of another model, or world size, or there is none of a wrapped model.
+            ConfigError: A state is of another model or world size, or a wrapped model has no state.
         """
         if states is None:
-            _log.warning("load_state: the checkpoint has no state of commlib; the communication starts anew")
+            _log.warning("load_state: the checkpoint has no state of commlib; the communication starts from scratch")
             return
         for model, state in zip(models, states, strict=True):
             if self.has(model) and state is None:
                 raise ConfigError(
-                    f"load_state: the {type(model).__name__} was not trained where this was saved, so it has no state "
+                    f"load_state: the {type(model).__name__} was not trained when this was saved, so it has no state "
                     "of commlib. Prepare the same models in the same way"
                 )
             if self.has(model):
                 checkpoint.load_rank_state(model, state, self._wrapped[model])
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that somebody else has wrapped.
+        """Reject a model that was wrapped outside of this accelerator.
 
         Raises:
-            ConfigError: It is one.
+            ConfigError: The model was wrapped outside of this accelerator.
         """
         if isinstance(find(model), Replica) and model not in self._wrapped:
             raise ConfigError(
-                f"prepare: the {type(model).__name__} is wrapped by commlib already. Give prepare the bare model "
-                "(commlib.unwrap), as use lets prepare wrap it"
+                f"prepare: the {type(model).__name__} is wrapped by commlib already. Pass the bare model "
+                "(commlib.unwrap) to prepare, which wraps it itself after use"
             )
 
     def mark(self, model: nn.Module) -> None:
-        """Let accelerate know that it has prepared a model before, if that is wrapped here."""
+        """Set accelerate's mark on a model that is wrapped here, so that accelerate treats it as prepared."""
         if self.has(model):
             setattr(model, _MARK, True)
 
     def unmark(self) -> None:
-        """Take accelerate's mark from the wrapped models.
+        """Remove accelerate's mark from the wrapped models.
 
-        With DDP it is on the object around the model. On the model itself it would let another accelerator, which knows
-        nothing of this one, take the model for prepared, and train it without any communication.
+        With DDP the mark is on the DDP object. On the model itself it would make another accelerator treat the model as
+        prepared, and train it without any communication.
         """
         for model in self._wrapped:
             if self.has(model):
@@ -119,13 +119,13 @@ class Models:
         """Wrap a model with the optimizers that hold its parameters.
 
         Args:
-            model: Not compiled.
-            prepared: All optimizers that the accelerator has.
-            scaler: The accelerator's.
-            anew: Whether a model that is wrapped with the same optimizers begins anew, too.
+            model: The model, not compiled.
+            prepared: All optimizers of the accelerator.
+            scaler: The accelerator's gradient scaler.
+            anew: Whether to wrap again a model that is already wrapped with the same optimizers.
 
         Returns:
-            Whether it is wrapped; False where the algorithm needs optimizers that are not there yet.
+            Whether the model is wrapped; False if the algorithm needs optimizers that are not prepared yet.
         """
         own = _those_of(model, (*_plain(prepared), *self._expected))
         if self.algorithm.channel.needs_optimizer and self._lacks_optimizers(model, own):
@@ -141,7 +141,7 @@ class Models:
         return True
 
     def optimizer_came(self, prepared: Sequence[Any], scaler: Any) -> None:
-        """Wrap the models that waited for an optimizer, and those that did not know of it."""
+        """Wrap the models that waited for an optimizer, and wrap again those whose optimizers changed."""
         for model in [*self._waiting, *self._wrapped]:
             if model in self._waiting or isinstance(find(model), Replica):
                 self.wrap(model, prepared, scaler, anew=False)
@@ -161,7 +161,7 @@ class Models:
             guard.remove()
 
     def _refuse(self, model: nn.Module, _: Any) -> None:
-        """Refuse a forward in training of a model that was to be wrapped, and trains alone until then."""
+        """Reject a training forward of a model that still waits for its optimizers, because it would train alone."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 f"{self.algorithm.name!r} acts on weights or optimizer state, and the {type(model).__name__} was "
@@ -171,13 +171,13 @@ class Models:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """Return the model inside of what `torch.compile` made of it."""
+    """Return the model inside the wrapper of `torch.compile`."""
     is_outer = is_compiled_module(model) and find(model) is None
     return extract_model_from_parallel(model, keep_torch_compile=False) if is_outer else model
 
 
 def bare_of(model: nn.Module) -> nn.Module:
-    """Return the bare object of a wrapped model; any other model itself."""
+    """Return the bare object of a wrapped model. Return any other model unchanged."""
     wrapped = find(model)
     return model if wrapped is None else wrapped.bare
 
@@ -187,7 +187,7 @@ def _plain(prepared: Iterable[Any]) -> Optimizers:
 
 
 def _those_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Optimizers:
-    """Return, once each, the optimizers that hold a parameter of the model."""
+    """Return the optimizers that hold a parameter of the model, without duplicates."""
     own = {id(parameter) for parameter in model.parameters()}
     found = {id(each): each for each in optimizers if own & _held_by(each)}
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""What all ranks do, or none of them: an error on one rank is one on all, so that nobody waits for it."""
+"""Errors that are raised on all ranks if any rank raises one, so that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _T = TypeVar("_T")
 
 @contextlib.contextmanager
 def together(what: str = "", other: type[CommlibError] = ConfigError) -> Iterator[None]:
-    """Let ranks go on when the block has ended on all of them. Collective, where there are several.
+    """Wait until the block has ended on all ranks. If it failed on one, raise on all. Collective with several ranks.
 
     Args:
-        what: Stands before what other ranks are told.
-        other: What other ranks raise where the error was no `ConfigError`.
+        what: Prefix of the message on other ranks.
+        other: The exception type on other ranks if the error was not a `ConfigError`.
 
     Raises:
-        ConfigError: It raised one on another rank, which the message names; or `other`.
-        Exception: What it raised here.
+        ConfigError: Another rank, which the message names, raised a `ConfigError`. `other` if it raised another type.
+        Exception: The error of this rank.
     """
     error: Exception | None = None
     try:
@@ -40,7 +40,7 @@ def together(what: str = "", other: type[CommlibError] = ConfigError) -> Iterato
 
 
 def alike(act: Callable[[], _T]) -> _T:
-    """Return what `act` returns on this rank, once it has ended on all ranks; see `together`."""
+    """Return the result of `act` on this rank once it has succeeded on all ranks; see `together`."""
     with together():
         result = act()
     return result

@@ -1,10 +1,11 @@
-"""Process groups of jobs that torchrun starts again after a failure.
+"""Process groups of jobs that torchrun restarts after a failure.
 
-[Note: restarts] torchrun's agent keeps one store for all lives of a job (torch 2.13). What Gloo wrote there in an
-earlier life, the addresses of processes that are dead, is under the same keys in the next one, so that
-`torch.distributed.init_process_group` fails, or waits for them, by which rank comes first. `TORCHELASTIC_RESTART_COUNT`
-tells lives apart only where a failure, and no change of the nodes, ended the last one. So ranks meet in the store anew
-and take a part of it that no life has used (`[Note: meeting]` in transport/rendezvous.py).
+[Note: restarts] torchrun's agent keeps one store for all restarts of a job (torch 2.13). Gloo's entries of an earlier
+start, the addresses of dead processes, have the same keys as those of the next start, so that
+`torch.distributed.init_process_group` fails or waits for dead processes, depending on the order of the ranks.
+`TORCHELASTIC_RESTART_COUNT` distinguishes restarts only after a failure, not after a change of the nodes. So ranks
+rendezvous in the store again and use a prefix that no earlier start has used (`[Note: meeting]` in
+transport/rendezvous.py).
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from commlib.transport.rendezvous import Meeting
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None, **options: Any) -> None:
-    """Initialise the default process group as `torch.distributed.init_process_group` does, in any life of a job.
+    """Initialize the default process group as `torch.distributed.init_process_group` does, also after a restart.
 
-    Collective: every rank that torchrun (or whatever sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`) has
-    started calls it, instead of torch's.
+    Collective: every rank started by torchrun (or by any launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+    `MASTER_PORT`) must call it instead of torch's function.
 
     Args:
-        backend: As torch's.
-        timeout: As torch's; also how long ranks wait for one another here.
-        options: What else torch's takes, but for `init_method`, `store`, `rank` and `world_size`.
+        backend: As in torch.
+        timeout: As in torch; also the time that ranks wait for each other here.
+        options: Other arguments of torch's function, except `init_method`, `store`, `rank` and `world_size`.
 
     Raises:
-        ConfigError: An option is given that this function finds out itself, or the environment is not torchrun's.
-        PeerTimeout: Ranks did not come.
-        PeerFailure: A rank died meanwhile.
-        TransportError: The store does not answer.
+        ConfigError: An option is passed that this function determines itself, or the environment is not torchrun's.
+        PeerTimeout: Ranks did not arrive in time.
+        PeerFailure: A rank died while others waited.
+        TransportError: The store does not respond.
     """
     found = sorted({"init_method", "store", "rank", "world_size"} & options.keys())
     if found:
         raise ConfigError(
-            f"init_process_group: {', '.join(found)} cannot be given, as torchrun's environment says it. Without "
+            f"init_process_group: {', '.join(found)} cannot be given, because torchrun's environment sets it. Without "
             "torchrun call torch.distributed.init_process_group"
         )
     limit = timeout or dist.default_pg_timeout

@@ -1,11 +1,11 @@
-"""`transformers.Trainer` with commlib in DDP's place: training, checkpoints, resuming, logs.
+"""`transformers.Trainer` with commlib in place of DDP: training, checkpoints, resuming, logs.
 
-`Trainer` is transformers' own with three more arguments; `TrainerMixin` gives them to any class that derives from it.
+`Trainer` is transformers' own with three more arguments; `TrainerMixin` adds them to any subclass of it.
 
-[Note: what is overridden] Most of `Trainer` needs no change, as accelerate wraps the model by commlib
-(`commlib.integrations.accelerate`). Overridden is where a checkpoint is written and read, since replicas may differ
-between ranks and algorithms have state. transformers has no public place for that: the methods are those of `_HOOKS`,
-and a release that has lost one is refused when a trainer is made.
+[Note: overridden methods] Most of `Trainer` needs no change, because accelerate wraps the model with commlib
+(`commlib.integrations.accelerate`). The methods that write and read checkpoints are overridden, because replicas may
+differ between ranks and algorithms have state. transformers has no public hooks for that. The methods are listed in
+`_HOOKS`, and a transformers release without one of them is rejected when a trainer is created.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ warn_if_untested("transformers")
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
-#: Methods of `transformers.Trainer` that are overridden or called though they are not public, with their parameters.
+#: Private methods of `transformers.Trainer` that are overridden or called, with their parameters.
 _HOOKS = {
     "create_accelerator_and_postprocess": ["self"],
     "_update_auto_batch_size": ["self", "batch_size"],
@@ -46,25 +46,25 @@ _HOOKS = {
     "_get_output_dir": ["self", "trial"],
 }
 
-#: What of a checkpoint all ranks share, in the order of writing, but for the weights, which transformers looks for.
+#: The files of a checkpoint that all ranks share, in the order of writing. transformers checks the weights itself.
 _COMMON_FILES = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
 
 
 class StatsCallback(transformers.TrainerCallback):
-    """Adds what the model has communicated to each log of training: the numbers of `commlib.stats`.
+    """Adds the statistics of communication, `commlib.stats`, to each log of training.
 
-    `Trainer` adds one by itself, before all other callbacks. Where you add it to another trainer, with a model that you
-    have wrapped, put it before the callbacks that are to see the numbers.
+    `Trainer` adds this callback automatically, before all other callbacks. With another trainer, whose model you have
+    wrapped yourself, put it before the callbacks that use the numbers.
 
     Args:
-        prefix: Before each name.
+        prefix: Prefix of each name.
     """
 
     def __init__(self, prefix: str = "comm/") -> None:
         self.prefix = prefix
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any) -> None:
-        """Add the numbers to `logs`, and to the trainer's history."""
+        """Add the numbers to `logs` and to the trainer's history."""
         if logs is None or "loss" not in logs or not isinstance(find(model), Replica):
             return
         found = stats(model).as_dict(self.prefix)
@@ -74,14 +74,14 @@ class StatsCallback(transformers.TrainerCallback):
 
 
 class _Replicas(transformers.TrainerCallback):
-    """Makes the model the same on all ranks when training ends, before anyone saves it or goes on with it."""
+    """Makes the model identical on all ranks when training ends, before it is saved or used."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Remember the model, which another trainer may train next."""
+        """Record the model as wrapped by a trainer; another trainer may train it next."""
         _trained.add(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Make the consensus everyone's, unless all have loaded the best model."""
+        """Synchronize the model on all ranks, unless all ranks have loaded the best model."""
         has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if isinstance(find(model), Replica) and checkpoint.replicas_differ(model) and not has_best:
             synchronize(model)
@@ -92,28 +92,28 @@ _trained: WeakMembers[Any] = WeakMembers(locks.lock("transformers", is_of_proces
 
 
 class TrainerMixin(_Base):
-    """Makes a trainer that derives from `transformers.Trainer` communicate by commlib.
+    """Makes a subclass of `transformers.Trainer` communicate with commlib.
 
-    It comes before the trainer: `class MyTrainer(TrainerMixin, Seq2SeqTrainer)`.
+    Put it before the trainer: `class MyTrainer(TrainerMixin, Seq2SeqTrainer)`.
 
     Args:
-        args: As the trainer's.
+        args: As in the trainer.
         algorithm: As in `commlib.wrap`.
-        wrap_options: Further arguments of `commlib.wrap`, but for `optimizer` and `scaler`, which the trainer knows.
-        kwargs: As the trainer's.
+        wrap_options: Further arguments of `commlib.wrap`, except `optimizer` and `scaler`, which the trainer provides.
+        kwargs: As in the trainer.
 
     Raises:
-        ConfigError: An unknown algorithm or option; a model that is wrapped already; FSDP, DeepSpeed or another way of
-            parallel training that is not data-parallel.
+        ConfigError: The algorithm or an option is unknown; the model is wrapped already; FSDP, DeepSpeed or another
+            kind of parallelism that is not data-parallel is on.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class in which the trainer's methods would come before these."""
+        """Reject a class in which the trainer's methods precede these in the MRO."""
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if transformers.Trainer in order and order.index(TrainerMixin) > order.index(transformers.Trainer):
             raise ConfigError(
-                f"class {cls.__name__}: TrainerMixin comes after the trainer, so it would do nothing. Write "
+                f"class {cls.__name__}: TrainerMixin comes after the trainer, so it would have no effect. Write "
                 f"class {cls.__name__}(TrainerMixin, ...)"
             )
 
@@ -125,7 +125,7 @@ class TrainerMixin(_Base):
         **kwargs: Any,
     ) -> None:
         _check_hooks(self)
-        algorithms.create(algorithm)  # raises what is wrong with it, before anything is built
+        algorithms.create(algorithm)  # raises on errors, before anything is built
         if "algorithm" in (wrap_options or {}):
             raise ConfigError("wrap_options: the algorithm is an argument of its own, algorithm=")
         self._commlib_options = {"algorithm": algorithm, **(wrap_options or {})}
@@ -133,10 +133,10 @@ class TrainerMixin(_Base):
         callbacks = self.callback_handler.callbacks
         own = [_Replicas(), *(each for each in callbacks if isinstance(each, StatsCallback))]
         own += [] if len(own) > 1 else [StatsCallback()]
-        callbacks[:] = [*own, *(each for each in callbacks if each not in own)]  # what they change, all others see
+        callbacks[:] = [*own, *(each for each in callbacks if each not in own)]  # all others see their changes
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, and have it wrap models by commlib."""
+        """Create the accelerator and make it wrap models with commlib."""
         _check_arguments(self.args)
         _take_over(self.model)
         super().create_accelerator_and_postprocess()
@@ -146,7 +146,7 @@ class TrainerMixin(_Base):
         use(self.accelerator, **options)._commlib.goes_on = True
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
-        """Begin anew with a smaller batch: an error in backward may have ended the communication."""
+        """Unwrap the model before the retry with a smaller batch: an error in backward may have ended communication."""
         if self._is_wrapped:
             unwrap(self.model)
         super()._update_auto_batch_size(batch_size)
@@ -154,7 +154,7 @@ class TrainerMixin(_Base):
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint; each rank's own part comes first, as results that are under way then change weights."""
+        """Save a checkpoint. Each rank's own part is first: it applies pending results, which changes weights."""
         if self._is_wrapped and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ class TrainerMixin(_Base):
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model: the consensus of the replicas, for which every rank comes here."""
+        """Write the model: the consensus of the replicas. All ranks call this."""
         if state_dict is None and self._is_wrapped and checkpoint.replicas_differ(self.model):
             state_dict = checkpoint.consensus_state_dict(self.model)
         super()._save(output_dir, state_dict)
@@ -173,7 +173,7 @@ class TrainerMixin(_Base):
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights that all ranks share, of a checkpoint that has all that resuming needs."""
+        """Load the weights that all ranks share, from a checkpoint that is complete for resuming."""
         load = super()._load_from_checkpoint
         if self.args.parallel_mode == ParallelMode.DISTRIBUTED:
             alike(lambda: _check_complete(Path(resume_from_checkpoint)))
@@ -182,7 +182,7 @@ class TrainerMixin(_Base):
             load(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer, then this rank's own part, which comes last."""
+        """Load the optimizer, then this rank's own part, which must be last."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._is_wrapped:
             folder = checkpoint
@@ -194,37 +194,37 @@ class TrainerMixin(_Base):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """`transformers.Trainer` that communicates by commlib; `TrainerMixin` says which arguments are added."""
+    """`transformers.Trainer` that communicates with commlib; see `TrainerMixin` for the additional arguments."""
 
 
 def _check_hooks(trainer: Any) -> None:
     if not isinstance(trainer, transformers.Trainer):
         raise ConfigError(
-            f"class {type(trainer).__name__}: TrainerMixin needs a trainer beside it. Write "
+            f"class {type(trainer).__name__}: TrainerMixin needs a trainer as a further base class. Write "
             f"class {type(trainer).__name__}(TrainerMixin, transformers.Trainer)"
         )
     for name, leading in _HOOKS.items():
         method = getattr(transformers.Trainer, name, None)
         if method is None or list(inspect.signature(method).parameters)[: len(leading)] != leading:
             raise ConfigError(
-                f"transformers {transformers.__version__} has no Trainer.{name}({', '.join(leading)}), by which "
-                "commlib saves and resumes. Install the version that was tested: "
+                f"transformers {transformers.__version__} has no Trainer.{name}({', '.join(leading)}), which commlib "
+                "needs to save and resume. Install the version that was tested: "
                 f"pip install transformers=={TESTED['transformers']}"
             )
 
 
 def _check_arguments(args: transformers.TrainingArguments) -> None:
-    """Refuse what shards a model: commlib replaces DDP."""
+    """Reject arguments that shard the model: commlib replaces DDP."""
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
             raise ConfigError(
                 f"{name}={getattr(args, name)!r}: commlib replaces DDP, and cannot be used with {name}, which shards "
-                f"the model. Leave {name} out, or train by transformers.Trainer"
+                f"the model. Leave {name} out, or train with transformers.Trainer"
             )
 
 
 def _make_incomplete(folder: Path) -> None:
-    """Remove, of an older checkpoint that is to be overwritten, what would make half of the new one look whole."""
+    """Remove the files of an older checkpoint that would make a partly overwritten one look complete."""
     for path in (folder / _COMMON_FILES[-1], *folder.glob("commlib-rank*.pt")):
         path.unlink(missing_ok=True)
 
@@ -242,7 +242,7 @@ def _check_complete(folder: Path) -> None:
 
 
 def _read_own(folder: str, model: Any, optimizer: Any) -> None:
-    """Load this rank's own part; whatever hinders it is a `ConfigError`."""
+    """Load this rank's own part. Any error is raised as a `ConfigError`."""
     try:
         read_rank_file(folder, model, optimizer)
     except ConfigError:
@@ -255,7 +255,7 @@ def _read_own(folder: str, model: Any, optimizer: Any) -> None:
 
 
 def _take_over(model: Any) -> None:
-    """Unwrap a model that another trainer has wrapped; refuse one that the user has."""
+    """Unwrap a model that another trainer has wrapped; reject one that the user has wrapped."""
     if isinstance(find(model), Replica):
         if model in _trained:
             unwrap(model)

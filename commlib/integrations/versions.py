@@ -1,4 +1,4 @@
-"""Which versions of other libraries the integrations were tested with."""
+"""The versions of other libraries that the integrations were tested with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 
 from packaging.version import Version
 
-#: By distribution, the version that the tests ran with last; `constraints.txt` pins the same.
+#: By distribution, the version of the last test run; `constraints.txt` pins the same.
 TESTED = {
     "accelerate": "1.15.0",
     "transformers": "5.24.0",
@@ -18,7 +18,7 @@ TESTED = {
 
 
 def warn_if_untested(name: str) -> None:
-    """Warn if the installed version of a library is of another minor release than the one that was tested."""
+    """Warn if the installed version of a library differs from the tested one in its minor release."""
     tested, found = Version(TESTED[name]), Version(importlib.metadata.version(name))
     if found.release[:2] != tested.release[:2]:
         warnings.warn(

@@ -1,1 +1,1 @@
-"""Compiled kernels, each behind one checked crossing: `native` for C++."""
+"""Compiled kernels. `native` is the only module that calls the C++ extension, with checked arguments."""

@@ -1,6 +1,6 @@
-"""The arguments that the executors of the codecs share, and their checks.
+"""Arguments that the codec executors share, and their validation.
 
-Every executor checks a tensor here before it takes its address: the device is an argument, the rest is alike.
+Every executor validates a tensor here before it takes its address. The checks differ only in the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commlib.kernels.codec_table import TOP_K_BLOCK
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 CPU = torch.device("cpu")
 MOST_SPARSE_ELEMENTS = 2**32 - 2
-"""Elements that a chunk of a sparse codec of pairs may have."""
+"""Maximum number of elements in a chunk of a sparse codec that sends pairs."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Random:
 
     @property
     def stage_and_rank(self) -> int:
-        """The last word of Philox's counter."""
+        """The last word of the Philox counter."""
         return self.stage << 24 | self.rank
 
 
@@ -94,7 +94,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype],
 
 
 def check_values(name: str, tensor: torch.Tensor, device: torch.device = CPU) -> None:
-    """Raise unless `tensor` holds values that a codec takes."""
+    """Raise unless a codec can encode from or decode to `tensor`."""
     check_tensor(name, tensor, tuple(DTYPE_CODES), device)
 
 
@@ -108,7 +108,7 @@ def check_payload(name: str, tensor: torch.Tensor, nbytes: int, device: torch.de
 
 
 def check_payloads(payloads: torch.Tensor, nbytes: int, device: torch.device = CPU) -> int:
-    """Return how many payloads of `nbytes` there are; raise unless they are the rows of `payloads`."""
+    """Return the number of payloads. Raise unless the rows of `payloads` have `nbytes` bytes each."""
     check_tensor("payloads", payloads, (torch.uint8,), device)
     if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != nbytes:
         raise CodecError(f"payloads: expected the shape [count, {nbytes}] with count >= 1, got {list(payloads.shape)}")
@@ -117,7 +117,7 @@ def check_payloads(payloads: torch.Tensor, nbytes: int, device: torch.device = C
 
 
 def check_apart(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor]) -> None:
-    """Raise if two named tensors share memory; meta tensors have none."""
+    """Raise if two named tensors share memory. Meta tensors never do."""
     (name, a), (other, b) = first, second
     if not a.is_meta and a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes:
         raise CodecError(f"{name} and {other}: expected separate memory, got tensors that overlap")
@@ -126,7 +126,7 @@ def check_apart(first: tuple[str, torch.Tensor], second: tuple[str, torch.Tensor
 def check_state(
     name: str, state: torch.Tensor, numel: int, *others: tuple[str, torch.Tensor], device: torch.device = CPU
 ) -> None:
-    """Raise unless `state` belongs to `numel` elements and overlaps no other tensor."""
+    """Raise unless `state` has `numel` fp32 elements and overlaps no other tensor."""
     check_tensor(name, state, (torch.float32,), device)
     if state.numel() != numel:
         raise CodecError(f"{name}: expected {numel} elements, got {state.numel()}")
@@ -137,7 +137,7 @@ def check_state(
 def check_feedback(
     feedback: Feedback, numel: int, *others: tuple[str, torch.Tensor], device: torch.device = CPU
 ) -> None:
-    """Raise unless the factors are numbers and the residual is the state of `numel` elements."""
+    """Raise unless the factors are finite and the residual is valid for `numel` elements."""
     check_state("residual", feedback.residual, numel, *others, device=device)
     check_number("beta", feedback.beta)
     check_number("gamma", feedback.gamma)
@@ -151,7 +151,7 @@ def check_encoded(
     feedback: Feedback | None,
     device: torch.device = CPU,
 ) -> None:
-    """Raise unless `out` takes the payload of `numel` elements, apart from its named source, and the residual fits."""
+    """Raise unless `out` fits the payload, does not overlap the named source, and the residual is valid."""
     check_payload("out", out, nbytes, device)
     check_apart(("out", out), source)
     if feedback is not None:
@@ -170,19 +170,19 @@ def check_number(name: str, value: float, *, may_be_zero: bool = True) -> None:
 
 
 def check_numel(numel: int) -> None:
-    """Raise unless `numel` is a number of elements."""
+    """Raise unless `numel` is not negative."""
     if numel < 0:
         raise CodecError(f"numel: expected a number of elements, got {numel}")
 
 
 def check_first(first: int) -> None:
-    """Raise unless `first` is a place in a tensor."""
+    """Raise unless `first` is a valid offset in a tensor."""
     if first < 0:
         raise CodecError(f"first: expected an element of the tensor, got {first}")
 
 
 def chunk_or_whole(chunk: int | None, numel: int) -> int:
-    """Return the elements of a chunk; None means that there is one."""
+    """Return the number of elements per chunk. None means a single chunk."""
     if chunk is None:
         return max(numel, 1)
     if chunk < 1:
@@ -191,7 +191,7 @@ def chunk_or_whole(chunk: int | None, numel: int) -> int:
 
 
 def threshold_bits(threshold: float) -> int:
-    """Return the bits of a positive finite float32; raise for another number."""
+    """Return the bits of `threshold` as a float32. Raise unless it is positive and finite."""
     if not (threshold > 0 and math.isfinite(threshold)) or threshold > torch.finfo(torch.float32).max:
         raise CodecError(f"threshold: expected a positive finite float32, got {threshold}")
     return struct.unpack("<I", struct.pack("<f", threshold))[0]
@@ -199,12 +199,12 @@ def threshold_bits(threshold: float) -> int:
 
 # --- block codecs -----------------------------------------------------------------------------------------------------
 
-#: The bytes of the payload of one chunk of so many elements.
+#: Maps the number of elements of a chunk to the size of its payload in bytes.
 PayloadBytes = Callable[[int], int]
 
 
 def bytes_of_chunks(payload_bytes: PayloadBytes, numel: int, chunk: int) -> int:
-    """Return the bytes of the payloads of all chunks of a tensor; the last one may be shorter."""
+    """Return the size in bytes of the payloads of all chunks of a tensor. The last chunk may be shorter."""
     full, rest = divmod(numel, chunk)
     return full * payload_bytes(chunk) + payload_bytes(rest)
 
@@ -217,7 +217,7 @@ def check_encoding(
     feedback: Feedback | None,
     device: torch.device = CPU,
 ) -> int:
-    """Raise unless a tensor, the payloads of its chunks, and the residual fit; return the elements of a chunk."""
+    """Check the arguments of an encoding: sizes, overlap and residual. Return the number of elements per chunk."""
     numel = x.numel() if isinstance(x, torch.Tensor) else 0
     chunk = chunk_or_whole(chunk, numel)
     check_values("x", x, device)
@@ -233,7 +233,7 @@ def check_sum_encoding(
     feedback: Feedback | None,
     device: torch.device = CPU,
 ) -> int:
-    """Raise unless the payloads of a chunk, that of their sum, and the residual fit; return how many there are."""
+    """Check the arguments of an encoding of a sum of payloads of one chunk. Return the number of payloads."""
     check_numel(numel)
     nbytes = payload_bytes(numel)
     count = check_payloads(payloads, nbytes, device)
@@ -248,7 +248,7 @@ def check_decoding(
     chunk: int | None,
     device: torch.device = CPU,
 ) -> int:
-    """Raise unless the payloads of all chunks and the tensor fit; return the elements of a chunk."""
+    """Check the arguments of a decoding of all chunks. Return the number of elements per chunk."""
     check_values("out", out, device)
     chunk = chunk_or_whole(chunk, out.numel())
     check_payload("payload", payload, bytes_of_chunks(payload_bytes, out.numel(), chunk), device)
@@ -259,7 +259,7 @@ def check_decoding(
 def check_sum_decoding(
     payloads: torch.Tensor, payload_bytes: PayloadBytes, out: torch.Tensor, device: torch.device = CPU
 ) -> int:
-    """Raise unless the payloads of a chunk and the tensor fit; return how many payloads there are."""
+    """Check the arguments of a decoding of a sum of payloads of one chunk. Return the number of payloads."""
     check_values("out", out, device)
     count = check_payloads(payloads, payload_bytes(out.numel()), device)
     check_apart(("out", out), ("payloads", payloads))
@@ -267,7 +267,7 @@ def check_sum_decoding(
 
 
 def check_rotation(x: torch.Tensor, out: torch.Tensor, device: torch.device = CPU) -> None:
-    """Raise unless a chunk and its rotation have the same elements, and are the same tensor or apart."""
+    """Raise unless `x` and `out` have equally many elements, and are the same tensor or do not overlap."""
     check_tensor("x", x, (torch.float32,), device)
     check_tensor("out", out, (torch.float32,), device)
     if x.numel() != out.numel():
@@ -280,7 +280,7 @@ def check_rotation(x: torch.Tensor, out: torch.Tensor, device: torch.device = CP
 
 
 def check_places(places: int, numel: int = MOST_SPARSE_ELEMENTS) -> None:
-    """Raise unless a payload of a chunk of `numel` elements may have so many places."""
+    """Raise unless `places` is valid for a chunk of `numel` elements."""
     if not 0 <= places <= numel:
         raise CodecError(f"places: expected 0..{numel} (the elements of the chunk), got {places}")
 
@@ -295,7 +295,7 @@ def check_sparse_encoding(
     *,
     name: str = "x",
 ) -> None:
-    """Raise unless a chunk, its payload of so many places and bytes, and the residual are what a sparse codec takes."""
+    """Check the arguments of a sparse encoding: a chunk, its payload with its number of places, and the residual."""
     check_values(name, x, device)
     if x.numel() > MOST_SPARSE_ELEMENTS:
         most = MOST_SPARSE_ELEMENTS
@@ -305,7 +305,7 @@ def check_sparse_encoding(
 
 
 def check_sparse_decoding(payloads: torch.Tensor, nbytes: int, out: torch.Tensor, device: torch.device = CPU) -> int:
-    """Raise unless payloads of so many bytes and a chunk are what a sparse codec takes; return how many there are."""
+    """Check the arguments of a sparse decoding of payloads of `nbytes`. Return the number of payloads."""
     check_tensor("out", out, (torch.float32,), device)
     count = check_payloads(payloads, nbytes, device)
     check_apart(("out", out), ("payloads", payloads))
@@ -313,7 +313,7 @@ def check_sparse_decoding(payloads: torch.Tensor, nbytes: int, out: torch.Tensor
 
 
 def check_kept(kept: int) -> None:
-    """Raise unless a payload of `blocktopk` may name so many elements of each block."""
+    """Raise unless `kept` is a valid number of elements per block of `blocktopk`."""
     if not 1 <= kept <= TOP_K_BLOCK:
         raise CodecError(f"kept: expected 1..{TOP_K_BLOCK} (the elements of a block), got {kept}")
 
@@ -321,6 +321,6 @@ def check_kept(kept: int) -> None:
 def check_block_encoding(
     x: torch.Tensor, nbytes: int, out: torch.Tensor, feedback: Feedback | None, device: torch.device = CPU
 ) -> None:
-    """Raise unless a chunk, its payload of so many bytes, and the residual are what `blocktopk` takes."""
+    """Check the arguments of an encoding with `blocktopk`: a chunk, its payload, and the residual."""
     check_values("x", x, device)
     check_encoded(out, nbytes, ("x", x), x.numel(), feedback, device)

@@ -1,8 +1,8 @@
-"""The table of this package's codecs: ids, names and the shapes of payloads, for everything that needs them.
+"""The table of this package's codecs: ids, names and payload layouts.
 
-The codecs' classes, the NumPy reference and what launches CUDA kernels take their numbers from here. The kernels in C++
-and CUDA are templates with constants of their own: these are held to the table when the extension is loaded (native.py)
-and when a CUDA kernel is compiled. docs/reference/wire_format.md says what the numbers mean; a test compares it.
+The codec classes, the NumPy reference and the launch code of CUDA kernels take their numbers from here. The kernels in
+C++ and CUDA are templates with their own constants. These are checked against the table when the extension is loaded
+(native.py) and when a CUDA kernel is compiled. docs/reference/wire_format.md defines the numbers; a test compares it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from commlib.errors import CommlibError
 
 ALIGNMENT = 16
-"""Bytes: sections begin at multiples of it."""
+"""Alignment of sections, in bytes."""
 FOREIGN_IDS = range(1 << 15, 1 << 16)
-"""The ids of other packages' codecs."""
+"""The ids for codecs of other packages."""
 
 TOP_K_BLOCK = 4096
-"""Elements of a block of `blocktopk`: what 12 bits tell apart."""
-_PORTION = 256  # elements that kernels work on at once where blocks do not say
+"""Elements of a block of `blocktopk`: the range of a 12-bit index."""
+_PORTION = 256  # elements processed at once by codecs without blocks
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class SparseRow:
     """A sparse codec.
 
     Attributes:
-        id: Its number on the wire.
-        name: Its name there.
-        version: Of its bytes.
-        block: Elements that it names some of; None: the whole chunk.
+        id: The codec's number on the wire.
+        name: The codec's name on the wire.
+        version: The version of its payload format.
+        block: Number of elements of a block of which some are selected; None means the whole chunk.
     """
 
     id: int
@@ -44,16 +44,16 @@ class BlockRow:
     """A block codec.
 
     Attributes:
-        id: Its number on the wire.
-        name: Its name there.
-        block: Elements that share parameters; 0 means the whole chunk, 1 that there are no parameters.
-        bits: Of a code.
-        scale_bytes: Of a block's scale.
-        minimum_bytes: Of a block's minima.
-        rounds_stochastically: Whether encoding takes random numbers.
-        struct: Its struct in csrc/cuda/block_codecs.h.
-        tile: Elements that a warp works on at once.
-        version: Of its bytes.
+        id: The codec's number on the wire.
+        name: The codec's name on the wire.
+        block: Number of elements that share parameters; 0 means the whole chunk, 1 means there are no parameters.
+        bits: Bits of a code.
+        scale_bytes: Bytes of a block's scale.
+        minimum_bytes: Bytes of a block's minima.
+        rounds_stochastically: Whether encoding accepts random numbers.
+        struct: Name of its struct in csrc/cuda/block_codecs.h.
+        tile: Number of elements that a warp processes at once.
+        version: The version of its payload format.
     """
 
     id: int
@@ -69,16 +69,16 @@ class BlockRow:
 
     @property
     def is_one_block(self) -> bool:
-        """Whether a chunk has only one set of parameters."""
+        """Whether a chunk has a single set of parameters."""
         return self.block == 0
 
     @property
     def portion(self) -> int:
-        """Elements of a block, or of what kernels work on at once where there are no blocks."""
+        """Number of elements of a block, or of the unit of processing for codecs without blocks."""
         return self.block if self.block > 1 else _PORTION
 
     def sections(self, numel: int) -> tuple[int, int, int]:
-        """Return where scales and codes begin in the payload of a chunk of `numel` elements, and its size."""
+        """Return the offsets of scales and codes in the payload of `numel` elements, and its size, in bytes."""
         full, rest = divmod(numel, self.portion)
         blocks = full + (rest > 0)
         sets = min(blocks, 1) if self.is_one_block else blocks
@@ -88,12 +88,12 @@ class BlockRow:
         return scales_at, codes_at, aligned(codes_at + code_bytes)
 
     def payload_bytes(self, numel: int) -> int:
-        """Return the bytes of the payload of a chunk of `numel` elements."""
+        """Return the size in bytes of the payload of a chunk of `numel` elements."""
         return self.sections(numel)[2]
 
     @property
     def constants(self) -> dict[str, int | bool]:
-        """What the kernels' templates have, by its name here."""
+        """The constants of the kernels' templates, by field name."""
         names = ("portion", "bits", "scale_bytes", "minimum_bytes", "is_one_block")
         return {name: getattr(self, name) for name in names}
 
@@ -124,19 +124,19 @@ BLOCK_BY_NAME = {row.name: row for row in BLOCK_ROWS}
 
 
 def aligned(nbytes: int) -> int:
-    """Return `nbytes`, rounded up to where a section may begin."""
+    """Return `nbytes`, rounded up to the alignment of sections."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def check_built(built: Mapping[int, Mapping[str, object]], top_k_block: int) -> None:
-    """Hold the C++ kernels to the table.
+    """Check the constants of the C++ kernels against the table.
 
     Args:
-        built: Name and constants of each block codec that the extension has kernels of, by id.
-        top_k_block: Elements of its blocks of `blocktopk`.
+        built: Name and constants of each block codec in the extension, by id.
+        top_k_block: The extension's block size of `blocktopk`, in elements.
 
     Raises:
-        CommlibError: It was built from other sources; the codec and the field are named.
+        CommlibError: The extension was built from other sources. The message names the codec and the field.
     """
     wrong = [
         f"{row.name}.{field}: expected {value}, got {built[row.id].get(field)}"

@@ -1,8 +1,8 @@
-"""The only place where CUDA is compiled and launched.
+"""Compilation and launch of CUDA kernels.
 
-A kernel (cuda_args.py) is compiled by NVRTC when a device first needs it, for that device's architecture, and the
-result is kept on disk; see docs/explanation/kernels.md. CuPy serves as the binding to NVRTC and to the driver, for
-nothing else: its RawModule would append -ftz=true, and denormals count (docs/reference/wire_format.md).
+A kernel (cuda_args.py) is compiled by NVRTC on first use, for the device's architecture, and cached on disk; see
+docs/explanation/kernels.md. CuPy is used only as the binding to NVRTC and the driver: its RawModule would append
+-ftz=true, but denormals must be kept (docs/reference/wire_format.md).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from commlib.errors import CodecError
 from commlib.kernels.cuda_args import THREADS, Kernel
 
 DEVICE_TYPE = "cuda"
-"""The devices whose tensors the CUDA executor takes (tests that emulate them put another)."""
+"""The device type of the CUDA executor's tensors (replaced by tests that emulate CUDA)."""
 CACHE_VARIABLE = "COMMLIB_CACHE_DIR"
-"""The environment variable that names the folder of compiled kernels."""
+"""The environment variable for the folder of compiled kernels."""
 
 _OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -38,10 +38,10 @@ _compiling = locks.lock("kernels.cuda", is_of_process=True)
 
 
 def device_of(name: str, tensor: torch.Tensor) -> torch.device:
-    """Return the device of a tensor that kernels of this executor are to work on.
+    """Return the CUDA device of a tensor.
 
     Raises:
-        CodecError: It is not a CUDA tensor.
+        CodecError: `tensor` is not a CUDA tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise CodecError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -51,12 +51,12 @@ def device_of(name: str, tensor: torch.Tensor) -> torch.device:
 
 
 def launch(kernel: Kernel, num_blocks: int, args: ctypes.Structure, device: torch.device) -> None:
-    """Put a kernel on torch's current stream of `device`, and do not wait for it.
+    """Launch a kernel on torch's current stream of `device`, asynchronously.
 
     Args:
-        kernel: Compiled first where no run did so before.
-        num_blocks: Blocks of threads; none is launched where it is 0.
-        args: What the kernel takes; copied.
+        kernel: The kernel; compiled first if it is not cached.
+        num_blocks: Number of thread blocks; 0 launches nothing.
+        args: The kernel's argument; copied.
         device: A CUDA device.
 
     Raises:
@@ -73,16 +73,16 @@ def launch(kernel: Kernel, num_blocks: int, args: ctypes.Structure, device: torc
 
 
 def _ensure_context(device: torch.device) -> None:
-    """Make the device's context current in a thread that has not used the device before."""
+    """Make the device's context current in a thread that has not used the device yet."""
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
-        torch.cuda.mem_get_info(device)  # a call of the runtime, after which the driver's calls find a context
+        torch.cuda.mem_get_info(device)  # a runtime call, which sets the context for driver calls
         seen.add(device)
 
 
 @functools.cache
 def _function(kernel: Kernel, device_idx: int) -> int:
-    """Return the driver's handle of a kernel on a device; modules stay loaded."""
+    """Return the driver's handle of a kernel on a device. Modules stay loaded."""
     architecture = architecture_for(torch.cuda.get_device_capability(device_idx), supported_architectures())
     with _compiling:
         try:
@@ -90,8 +90,8 @@ def _function(kernel: Kernel, device_idx: int) -> int:
         except Exception as error:
             if isinstance(error, CodecError):
                 raise
-            # Whole, by its digest, and yet refused: made for another device or by another compiler.
-            _log.warning("compiling %s again, as the driver refused the cached kernel: %s", kernel.call, error)
+            # The digest is correct, but the image is for another device or from another compiler.
+            _log.warning("compiling %s again, because the driver rejected the cached kernel: %s", kernel.call, error)
             return _loaded(kernel, cubin(kernel, architecture, ignores_cache=True))
 
 
@@ -115,7 +115,7 @@ def _nvrtc() -> ModuleType:
 def _binding(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:  # CuPy is not there, or a library that it loads is not
+    except Exception as error:  # CuPy or one of its libraries is missing
         extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
         raise CodecError(
             f"CUDA kernels are compiled through CuPy, which cannot be loaded: {error}. "
@@ -127,13 +127,13 @@ def nvrtc_version() -> tuple[int, int]:
     """Return the version of NVRTC.
 
     Raises:
-        CodecError: CuPy or NVRTC is not there.
+        CodecError: CuPy or NVRTC is missing.
     """
     try:
         return _nvrtc().getVersion()
     except CodecError:
         raise
-    except Exception as error:  # whatever a missing or foreign library makes of it
+    except Exception as error:  # any error of a missing or incompatible library
         raise CodecError(
             f"NVRTC, NVIDIA's run-time compiler, cannot be loaded: {error}. "
             "Install the nvrtc package for your CUDA version, as torch's CUDA builds do."
@@ -141,10 +141,10 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def supported_architectures() -> list[int]:
-    """Return the architectures that NVRTC compiles for, as 90 for sm_90.
+    """Return the architectures that NVRTC supports, such as 90 for sm_90.
 
     Raises:
-        CodecError: CuPy or NVRTC is not there.
+        CodecError: CuPy or NVRTC is missing.
     """
     nvrtc_version()
     return list(_nvrtc().getSupportedArchs())
@@ -154,14 +154,14 @@ def supported_architectures() -> list[int]:
 
 
 def architecture_for(capability: tuple[int, int], supported: list[int]) -> str:
-    """Return the architecture to compile for: the device's, or the next lower one that its machine code runs on.
+    """Return the architecture to compile for: the device's, or the closest lower one with compatible machine code.
 
     Args:
-        capability: Of the device, as (9, 0).
-        supported: Architectures that the compiler knows.
+        capability: Compute capability of the device, such as (9, 0).
+        supported: Architectures that the compiler supports.
 
     Raises:
-        CodecError: The compiler knows none for this device.
+        CodecError: The compiler supports no architecture of this device.
     """
     major, minor = capability
     candidates = [one for one in supported if one // 10 == major and one % 10 <= minor]
@@ -175,34 +175,34 @@ def architecture_for(capability: tuple[int, int], supported: list[int]) -> str:
 
 
 def options_for(architecture: str) -> list[str]:
-    """Return the compiler's options: no contraction, no flushing of denormals, exact division."""
+    """Return the compiler options: no contraction, no flushing of denormals, exact division."""
     return [f"--gpu-architecture={architecture}", *_OPTIONS]
 
 
 @functools.cache
 def headers(module: Path = Path(__file__)) -> dict[str, str]:
-    """Return the texts of the CUDA sources, by the name under which they are included.
+    """Return the texts of the CUDA sources, by the names used to include them.
 
     Args:
-        module: This file, as it was installed.
+        module: The path of this module.
 
     Raises:
-        CodecError: They were not installed.
+        CodecError: The sources are not installed.
     """
     here = module.resolve()
-    # A wheel has them beside this file (setup.py puts them there), a checkout at its root.
+    # A wheel has the sources next to this file (copied by setup.py), a checkout has them at its root.
     for folder in (here.parent / "cuda_sources", here.parents[2] / "csrc"):
         if (folder / "cuda").is_dir():
             paths = [folder / "codec_math.h", *sorted((folder / "cuda").glob("*.h"))]
             return {path.name: path.read_text(encoding="utf-8") for path in paths}
-    raise CodecError(f"the sources of the CUDA kernels are not beside {here}; install commlib again")
+    raise CodecError(f"the sources of the CUDA kernels are not next to {here}; install commlib again")
 
 
 def cubin(kernel: Kernel, architecture: str, *, ignores_cache: bool = False) -> bytes:
-    """Return the machine code of a kernel, from the cache on disk where it is there and whole.
+    """Return the machine code of a kernel, from the disk cache if it has a valid entry.
 
     Raises:
-        CodecError: It cannot be compiled.
+        CodecError: The kernel cannot be compiled.
     """
     source, options = kernel.source(), options_for(architecture)
     path = _cache_path(source, options)
@@ -222,7 +222,7 @@ def _compile(kernel: Kernel, source: str, options: list[str]) -> bytes:
         nvrtc.compileProgram(program, options)
         return nvrtc.getCUBIN(program)
     except Exception as error:
-        raise CodecError(f"NVRTC does not compile {kernel.call}: {error}\n{nvrtc.getProgramLog(program)}") from error
+        raise CodecError(f"NVRTC cannot compile {kernel.call}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -239,7 +239,7 @@ def cache_dir() -> Path:
 
 
 def _cache_path(source: str, options: list[str]) -> Path:
-    """Everything that the machine code depends on is in the name; the options name the architecture."""
+    """Return the path of a cached kernel. Its name is a hash of everything that the machine code depends on."""
     digest = hashlib.sha256()
     for text in (*headers(), *headers().values(), source, *options, repr(nvrtc_version())):
         digest.update(len(text).to_bytes(8, "little") + text.encode())
@@ -247,7 +247,7 @@ def _cache_path(source: str, options: list[str]) -> Path:
 
 
 def _read_cache(path: Path) -> bytes | None:
-    """Return what was written, or None where there is nothing or it is damaged."""
+    """Return the cached kernel, or None if it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -260,18 +260,18 @@ def _read_cache(path: Path) -> bytes | None:
 
 
 def _write_cache(path: Path, image: bytes) -> None:
-    """Write a file that other processes see whole or not at all; without a place for it there is no cache."""
+    """Write a file atomically. If it cannot be written, the kernel is not cached."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
     except OSError as error:
-        _log.warning("compiled kernels are not kept, as %s cannot be written: %s", path.parent, error)
+        _log.warning("compiled kernels are not cached, because %s cannot be written: %s", path.parent, error)
         return
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(hashlib.sha256(image).digest() + image)
         os.replace(name, path)
     except OSError as error:
-        _log.warning("a compiled kernel was not kept: %s", error)
+        _log.warning("a compiled kernel was not cached: %s", error)
         with contextlib.suppress(OSError):
             os.unlink(name)

@@ -1,7 +1,7 @@
-"""What is launched on a GPU: the kernels' names, and the structs that they take, as the sources in csrc/cuda say.
+"""The CUDA kernels' names and argument structs, as in csrc/cuda.
 
-A kernel is one instance of a template, compiled by itself when it is first used (cuda.py). Its argument is one struct;
-the classes here have the fields of those in the sources, in the same order, so that ctypes lays them out alike.
+A kernel is one instance of a template, compiled separately on first use (cuda.py). Its argument is one struct. The
+classes here have the same fields in the same order as the structs in the sources, so that ctypes uses the same layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commlib.kernels.codec_table import TOP_K_BLOCK, BlockRow, aligned
 WARPS_PER_BLOCK = 8
 THREADS = 32 * WARPS_PER_BLOCK
 TYPES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float64: "Float64"}
-"""The structs of csrc/cuda/device.h for the types of tensors."""
+"""The structs of csrc/cuda/device.h by tensor dtype."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Kernel:
     """One instance of a template of csrc/cuda.
 
     Attributes:
-        header: The file that has it.
-        call: The template's name and its arguments.
-        args: The name of the struct that it takes.
-        asserts: What must be true of the template's arguments, for the compiler.
+        header: The file that defines the template.
+        call: The template's name and arguments.
+        args: The name of the argument struct.
+        asserts: static_asserts on the template's arguments.
     """
 
     header: str
@@ -41,11 +41,11 @@ class Kernel:
 
     @property
     def symbol(self) -> str:
-        """The kernel's name in its machine code, and so in a profiler's trace."""
+        """The kernel's name in the machine code and in a profiler's trace."""
         return "commlib_" + re.sub(r"\W+", "_", self.call).strip("_")
 
     def source(self, name: str | None = None) -> str:
-        """Return the program that defines the kernel, as `name` or by its symbol."""
+        """Return the program that defines the kernel as `name`, by default its symbol."""
         name = name or self.symbol
         return (
             f'#include "{self.header}"\n'
@@ -58,7 +58,7 @@ class Kernel:
 
 
 def blocks_of(count: int, per_block: int) -> int:
-    """Return how many blocks of threads work on `count` things."""
+    """Return the number of thread blocks for `count` items."""
     return -(-count // per_block)
 
 
@@ -78,13 +78,13 @@ _Size, _Pointer, _Int, _Float = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint3
 
 
 class BlockLayout(ctypes.Structure):
-    """Where the sections of one chunk's payload begin."""
+    """Offsets of the sections in one chunk's payload."""
 
     _fields_ = (("scales_at", _Size), ("codes_at", _Size), ("nbytes", _Size))
 
 
 class Chunks(ctypes.Structure):
-    """How a tensor is cut into chunks and tiles."""
+    """The division of a tensor into chunks and tiles."""
 
     _fields_ = (
         ("numel", _Size),
@@ -97,7 +97,7 @@ class Chunks(ctypes.Structure):
 
 
 class RandomSource(ctypes.Structure):
-    """`Random`, with its segments on the device where there are several."""
+    """`Random`. Several segments are stored on the device."""
 
     _fields_ = (
         ("segments", _Pointer),
@@ -110,7 +110,7 @@ class RandomSource(ctypes.Structure):
 
 
 class EncodeArgs(ctypes.Structure):
-    """Of `encode` and `find_ranges`."""
+    """Arguments of `encode` and `find_ranges`."""
 
     _fields_ = (
         ("chunks", Chunks),
@@ -156,7 +156,7 @@ class RotateArgs(ctypes.Structure):
 
 
 class Selection(ctypes.Structure):
-    """What the kernels of one sparse encoding leave for each other."""
+    """Intermediate results shared by the kernels of one sparse encoding."""
 
     _fields_ = (
         ("histogram", _Int * 4096),
@@ -171,13 +171,13 @@ class Selection(ctypes.Structure):
 
 
 class Status(ctypes.Structure):
-    """What a tile of a compaction leaves for the later ones."""
+    """Results of one tile of a compaction, read by later tiles."""
 
     _fields_ = (("flag", _Int), ("own", _Int * 2), ("total", _Int * 2))
 
 
 class SparseArgs(ctypes.Structure):
-    """Of the kernels that encode with a sparse codec."""
+    """Arguments of the sparse encoding kernels."""
 
     _fields_ = (
         ("x", _Pointer),
@@ -200,7 +200,7 @@ class SparseArgs(ctypes.Structure):
 
 
 class SparseDecodeArgs(ctypes.Structure):
-    """Of `sum_sparse` and `add_sparse`."""
+    """Arguments of `sum_sparse` and `add_sparse`."""
 
     _fields_ = (
         ("inputs", _Pointer),
@@ -217,7 +217,7 @@ class SparseDecodeArgs(ctypes.Structure):
 
 
 class BlockTopKLayout(ctypes.Structure):
-    """Where the sections of a payload of `blocktopk` are."""
+    """Offsets of the sections in a payload of `blocktopk`."""
 
     _fields_ = (("numel", _Size), ("indices_at", _Size), ("codes_at", _Size), ("nbytes", _Size), ("kept", _Int))
 
@@ -236,7 +236,7 @@ class BlockTopKArgs(ctypes.Structure):
 
 
 class BlockTopKDecodeArgs(ctypes.Structure):
-    """Of `sum_block_top_k` and `add_block_top_k`."""
+    """Arguments of `sum_block_top_k` and `add_block_top_k`."""
 
     _fields_ = (
         ("layout", BlockTopKLayout),
@@ -250,7 +250,7 @@ class BlockTopKDecodeArgs(ctypes.Structure):
 
 
 def block_top_k_layout(numel: int, kept: int) -> BlockTopKLayout:
-    """Return where the sections of a payload of `numel` elements are that names `kept` of each block."""
+    """Return the section offsets of a payload of `numel` elements with `kept` selected per block."""
     full, rest = divmod(numel, TOP_K_BLOCK)
     last = min(kept, rest)
     indices_at = aligned(4 * (full + (rest > 0)))
@@ -260,17 +260,17 @@ def block_top_k_layout(numel: int, kept: int) -> BlockTopKLayout:
 
 
 def codec_asserts(row: BlockRow) -> str:
-    """Return what holds a codec's struct to its row of the table, when one of its kernels is compiled."""
+    """Return static_asserts that check a codec's struct against its row of the table when a kernel is compiled."""
     expected = {**row.constants, "tile": row.tile}
     return "".join(
         f"static_assert({row.struct}::{constant} == {int(expected[field])}, "
-        f'"{row.name}.{field}: expected {int(expected[field])}, as commlib/kernels/codec_table.py says");\n'
+        f'"{row.name}.{field}: expected {int(expected[field])}, as in commlib/kernels/codec_table.py");\n'
         for field, constant in _CONSTANTS.items()
     )
 
 
 def chunks_of(row: BlockRow, numel: int, chunk: int) -> Chunks:
-    """Return how a tensor is cut."""
+    """Return the division of a tensor into chunks and tiles."""
     full, rest = divmod(numel, chunk)
     tiles = blocks_of(min(chunk, max(numel, 1)), row.tile)
     num_tiles = full * tiles + blocks_of(rest, row.tile)
@@ -278,7 +278,7 @@ def chunks_of(row: BlockRow, numel: int, chunk: int) -> Chunks:
 
 
 def random_source(random: Random | None, device: torch.device) -> RandomSource:
-    """Return what the kernels take; [Note: segments]."""
+    """Return the kernels' form of `random`; see [Note: segments]."""
     if random is None:
         return RandomSource()
     key = (_Int * 2)(random.seed & 0xFFFFFFFF, random.seed >> 32)
@@ -294,7 +294,7 @@ def random_source(random: Random | None, device: torch.device) -> RandomSource:
 def segment_table(segments: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Return the segments as a tensor [count, 2] int64 on the device.
 
-    [Note: segments] They are those of a bucket, alike in every step, so they are copied once, in the first one, and
-    that copy is waited for: any stream may read them afterwards. It is the only wait for the device.
+    [Note: segments] The segments belong to a bucket and are the same in every step. They are copied once, in the first
+    step, with a synchronous copy, so that any stream may read them afterwards. No other call waits for the device.
     """
     return torch.tensor(segments, dtype=torch.int64, device="cpu").to(device)

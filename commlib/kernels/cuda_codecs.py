@@ -1,8 +1,8 @@
-"""The block codecs on CUDA tensors: the functions of native_codecs.py, with the same arguments and the same bits.
+"""The block codecs on CUDA tensors: the functions of native_codecs.py, with the same arguments and bitwise results.
 
-Kernels are put on torch's current stream of the tensors' device, one launch for all chunks of a tensor (`uint8_bagua`
-takes two), and nothing waits for the device. As with any work on a stream: tensors that were made on another stream, or
-are given back to the allocator while another stream uses them, are the caller's affair.
+Kernels are launched on torch's current stream of the tensors' device, one launch for all chunks of a tensor (two for
+`uint8_bagua`), without synchronization. As with any work on a stream, the caller must synchronize tensors that were
+created on another stream, or that are freed while another stream uses them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from commlib.kernels.cuda_args import (
 
 ROTATE_KERNEL = Kernel("rotate_kernels.h", "rotate", "RotateArgs")
 _ASSERTS = {row.struct: codec_asserts(row) for row in BLOCK_ROWS}
-_PIECE = 256  # elements of the rotation's longest piece
-_MOST_PARTS = 64  # of a chunk, whose ranges uint8_bagua finds apart
+_PIECE = 256  # elements of the longest piece of the rotation
+_MOST_PARTS = 64  # maximum parts of a chunk whose ranges uint8_bagua computes separately
 
 
 def payload_bytes(codec: int, numel: int) -> int:
-    """Return the bytes of the payload of one chunk of `numel` elements.
+    """Return the size in bytes of the payload of one chunk of `numel` elements.
 
     Raises:
         CodecError: No block codec has this id.
@@ -42,7 +42,7 @@ def payload_bytes(codec: int, numel: int) -> int:
 
 
 def buffer_bytes(codec: int, numel: int, chunk: int) -> int:
-    """Return the bytes of the payloads of all chunks of a tensor."""
+    """Return the size in bytes of the payloads of all chunks of a tensor."""
     return checks.bytes_of_chunks(_row(codec).payload_bytes, numel, chunk)
 
 
@@ -107,7 +107,7 @@ def decode_add(
     """Add `weight` times the decoded values to `out`; arguments as in `decode`.
 
     Raises:
-        CodecError: As `decode`.
+        CodecError: As for `decode`.
     """
     checks.check_number("weight", weight)
     _decode(codec, payload, out, chunk, DecodeArgs(num_inputs=1, divisor=1.0, adds=1, weight=weight))
@@ -160,7 +160,7 @@ def _encode_args(
 
 def _launch_encode(row: BlockRow, source: str, args: EncodeArgs, device: torch.device, *, is_sum: bool) -> None:
     has_feedback, is_random = bool(args.residual), bool(args.random.num_segments)
-    # Held until both launches are in the stream; afterwards the allocator gives the memory to later work of it only.
+    # Keep a reference until both launches are queued; the allocator then reuses the memory only for later work.
     ranges = _find_ranges(row, source, args, device, is_sum=is_sum) if row.is_one_block else None
     kernel = encode_kernel(row.struct, source, has_feedback, is_random, is_sum)
     cuda.launch(kernel, blocks_of(args.chunks.num_tiles, WARPS_PER_BLOCK), args, device)
@@ -197,13 +197,13 @@ def encode_kernel(codec: str, source: str, has_feedback: bool, is_random: bool, 
 
 
 def ranges_kernel(codec: str, source: str, has_feedback: bool, is_sum: bool) -> Kernel:
-    """Return the kernel that finds the ranges of the parts of chunks."""
+    """Return the kernel that computes the ranges of the parts of chunks."""
     flags = ", ".join(str(flag).lower() for flag in (has_feedback, is_sum))
     return _kernel("encode_kernels.h", f"find_ranges<{codec}, {source}, {flags}>", "EncodeArgs", codec)
 
 
 def decode_kernel(codec: str, target: str, is_sum: bool) -> Kernel:
-    """Return the kernel that decodes into tensors of the type `target`: one payload, or a sum, or a quotient."""
+    """Return the kernel that decodes one payload, or a sum or quotient, into tensors of the type `target`."""
     return _kernel("decode_kernels.h", f"decode<{codec}, {target}, {str(is_sum).lower()}>", "DecodeArgs", codec)
 
 

@@ -1,8 +1,8 @@
-"""The sparse codecs on CUDA tensors: the functions of native_sparse.py, with the same arguments and the same bits.
+"""The sparse codecs on CUDA tensors: the functions of native_sparse.py, with the same arguments and bitwise results.
 
-As in cuda_codecs.py nothing waits for the device. So a damaged payload cannot raise when it is decoded: no memory
-outside the tensors is touched, elements out of the chunk are left out, which of its other values count is not defined,
-and the device remembers it. `raise_if_damaged` waits for the device and tells.
+As in cuda_codecs.py, no call synchronizes with the device. So decoding a damaged payload cannot raise: it accesses no
+memory outside the tensors, skips elements outside the chunk, leaves undefined values, and sets an error on the device.
+`raise_if_damaged` synchronizes with the device and raises.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from commlib.kernels.cuda_args import (
     random_source,
 )
 
-_MOST_BLOCKS = 1024  # of kernels whose threads take more than one element: about what a large device runs at once
-_ITEMS = 16  # elements of a thread of a compaction
+_MOST_BLOCKS = 1024  # for kernels whose threads process several elements: about as many as a large device runs at once
+_ITEMS = 16  # elements per thread of a compaction
 _TILE = THREADS * _ITEMS
-_RANGE = 4096  # elements that a block of threads sums when decoding
+_RANGE = 4096  # elements that a thread block sums when decoding
 _FEW_CANDIDATES = 1 << 16
 
 
 def payload_bytes(places: int) -> int:
-    """Return the bytes of a payload of `places` places.
+    """Return the size in bytes of a payload of `places` places.
 
     Raises:
-        CodecError: Not a number of places.
+        CodecError: `places` is out of range.
     """
     checks.check_places(places)
     return 2 * aligned(4 * places)
 
 
 def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-    """Name the `places` elements of largest magnitude; arguments as in `native_sparse.encode_top_k`, on a CUDA device.
+    """Select the `places` elements of largest magnitude; arguments as in `native_sparse.encode_top_k`, on CUDA.
 
-    Exact on any distribution. Memory of about 32 bytes for each place (at most 8 for each element) is taken from
-    torch's allocator for the time of the call.
+    Exact for any distribution. Allocates about 32 bytes per place (at most 8 bytes per element) from torch's allocator
+    for the duration of the call.
 
     Raises:
         CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written.
@@ -70,16 +70,16 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
     cuda.launch(digit_kernel(*source, 1), blocks, args, device)
     cuda.launch(digit_kernel(*source, 2), blocks, args, device)
     cuda.launch(compact_kernel(*source, "kTopK"), blocks, args, device)
-    del room, state  # held until all launches are in the stream
+    del room, state  # referenced until all launches are queued
 
 
 def encode_above(
     x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
 ) -> None:
-    """Name the first `places` elements whose magnitude is at least `threshold`; else as `encode_top_k`.
+    """Select the first `places` elements whose magnitude is at least `threshold`; otherwise like `encode_top_k`.
 
     Raises:
-        CodecError: As `encode_top_k`.
+        CodecError: As for `encode_top_k`.
     """
     args, source, device = _prepared(x, places, out, feedback)
     args.threshold = checks.threshold_bits(threshold)
@@ -89,16 +89,16 @@ def encode_above(
     blocks = min(_MOST_BLOCKS, blocks_of(x.numel(), _TILE))
     cuda.launch(compact_kernel(*source, "kThreshold"), blocks, args, device)
     cuda.launch(_FILL_UNUSED, min(_MOST_BLOCKS, blocks_of(places, THREADS)), args, device)
-    del state  # held until both launches are in the stream
+    del state  # referenced until both launches are queued
 
 
 def encode_random_k(
     x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
 ) -> None:
-    """Name one random element in each of `places` strata of the chunk; else as `encode_top_k`.
+    """Select one random element in each of `places` strata of the chunk; otherwise like `encode_top_k`.
 
     Raises:
-        CodecError: As `encode_top_k`.
+        CodecError: As for `encode_top_k`.
     """
     args, source, device = _prepared(x, places, out, feedback)
     args.random = random_source(Random(random.seed, random.step, random.rank, random.stage), device)
@@ -113,8 +113,8 @@ def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: 
     """Write the sum of the payloads of one chunk, divided; arguments as in `native_sparse.decode_sum`.
 
     Raises:
-        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written. Not
-            for a damaged payload; see `raise_if_damaged`.
+        CodecError: An argument is not as described, or CUDA kernels cannot be compiled here. Nothing was written. A
+            damaged payload does not raise here; see `raise_if_damaged`.
     """
     checks.check_number("divisor", divisor, may_be_zero=False)
     args, device = _decode_args(payloads, places, out)
@@ -123,10 +123,10 @@ def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: 
 
 
 def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
-    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that are in one payload.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     checks.check_number("weight", weight)
     args, device = _decode_args(payload.view(1, -1), places, out)
@@ -135,10 +135,10 @@ def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: fl
 
 
 def block_top_k_bytes(numel: int, kept: int) -> int:
-    """Return the bytes of a payload of `numel` elements that names `kept` of each block.
+    """Return the size in bytes of a payload of `numel` elements with `kept` selected per block.
 
     Raises:
-        CodecError: Not such numbers.
+        CodecError: `numel` or `kept` is out of range.
     """
     checks.check_numel(numel)
     checks.check_kept(kept)
@@ -146,10 +146,10 @@ def block_top_k_bytes(numel: int, kept: int) -> int:
 
 
 def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-    """Name the `kept` elements of largest magnitude of each block; as `native_sparse.encode_block_top_k`, on a device.
+    """Select the `kept` elements of largest magnitude per block; see `native_sparse.encode_block_top_k`. On CUDA.
 
     Raises:
-        CodecError: As `encode_top_k`.
+        CodecError: As for `encode_top_k`.
     """
     device = cuda.device_of("out", out)
     checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback, device)
@@ -162,10 +162,10 @@ def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: 
 
 
 def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-    """Write the sum of the payloads of one chunk, divided; as `native_sparse.sum_block_top_k`, on a CUDA device.
+    """Write the sum of the payloads of one chunk, divided; see `native_sparse.sum_block_top_k`. On CUDA.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     checks.check_number("divisor", divisor, may_be_zero=False)
     args, device = _block_decode_args(payloads, kept, out)
@@ -174,10 +174,10 @@ def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, diviso
 
 
 def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
-    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that are in one payload.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     checks.check_number("weight", weight)
     args, device = _block_decode_args(payload.view(1, -1), kept, out)
@@ -186,10 +186,10 @@ def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight:
 
 
 def raise_if_damaged(device: torch.device) -> None:
-    """Wait for torch's current stream of `device`; raise if a payload that it decoded since the last call was damaged.
+    """Synchronize with torch's current stream of `device`; raise if a payload decoded since the last call was damaged.
 
     Raises:
-        CodecError: As described; its values were left out of what was decoded.
+        CodecError: A payload was damaged. Its values are not in the decoded result.
     """
     damage = _damage(device)
     number = int(damage.item())
@@ -207,7 +207,7 @@ def raise_if_damaged(device: torch.device) -> None:
 def _prepared(
     x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None
 ) -> tuple[SparseArgs, tuple[str, bool], torch.device]:
-    """Check an encoding; return what all its kernels take, what chooses them (type, has feedback), and the device."""
+    """Check an encoding. Return the kernels' argument, the kernel variant (type, has feedback), and the device."""
     device = cuda.device_of("out", out)
     checks.check_sparse_encoding(x, places, payload_bytes(places), out, feedback, device)
     args = SparseArgs(x=x.data_ptr(), out=out.data_ptr(), numel=x.numel(), places=places, beta=1.0, gamma=1.0)
@@ -218,7 +218,7 @@ def _prepared(
 
 
 def _state(args: SparseArgs, device: torch.device) -> torch.Tensor:
-    """Make the zeros that the kernels of one encoding begin with, and return what holds them."""
+    """Allocate the zeroed state of one encoding's kernels, set its addresses in `args`, and return the tensor."""
     selection, status = ctypes.sizeof(Selection), ctypes.sizeof(Status) * blocks_of(args.numel, _TILE)
     state = torch.zeros(selection + 2 * status, dtype=torch.uint8, device=device)
     args.selection = state.data_ptr()
@@ -227,7 +227,7 @@ def _state(args: SparseArgs, device: torch.device) -> torch.Tensor:
 
 
 def _keep_all(args: SparseArgs, source: tuple[str, bool], device: torch.device) -> None:
-    """Make the residuals what they are where nothing is sent."""
+    """Update the residual for an encoding that sends nothing."""
     if args.residual:
         cuda.launch(keep_kernel(source[0]), min(_MOST_BLOCKS, blocks_of(args.numel, _TILE)), args, device)
 
@@ -255,10 +255,10 @@ def _block_decode_args(
 
 @functools.cache
 def _damage(device: torch.device) -> torch.Tensor:
-    """Return the place where kernels on `device` leave the number of a damaged payload."""
+    """Return the device tensor in which kernels on `device` store the number of a damaged payload."""
     damage = torch.zeros(1, dtype=torch.int32, device=device)
     if device != CPU:
-        torch.cuda.current_stream(device).synchronize()  # once: any stream may use it afterwards
+        torch.cuda.current_stream(device).synchronize()  # once, so that any stream may use it afterwards
     return damage
 
 
@@ -273,22 +273,22 @@ _FILL_UNUSED = Kernel("sparse_kernels.h", "fill_unused", "SparseArgs")
 
 
 def digit_kernel(source: str, has_feedback: bool, number: int) -> Kernel:
-    """Return the kernel that finds one digit of the top-k's threshold."""
+    """Return the kernel that finds one digit of the top-k threshold."""
     return Kernel("select_kernels.h", f"find_digit<{source}, {_flag(has_feedback)}, {number}>", "SparseArgs")
 
 
 def compact_kernel(source: str, has_feedback: bool, goal: str) -> Kernel:
-    """Return the kernel that writes what is named, in order."""
+    """Return the kernel that writes the selected elements in order."""
     return Kernel("select_kernels.h", f"compact<{source}, {_flag(has_feedback)}, Goal::{goal}>", "SparseArgs")
 
 
 def random_kernel(source: str, has_feedback: bool) -> Kernel:
-    """Return the kernel that names elements at random."""
+    """Return the kernel that selects random elements."""
     return Kernel("sparse_kernels.h", f"choose_at_random<{source}, {_flag(has_feedback)}>", "SparseArgs")
 
 
 def keep_kernel(source: str) -> Kernel:
-    """Return the kernel that makes residuals of which nothing is sent."""
+    """Return the kernel that updates the residual when nothing is sent."""
     return Kernel("sparse_kernels.h", f"keep_all<{source}>", "SparseArgs")
 
 
@@ -298,7 +298,7 @@ def block_top_k_kernel(source: str, has_feedback: bool) -> Kernel:
 
 
 def all_kernels(source: str) -> list[Kernel]:
-    """Return every kernel for inputs of one type."""
+    """Return all kernels for one input type."""
     kernels = [_SUM, _ADD, _SUM_BLOCKS, _ADD_BLOCKS, _CLEAR_SENT, _FILL_UNUSED, keep_kernel(source)]
     for has in (False, True):
         kernels += [digit_kernel(source, has, number) for number in range(3)]

@@ -1,7 +1,7 @@
 """The codecs on `meta` tensors: arguments are checked, nothing is computed, and the work is reported.
 
-A simulator listens (`reporting`) and says what the work costs. Both executors are here, of the block codecs and of the
-sparse ones; the functions are those of native_codecs.py and native_sparse.py.
+A simulator listens (`reporting`) and computes the cost of the work. The module has the executors of both the block
+codecs and the sparse codecs, with the functions of native_codecs.py and native_sparse.py.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from commlib.kernels.native_sparse import payload_bytes as sparse_payload_bytes
 
 META = torch.device("meta")
 
-#: The codec's id in reports of the sparse codecs' kernels.
+#: The codec id in reports of sparse codec kernels.
 SPARSE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A call of a codec's kernel.
+    """A call of a codec kernel.
 
     Attributes:
-        name: The function.
+        name: The function's name.
         codec: The block codec's id, or `SPARSE`.
-        nbytes: What it reads and writes, each byte counted once: the values, the payloads, the residual.
+        nbytes: Bytes read and written, each counted once: values, payloads and residual.
     """
 
     name: str
@@ -46,7 +46,7 @@ _repeaters: list[Callable[[Hashable, Callable[[], object], int], None]] = []
 
 @contextlib.contextmanager
 def reporting(listener: Callable[[Kernel], None]) -> Iterator[None]:
-    """Call `listener` with every kernel that is called on meta tensors within the context, in this process."""
+    """Call `listener` with every kernel called on meta tensors within the context, in this process."""
     _listeners.append(listener)
     try:
         yield
@@ -56,7 +56,7 @@ def reporting(listener: Callable[[Kernel], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def repeating(repeater: Callable[[Hashable, Callable[[], object], int], None]) -> Iterator[None]:
-    """Give `repeater` what `repeated` is called with within the context."""
+    """Pass the arguments of `repeated` to `repeater` within the context."""
     _repeaters.append(repeater)
     try:
         yield
@@ -65,9 +65,9 @@ def repeating(repeater: Callable[[Hashable, Callable[[], object], int], None]) -
 
 
 def repeated(work: Callable[[], object], *key: Hashable, times: int = 1) -> None:
-    """Do work on meta tensors that has no result and is always the same for a key, so many times.
+    """Run work on meta tensors `times` times. The work must have no result and be the same for equal keys.
 
-    A simulator does it once and counts it again from then on.
+    A simulator runs it once per key and then counts the recorded result.
     """
     if _repeaters:
         _repeaters[-1](key, work, times)
@@ -101,7 +101,7 @@ def encode_sum(
     random: Random | None = None,
     first: int = 0,
 ) -> None:
-    """Report the encoding of the sum of payloads."""
+    """Report the encoding of a sum of payloads."""
     checks.check_sum_encoding(payloads, partial(payload_bytes, codec), numel, out, feedback, META)
     _report("encode_sum", codec, payloads.nbytes + out.nbytes + _of_feedback(feedback))
 
@@ -115,7 +115,7 @@ def decode(codec: int, payload: torch.Tensor, out: torch.Tensor, *, chunk: int |
 def decode_add(
     codec: int, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
 ) -> None:
-    """Report the decoding of payloads, added to `out`."""
+    """Report the decoding of payloads with addition to `out`."""
     checks.check_decoding(payload, partial(payload_bytes, codec), out, chunk, META)
     _report("decode_add", codec, payload.nbytes + 2 * out.nbytes)
 
@@ -137,14 +137,14 @@ class Sparse:
 
     @staticmethod
     def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-        """Report the choice of the largest elements."""
+        """Report the selection of the largest elements."""
         _encode_sparse("encode_top_k", x, places, out, feedback)
 
     @staticmethod
     def encode_above(
         x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
     ) -> None:
-        """Report the choice of the elements above a threshold."""
+        """Report the selection of the elements above a threshold."""
         checks.threshold_bits(threshold)
         _encode_sparse("encode_above", x, places, out, feedback)
 
@@ -152,42 +152,42 @@ class Sparse:
     def encode_random_k(
         x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
     ) -> None:
-        """Report the choice of random elements."""
+        """Report the selection of random elements."""
         _encode_sparse("encode_random_k", x, places, out, feedback)
 
     @staticmethod
     def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-        """Report the decoding of a sum of payloads; every named element is read and written once more."""
+        """Report the decoding of a sum of payloads. Every selected element is read and written once more."""
         count = checks.check_sparse_decoding(payloads, sparse_payload_bytes(places), out, META)
         _report("decode_sparse", SPARSE, payloads.nbytes + out.nbytes + 8 * count * places)
 
     @staticmethod
     def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
-        """Report the addition of the named elements."""
+        """Report the addition of the selected elements."""
         checks.check_sparse_decoding(payload.view(1, -1), sparse_payload_bytes(places), out, META)
         _report("decode_sparse", SPARSE, payload.nbytes + 8 * places)
 
     @staticmethod
     def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-        """Report the choice of the largest elements of each block."""
+        """Report the selection of the largest elements of each block."""
         checks.check_block_encoding(x, block_top_k_bytes(x.numel(), kept), out, feedback, META)
         _report("encode_top_k", SPARSE, x.nbytes + out.nbytes + _of_feedback(feedback))
 
     @staticmethod
     def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-        """Report the decoding of a sum of payloads, as `decode_sum`."""
+        """Report the decoding of a sum of payloads, like `decode_sum`."""
         count = checks.check_sparse_decoding(payloads, block_top_k_bytes(out.numel(), kept), out, META)
         _report("decode_sparse", SPARSE, payloads.nbytes + out.nbytes + 8 * count * _places(kept, out))
 
     @staticmethod
     def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
-        """Report the addition of the named elements."""
+        """Report the addition of the selected elements."""
         checks.check_sparse_decoding(payload.view(1, -1), block_top_k_bytes(out.numel(), kept), out, META)
         _report("decode_sparse", SPARSE, payload.nbytes + 8 * _places(kept, out))
 
 
 def _places(kept: int, x: torch.Tensor) -> int:
-    """Return how many elements of `x` a payload of `blocktopk` names."""
+    """Return the number of elements of `x` that a payload of `blocktopk` has."""
     full, rest = divmod(x.numel(), checks.TOP_K_BLOCK)
     return full * kept + min(kept, rest)
 
@@ -198,7 +198,7 @@ def _encode_sparse(name: str, x: torch.Tensor, places: int, out: torch.Tensor, f
 
 
 def _of_feedback(feedback: Feedback | None) -> int:
-    """Return the bytes of the residual, which is read and written."""
+    """Return the number of bytes read and written for the residual."""
     return 0 if feedback is None else 2 * feedback.residual.nbytes
 
 

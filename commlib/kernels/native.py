@@ -1,10 +1,10 @@
-"""The only crossing into the C++ extension.
+"""The only module that calls the C++ extension with tensor addresses.
 
-Everything that takes an address does so here, after the tensor was found to be what the kernel needs: on the CPU, of
-the right type, contiguous, large enough, and not overlapping what is written. The kernels run without the GIL.
+It takes an address only after checking that the tensor fits the kernel: on the CPU, of the right type, contiguous,
+large enough, and not overlapping the output. The kernels run without the GIL.
 
-Numbers: arithmetic is in float32 (float64 for float64), then one rounding to nearest even. Denormals are kept, whatever
-`torch.set_flush_denormal` says. All instruction sets give the same bits.
+Numerics: arithmetic is in float32 (float64 for float64), followed by one rounding to nearest even. Denormals are kept,
+regardless of `torch.set_flush_denormal`. All instruction sets give the same bits.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from commlib.errors import CommlibError, ConfigError
 from commlib.kernels import codec_table
 
 FORCE_ISA_VARIABLE = "COMMLIB_FORCE_ISA"
-"""The environment variable that names the instruction set to use instead of the best one (for tests)."""
+"""The environment variable that overrides the instruction set, by default the best one (for tests)."""
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
 @functools.cache
 def load() -> ModuleType:
-    """Load the extension and choose the instruction set.
+    """Load the extension and select the instruction set.
 
     Returns:
         The module `commlib._native`. Only this file may call its functions with addresses.
 
     Raises:
         CommlibError: The extension cannot be loaded.
-        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not run.
+        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not support.
     """
     try:
         from commlib import _native
@@ -63,13 +63,13 @@ def isa() -> str:
 
     Raises:
         CommlibError: The extension cannot be loaded.
-        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not run.
+        ConfigError: `COMMLIB_FORCE_ISA` names an instruction set that this machine does not support.
     """
     return load().isa()
 
 
 def supported_isas() -> list[str]:
-    """Return the instruction sets that this machine runs, the best first.
+    """Return the instruction sets that this machine supports, the best first.
 
     Raises:
         CommlibError: The extension cannot be loaded.
@@ -78,16 +78,15 @@ def supported_isas() -> list[str]:
 
 
 class PackPlan:
-    """Where each of a list of tensors lies in one flat buffer: made once, used every step.
+    """The places of a list of tensors in one flat buffer. Created once and used in every step.
 
     Args:
         numels: Number of elements of each tensor.
-        dtype: Type of the tensors and of the flat buffer: float32, bfloat16, float16 or float64.
-        offsets: First element of each tensor in the flat buffer, one after the other by default. Places must not
-            overlap.
+        dtype: dtype of the tensors and of the flat buffer: float32, bfloat16, float16 or float64.
+        offsets: First element of each tensor in the flat buffer; consecutive by default. Places must not overlap.
 
     Raises:
-        ConfigError: A type without a kernel, a negative size, or places that overlap.
+        ConfigError: No kernel supports the dtype, a size is negative, or places overlap.
     """
 
     def __init__(
@@ -105,11 +104,11 @@ class PackPlan:
         try:
             self._native = load().PackPlan(starts, self._numels, code)
         except ValueError as error:
-            raise ConfigError(f"This pack plan cannot be made: {error}.") from None
+            raise ConfigError(f"This pack plan cannot be created: {error}.") from None
 
     @property
     def extent(self) -> int:
-        """The number of elements that the flat buffer must have."""
+        """The minimum number of elements of the flat buffer."""
         return self._native.extent
 
     def are_in_place(self, dst: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
@@ -117,33 +116,33 @@ class PackPlan:
 
         Args:
             dst: As in `pack`.
-            tensors: One for each size of the plan. One without elements is at its place wherever it is; one that `pack`
-                would refuse is not.
+            tensors: One per size of the plan. A tensor without elements is always in place; a tensor that `pack` would
+                reject never is.
         """
         return self._native.are_in_place(dst, tensors)
 
     def pack(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], factor: float = 1.0) -> None:
         """Write every source, times `factor`, to its place in `dst`.
 
-        Elements of `dst` that belong to no source stay as they are. A source may already be the place that it goes to
-        (a view of `dst`): it is then multiplied in place.
+        Elements of `dst` outside all places are unchanged. A source may be the view of `dst` at its own place; it is
+        then multiplied in place.
 
         Args:
             dst: `[>= extent] dtype`, contiguous, on the CPU; changed in place.
-            srcs: One contiguous CPU tensor of `dtype` for each size of the plan, of any shape; `None` writes zeros.
+            srcs: One contiguous CPU tensor of `dtype` per size of the plan, of any shape; `None` writes zeros.
             factor: Finite; used as a float32 (float64 for float64).
 
         Raises:
-            ConfigError: A tensor or the factor is not as described; the message says which. Nothing was written.
+            ConfigError: A tensor or the factor is not as described; the message names it. Nothing was written.
         """
-        # The extension checks everything itself: the same in Python took 1.5 µs in a loop, but 44 µs between matrix
-        # products, where its code is cold.
+        # The extension does all checks. In Python they took 1.5 µs in a loop, but 44 µs between matrix products, where
+        # the interpreter's code is not in the cache.
         refused = self._native.pack(dst, srcs if isinstance(srcs, list) else list(srcs), factor)
         if refused >= 0:
             self._explain(dst, srcs, factor, refused)
 
     def _explain(self, dst: torch.Tensor, srcs: Sequence[torch.Tensor | None], factor: float, index: int) -> NoReturn:
-        """Raise with the reason why the extension wrote nothing; `index` is that of the source, if it is a source's."""
+        """Raise the reason why the extension wrote nothing. `index` is the index of the rejected source, if any."""
         _check_flat(dst, self._dtype, self.extent, "dst")
         _check_factor(factor, self._dtype)
         if len(srcs) != len(self._numels):
@@ -154,29 +153,29 @@ class PackPlan:
             if src.numel() != self._numels[index]:
                 raise ConfigError(f"source {index} must have {self._numels[index]} elements, got {src.numel()}.")
         raise ConfigError(
-            f"source {index} overlaps the flat buffer elsewhere than in its own place, or one of both has no memory. "
+            f"source {index} overlaps the flat buffer outside of its own place, or one of both has no memory. "
             "Pass a copy of it (clone())."
         )
 
 
 def gather_bytes(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Copy tensors of any types, one after the other, into `flat`.
+    """Copy tensors of any types into `flat`, one after another.
 
     Args:
         flat: `[bytes of the tensors or more] uint8`; changed in place.
         tensors: Contiguous, on the CPU, not complex.
 
     Returns:
-        Whether that was done: if a tensor is not as described, nothing was written.
+        Whether the copy was made. If a tensor is not as described, nothing was written.
     """
     return load().copy_bytes(flat, tensors, True)
 
 
 def scatter_bytes(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Copy what `gather_bytes` made back into the tensors, in place as autograd sees it.
+    """Copy the bytes of `gather_bytes` back into the tensors, as an in-place change for autograd.
 
     Returns:
-        Whether that was done, as in `gather_bytes`; not for tensors that were made in inference mode either.
+        Whether the copy was made, as in `gather_bytes`. Inference tensors are rejected, too.
     """
     if any(map(torch.Tensor.is_inference, tensors)) or not load().copy_bytes(flat, tensors, False):
         return False
@@ -185,7 +184,7 @@ def scatter_bytes(flat: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _bind_tensors(native: ModuleType) -> None:
-    """Give the extension what it needs to read tensors by itself."""
+    """Pass the torch functions that the extension needs to read tensors."""
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     try:
         native.bind_tensor_type(torch.Tensor, capsule, torch.Tensor.is_neg)
@@ -200,8 +199,8 @@ def _check_codecs(native: ModuleType) -> None:
         built, top_k_block = native.block_codecs(), native.top_k_block
     except AttributeError:
         raise CommlibError(
-            "The compiled extension commlib._native is of another version of commlib: it does not say which codecs it "
-            "has. Build it again from these sources (pip install --force-reinstall --no-deps .)."
+            "The compiled extension commlib._native is of another version of commlib: it does not report its codecs. "
+            "Build it again from these sources (pip install --force-reinstall --no-deps .)."
         ) from None
     codec_table.check_built(built, top_k_block)
 
@@ -210,7 +209,7 @@ def _dtype_code(dtype: torch.dtype) -> int:
     code = _DTYPE_CODES.get(dtype)
     if code is None:
         expected = ", ".join(str(known) for known in _DTYPE_CODES)
-        raise ConfigError(f"No kernel takes {dtype}; expected one of {expected}. Convert the tensor first.")
+        raise ConfigError(f"No kernel supports {dtype}; expected one of {expected}. Convert the tensor first.")
     return code
 
 
@@ -222,7 +221,7 @@ def _check_places(numels: Sequence[int], starts: Sequence[int]) -> None:
 
 
 def _check_tensor(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    """Raise unless the address of `tensor` can be given to a kernel that reads `dtype`."""
+    """Raise unless a kernel that reads `dtype` can access `tensor` by its address."""
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} must be a tensor, got {type(tensor).__name__}.")
     problems = _problems(tensor, dtype)
@@ -251,4 +250,4 @@ def _check_flat(tensor: torch.Tensor, dtype: torch.dtype, numel: int, name: str)
 def _check_factor(factor: float, dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype if dtype == torch.float64 else torch.float32).max
     if not abs(factor) <= largest:
-        raise ConfigError(f"The factor must be finite as a {dtype} computation sees it, got {factor}.")
+        raise ConfigError(f"The factor must be finite in a {dtype} computation, got {factor}.")

@@ -1,8 +1,9 @@
-"""Calls of the C++ loops of the block codecs.
+"""The block codecs on CPU tensors, in C++.
 
-The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. Tensors are
-dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is cut into chunks of `chunk`
-elements, whose payloads follow one another at the distance of a full chunk's payload (docs/reference/wire_format.md).
+The extension checks tensors and numbers in every call. If one does not fit, `checks` raises the error that names it.
+Tensors are dense, contiguous and on the CPU; payloads are uint8. A tensor of `numel` elements is split into chunks of
+`chunk` elements. The payload of chunk i starts at i times the size of a full chunk's payload
+(docs/reference/wire_format.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from commlib.kernels.native import load
 
 
 def payload_bytes(codec: int, numel: int) -> int:
-    """Return the bytes of the payload of one chunk of `numel` elements.
+    """Return the size in bytes of the payload of one chunk of `numel` elements.
 
     Raises:
         CodecError: No block codec has this id.
@@ -31,7 +32,7 @@ def payload_bytes(codec: int, numel: int) -> int:
 
 
 def buffer_bytes(codec: int, numel: int, chunk: int) -> int:
-    """Return the bytes of the payloads of all chunks of a tensor."""
+    """Return the size in bytes of the payloads of all chunks of a tensor."""
     return checks.bytes_of_chunks(partial(payload_bytes, codec), numel, chunk)
 
 
@@ -51,8 +52,8 @@ def encode(
         x: [numel] fp32, bf16, fp16 or fp64.
         out: [buffer_bytes(codec, numel, chunk)] uint8, aligned to 16 bytes.
         chunk: Elements of a chunk; the whole tensor by default.
-        feedback: Error feedback, if any.
-        random: For stochastic rounding.
+        feedback: Error feedback; None disables it.
+        random: Source of stochastic rounding; None rounds to nearest.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -75,7 +76,7 @@ def encode_sum(
     random: Random | None = None,
     first: int = 0,
 ) -> None:
-    """Encode the sum of the payloads, in their order, divided by `divisor`: decode-sum-encode.
+    """Encode the sum of the payloads, in order, divided by `divisor`: decode, sum and encode in one pass.
 
     Args:
         codec: The id of a block codec.
@@ -83,9 +84,9 @@ def encode_sum(
         numel: Elements of the chunk.
         out: [payload_bytes(codec, numel)] uint8, aligned to 16 bytes.
         divisor: Finite and not zero, used as a float32.
-        feedback: Error feedback, if any.
-        random: For stochastic rounding.
-        first: Where the chunk begins in its tensor, for `random`.
+        feedback: Error feedback; None disables it.
+        random: Source of stochastic rounding; None rounds to nearest.
+        first: Offset of the chunk in its tensor, for `random`.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -127,7 +128,7 @@ def decode_add(
 
 
 def decode_sum(codec: int, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-    """Write the sum of the payloads of one chunk, in their order, divided by `divisor`.
+    """Write the sum of the payloads of one chunk, in order, divided by `divisor`.
 
     Args:
         codec: The id of a block codec.
@@ -151,9 +152,9 @@ def rotate(x: torch.Tensor, out: torch.Tensor, random: Random, *, is_inverse: bo
 
     Args:
         x: [numel] fp32.
-        out: [numel] fp32; `x` itself, or apart from it.
-        random: Chooses the signs.
-        is_inverse: Undo the rotation that the same `random` made.
+        out: [numel] fp32; `x` itself, or a tensor that does not overlap it.
+        random: Source of the signs.
+        is_inverse: Undo the rotation of the same `random`.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -176,7 +177,7 @@ def _decode(
         raise
 
 
-# --- what the extension takes -----------------------------------------------------------------------------------------
+# --- arguments of the extension ---------------------------------------------------------------------------------------
 
 
 def native_random(random: Random | None) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels of the C++ extension that do a step of an algorithm around a codec."""
+"""Kernels of the C++ extension that fuse a step of an algorithm with a codec."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def encode_momentum(
     decay: float,
     factor: float,
 ) -> bool:
-    """Make `velocity` decay * velocity + factor * gradient, encode it by top-k, and make it 0 where it is named.
+    """Set `velocity` to decay * velocity + factor * gradient, encode it by top-k, and zero the selected elements of it.
 
-    The same as these steps by themselves, bit for bit, but memory is read once.
+    Bitwise equal to the separate steps, but memory is read only once.
 
     Args:
-        gradient: [numel] fp32, bf16, fp16 or fp64, numel <= 2**32 - 2; what is not finite counts as 0.
+        gradient: [numel] fp32, bf16, fp16 or fp64, numel <= 2**32 - 2; non-finite elements count as 0.
         velocity: [numel] fp32; changed in place.
         places: At most `numel`.
         out: [payload_bytes(places)] uint8, aligned to 16 bytes.
         feedback: Error feedback.
         decay: Finite, used as a float32.
-        factor: As `decay`.
+        factor: Finite, used as a float32.
 
     Returns:
         Whether all of `gradient` is finite as a float32.

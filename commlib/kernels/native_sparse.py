@@ -1,7 +1,7 @@
-"""Calls of the C++ loops of the sparse codecs.
+"""The sparse codecs on CPU tensors, in C++.
 
-The extension checks tensors and numbers in every call; where one does not fit, `checks` finds out which. A payload
-names at most `places` elements of one chunk, by index and value, or `kept` of each of its blocks
+The extension checks tensors and numbers in every call. If one does not fit, `checks` raises the error that names it.
+A payload has at most `places` elements of one chunk, by index and value, or `kept` elements of each of its blocks
 (docs/reference/wire_format.md).
 """
 
@@ -19,23 +19,23 @@ from commlib.kernels.native_codecs import native_random
 
 
 def payload_bytes(places: int) -> int:
-    """Return the bytes of a payload of `places` places.
+    """Return the size in bytes of a payload of `places` places.
 
     Raises:
-        CodecError: Not a number of places.
+        CodecError: `places` is out of range.
     """
     checks.check_places(places)
     return load().sparse_payload_bytes(places)
 
 
 def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-    """Name the `places` elements of largest magnitude; among equals those of lower index.
+    """Select the `places` elements of largest magnitude. Ties are broken by lower index.
 
     Args:
         x: [numel] fp32, bf16, fp16 or fp64, numel <= 2**32 - 2.
         places: At most `numel`.
         out: [payload_bytes(places)] uint8, aligned to 16 bytes.
-        feedback: Error feedback, if any.
+        feedback: Error feedback; None disables it.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -50,7 +50,7 @@ def encode_top_k(x: torch.Tensor, places: int, out: torch.Tensor, feedback: Feed
 def encode_above(
     x: torch.Tensor, threshold: float, places: int, out: torch.Tensor, feedback: Feedback | None = None
 ) -> None:
-    """Name the first `places` elements whose magnitude is at least `threshold` (positive); else as `encode_top_k`.
+    """Select the first `places` elements whose magnitude is at least `threshold` (positive); see `encode_top_k`.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -66,7 +66,7 @@ def encode_above(
 def encode_random_k(
     x: torch.Tensor, places: int, out: torch.Tensor, random: Random, feedback: Feedback | None = None
 ) -> None:
-    """Name one random element in each of `places` strata of the chunk; else as `encode_top_k`.
+    """Select one random element in each of `places` strata of the chunk; otherwise like `encode_top_k`.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -79,7 +79,7 @@ def encode_random_k(
 
 
 def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-    """Write the sum of the payloads of one chunk, in their order, divided by `divisor`.
+    """Write the sum of the payloads of one chunk, in order, divided by `divisor`.
 
     Args:
         payloads: [count, payload_bytes(places)] uint8, aligned to 16 bytes.
@@ -88,26 +88,26 @@ def decode_sum(payloads: torch.Tensor, places: int, out: torch.Tensor, divisor: 
         divisor: Finite and not zero, used as a float32.
 
     Raises:
-        CodecError: An argument is not as described, or a payload names elements that are not in order or not in the
-            chunk. Nothing was written.
+        CodecError: An argument is not as described, or the indices of a payload are not ascending or not in the chunk.
+            Nothing was written.
     """
     _decode(payloads, places, out, divisor, adds=False, weight=1.0)
 
 
 def decode_add(payload: torch.Tensor, places: int, out: torch.Tensor, weight: float = 1.0) -> None:
-    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that are in one payload.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     _decode(payload.view(1, -1), places, out, 1.0, adds=True, weight=weight)
 
 
 def block_top_k_bytes(numel: int, kept: int) -> int:
-    """Return the bytes of a payload of `numel` elements that names `kept` of each block.
+    """Return the size in bytes of a payload of `numel` elements with `kept` selected per block.
 
     Raises:
-        CodecError: Not such numbers.
+        CodecError: `numel` or `kept` is out of range.
     """
     checks.check_numel(numel)
     checks.check_kept(kept)
@@ -115,13 +115,13 @@ def block_top_k_bytes(numel: int, kept: int) -> int:
 
 
 def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: Feedback | None = None) -> None:
-    """Name the `kept` elements of largest magnitude of each block; among equals those of lower index.
+    """Select the `kept` elements of largest magnitude of each block. Ties are broken by lower index.
 
     Args:
         x: [numel] fp32, bf16, fp16 or fp64.
         kept: 1 to 4,096.
         out: [block_top_k_bytes(numel, kept)] uint8, aligned to 16 bytes.
-        feedback: Error feedback, if any.
+        feedback: Error feedback; None disables it.
 
     Raises:
         CodecError: An argument is not as described. Nothing was written.
@@ -134,19 +134,19 @@ def encode_block_top_k(x: torch.Tensor, kept: int, out: torch.Tensor, feedback: 
 
 
 def sum_block_top_k(payloads: torch.Tensor, kept: int, out: torch.Tensor, divisor: float = 1.0) -> None:
-    """Write the sum of the payloads of one chunk, in their order, divided by `divisor`; see `decode_sum`.
+    """Write the sum of the payloads of one chunk, in order, divided by `divisor`; see `decode_sum`.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     _decode_block_top_k(payloads, kept, out, divisor, adds=False, weight=1.0)
 
 
 def add_block_top_k(payload: torch.Tensor, kept: int, out: torch.Tensor, weight: float = 1.0) -> None:
-    """Add `weight` times the values to the elements of `out` ([numel] fp32) that one payload names.
+    """Add `weight` times the values to the elements of `out` ([numel] fp32) that are in one payload.
 
     Raises:
-        CodecError: As `decode_sum`.
+        CodecError: As for `decode_sum`.
     """
     _decode_block_top_k(payload.view(1, -1), kept, out, 1.0, adds=True, weight=weight)
 

@@ -1,6 +1,6 @@
-"""The codecs in plain NumPy: what every executor must match byte for byte (docs/reference/wire_format.md).
+"""The codecs in plain NumPy: the reference for every executor, byte for byte (docs/reference/wire_format.md).
 
-Written to be read beside that page, not to be fast. Arrays are one chunk: `x` [n] fp32, payloads [bytes] uint8.
+Written to be read alongside that page, not for speed. Arrays are one chunk: `x` [n] fp32, payloads [bytes] uint8.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _WIDEST_RANGE = F32(2.0**127)
 
 
 def magnitude_bits(x: Floats) -> npt.NDArray[np.uint32]:
-    """Return the bits of `x` without the sign; as unsigned integers they order magnitudes, NaN last."""
+    """Return the bits of `x` without the sign. As unsigned integers they order magnitudes, with NaN last."""
     return x.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def canonical(x: Floats) -> Floats:
-    """Return `x` with every NaN as the positive quiet NaN."""
+    """Return `x` with every NaN replaced by the positive quiet NaN."""
     return np.where(np.isnan(x), QUIET_NAN, x).astype(F32)
 
 
 def bf16_up(x: F32) -> int:
-    """Return the bits of the smallest bf16 that is at least `x` (finite, not negative)."""
+    """Return the bits of the smallest bf16 that is at least `x` (finite, non-negative)."""
     return (int(F32(x).view(np.uint32)) + 0xFFFF) >> 16
 
 
@@ -62,8 +62,8 @@ class Minifloat:
         min_exponent: Exponent of the smallest normal number.
         largest_code: The code (without sign) of the largest finite number.
         max_exponent: Exponent of that number.
-        nan_from: Codes (without sign) from here on are NaN; the one before is infinite where `has_infinity`.
-        has_infinity: Whether there is an infinity.
+        nan_from: Codes (without sign) from here on are NaN. If `has_infinity`, the one before is infinity.
+        has_infinity: Whether the format has an infinity.
     """
 
     mantissa: int
@@ -74,7 +74,7 @@ class Minifloat:
     has_infinity: bool = False
 
     def encode(self, y: Floats, sign_bit: int) -> Bytes:
-        """Return the codes nearest to `y` (finite), ties to even, saturating; the sign is put at bit `sign_bit`."""
+        """Return the codes nearest to `y` (finite), ties to even, saturating; the sign is at bit `sign_bit`."""
         magnitude = np.abs(y)
         exponent = np.maximum((magnitude.view(np.uint32) >> np.uint32(23)).astype(np.int64) - 127, self.min_exponent)
         steps = np.rint(np.ldexp(magnitude.astype(np.float64), self.mantissa - exponent)).astype(np.int64)
@@ -82,7 +82,7 @@ class Minifloat:
         return (code | (np.signbit(y).astype(np.int64) << sign_bit)).astype(np.uint8)
 
     def values(self, codes: Bytes, sign_bit: int) -> Floats:
-        """Return the numbers that the codes stand for."""
+        """Return the values of the codes."""
         code = (codes & ((1 << sign_bit) - 1)).astype(np.int64)
         exponent, fraction = code >> self.mantissa, code & ((1 << self.mantissa) - 1)
         steps = fraction + np.where(exponent > 0, 1 << self.mantissa, 0)
@@ -103,7 +103,7 @@ E2M1 = Minifloat(mantissa=1, min_exponent=0, largest_code=0x7, max_exponent=2, n
 
 @dataclass(frozen=True)
 class Stream:
-    """The random numbers of one encoding: see "Random numbers".
+    """The random numbers of one encoding; see "Random numbers" in docs/reference/wire_format.md.
 
     Attributes:
         seed: 64 bits.
@@ -139,12 +139,12 @@ class Stream:
         return (halves[np.arange(count), (offsets & np.uint64(7)).astype(int)] * 2.0**-16).astype(F32)
 
     def places(self, count: int) -> npt.NDArray[np.uint32]:
-        """Return the word of each of `count` places of `randomk`."""
+        """Return one random word for each of `count` places of `randomk`."""
         counters = np.arange((count + 3) // 4, dtype=np.uint64)
         return self.words(counters).reshape(-1)[:count]
 
     def signs(self, count: int) -> npt.NDArray[np.bool_]:
-        """Return which of `count` elements change their sign before the rotation."""
+        """Return, for each of `count` elements, whether its sign is flipped before the rotation."""
         offsets = np.arange(count, dtype=np.uint64) + np.uint64(self.offset)
         words = self.words(offsets >> np.uint64(7))
         word = words[np.arange(count), ((offsets >> np.uint64(5)) & np.uint64(3)).astype(int)]
@@ -164,8 +164,8 @@ class BlockCodec:
         bits: Bits of a code.
         scale_bytes: Bytes of a block's scale: 2 (bf16), 1 (E8M0) or 0.
         minimum_bytes: Bytes of a block's minima.
-        levels: For integer codes, the largest.
-        element: For float codes, their format.
+        levels: The largest integer code.
+        element: The format of float codes.
     """
 
     name: str
@@ -177,11 +177,11 @@ class BlockCodec:
     element: Minifloat | None = None
 
     def block_size(self, numel: int) -> int:
-        """Return the elements of a full block in a chunk of `numel`."""
+        """Return the number of elements of a full block in a chunk of `numel`."""
         return self.block or max(numel, 1)
 
     def sections(self, numel: int) -> tuple[int, int, int, int]:
-        """Return where scales and codes begin, where the codes end, and the payload's size (minima begin at 0)."""
+        """Return the start of scales, the start and end of codes, and the payload's size (minima start at 0)."""
         full, rest = divmod(numel, self.block_size(numel))
         blocks = full + (rest > 0)
         scales = aligned(blocks * self.minimum_bytes)
@@ -190,11 +190,11 @@ class BlockCodec:
         return scales, codes, end, aligned(end)
 
     def code_bytes(self, numel: int) -> int:
-        """Return the bytes of the codes of a block of `numel` elements."""
+        """Return the size in bytes of the codes of a block of `numel` elements."""
         return -(-numel * self.bits // 8)
 
     def encode(self, x: Floats, stream: Stream | None = None) -> Bytes:
-        """Return the payload; with a stream, integer codes are rounded stochastically."""
+        """Return the payload. With a stream, integer codes are rounded stochastically."""
         x = np.ascontiguousarray(x, F32)
         scales_at, codes_at, _, size = self.sections(len(x))
         payload = np.zeros(size, np.uint8)
@@ -224,7 +224,7 @@ class BlockCodec:
                 out[start : start + count] = canonical(self._decode_block(codes, scale, minima))
         return out
 
-    # What a codec adds: one block to (minima, scale bytes, codes), and back.
+    # Implemented by subclasses: encode one block to (minima, scale bytes, codes), and decode it.
 
     def _encode_block(self, x: Floats, u: Floats | None) -> tuple[list[F32], Bytes, Bytes]:
         raise NotImplementedError
@@ -353,7 +353,7 @@ _NO_SCALE = np.zeros(0, np.uint8)
 
 
 def pack_codes(codes: Bytes, bits: int) -> Bytes:
-    """Return the bytes of one block's codes of `bits` bits each."""
+    """Return the bytes of one block's codes, of `bits` bits each."""
     if bits == 8:
         return codes
     if bits == 1:

@@ -56,25 +56,25 @@ def cast_from_fp16(payload: Bytes, numel: int) -> Floats:
 
 
 def top_k(x: Floats, places: int) -> npt.NDArray[np.int64]:
-    """Return the ascending indices that `topk` names."""
+    """Return the ascending indices that `topk` selects."""
     order = np.argsort(~magnitude_bits(canonical(x)), kind="stable")
     return np.sort(order[:places])
 
 
 def random_k(numel: int, places: int, stream: Stream) -> npt.NDArray[np.int64]:
-    """Return the ascending indices that `randomk` names: one in each of `places` strata."""
+    """Return the ascending indices that `randomk` selects: one in each of `places` strata."""
     bounds = np.arange(places + 1, dtype=np.int64) * numel // max(places, 1)
     words = stream.places(places).astype(np.uint64)
     return bounds[:-1] + (words * np.diff(bounds).astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 def above(x: Floats, places: int, threshold: float) -> npt.NDArray[np.int64]:
-    """Return the ascending indices that `threshold` names; at most `places`."""
+    """Return the ascending indices that `threshold` selects; at most `places`."""
     return np.flatnonzero(magnitude_bits(x) >= F32(threshold).view(np.uint32))[:places]
 
 
 def sparse_payload(x: Floats, indices: npt.NDArray[np.int64], places: int) -> Bytes:
-    """Return the payload that names these elements of `x`."""
+    """Return the payload with these elements of `x`."""
     index, value = np.full(places, UNUSED_INDEX, np.uint32), np.zeros(places, F32)
     index[: len(indices)] = indices
     value[: len(indices)] = canonical(x[indices])
@@ -85,7 +85,7 @@ def sparse_values(payload: Bytes, places: int, numel: int) -> Floats:
     """Return the [numel] decoded values of a sparse payload.
 
     Raises:
-        ValueError: Its indices are out of range or do not ascend.
+        ValueError: The indices are out of range or do not ascend.
     """
     index = payload[: 4 * places].view(np.uint32)
     values_at = len(_padded(index.view(np.uint8)))
@@ -104,7 +104,7 @@ def sparse_values(payload: Bytes, places: int, numel: int) -> Floats:
 
 
 def block_top_k_sections(numel: int, kept: int) -> tuple[int, int, int]:
-    """Return where indices and codes begin in a payload of `blocktopk` (levels begin at 0), and its size."""
+    """Return the start of indices and codes in a payload of `blocktopk` (levels start at 0), and its size."""
     full, rest = divmod(numel, TOP_K_BLOCK)
     last = min(kept, rest)
     indices_at = -(-4 * (full + (rest > 0)) // 16) * 16
@@ -113,7 +113,7 @@ def block_top_k_sections(numel: int, kept: int) -> tuple[int, int, int]:
 
 
 def block_top_k_payload(x: Floats, kept: int) -> Bytes:
-    """Return the payload of `blocktopk`, which names `kept` elements of each block."""
+    """Return the payload of `blocktopk` with `kept` elements of each block."""
     index_at, code_at, size = block_top_k_sections(len(x), kept)
     payload = np.zeros(size, np.uint8)
     for number, start in enumerate(range(0, len(x), TOP_K_BLOCK)):
@@ -213,9 +213,9 @@ def encode_with_feedback(
 def sparse_with_feedback(
     v: Floats, residual: Floats, indices: npt.NDArray[np.int64], places: int, gamma: float = 1.0
 ) -> tuple[Bytes, Floats]:
-    """Return the payload that names `indices` of the compensated `v`, and the new residual."""
+    """Return the payload with the elements `indices` of the compensated `v`, and the new residual."""
     sent = np.zeros_like(v)
-    sent[indices] = v[indices]  # the sign of a zero too, which is lost when it is decoded
+    sent[indices] = v[indices]  # including the sign of a zero, which decoding loses
     return sparse_payload(v, indices, places), new_residual(v, sent, residual, gamma)
 
 
@@ -235,7 +235,7 @@ def decode_sum(decoded: Sequence[Floats], divisor: float = 1.0) -> Floats:
 
 
 def accumulate(sums: Floats, x: Floats, decay: float, factor: float) -> Floats:
-    """Return decay * sums + factor * x; what of x is not finite counts as 0."""
+    """Return decay * sums + factor * x. Non-finite elements of x count as 0."""
     with np.errstate(all="ignore"):
         kept = sums * F32(decay)
         return np.where(np.isfinite(x), kept + x * F32(factor), kept)
@@ -250,13 +250,13 @@ def rotate(x: Floats, stream: Stream) -> Floats:
 
 
 def rotate_back(y: Floats, stream: Stream) -> Floats:
-    """Return what `rotate` made `y` from, up to rounding."""
+    """Invert `rotate`, up to rounding."""
     x = _hadamard(y)
     return canonical(np.where(stream.signs(len(x)), -x, x).astype(F32))
 
 
 def pieces(numel: int) -> list[int]:
-    """Return the lengths of the pieces that are rotated by themselves."""
+    """Return the lengths of the pieces that are rotated independently."""
     full, rest = divmod(numel, _LARGEST_PIECE)
     return [_LARGEST_PIECE] * full + [1 << bit for bit in range(7, -1, -1) if rest >> bit & 1]
 

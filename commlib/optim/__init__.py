@@ -1,4 +1,4 @@
-"""Optimizers that some algorithms are one half of."""
+"""Optimizers that implement the update rule of specific algorithms."""
 
 from commlib.optim.demo import DeMo
 from commlib.optim.frozen_variance_adam import FrozenVarianceAdam

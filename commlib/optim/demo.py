@@ -12,7 +12,7 @@ from commlib.errors import ConfigError
 
 
 class DeMo(torch.optim.Optimizer):
-    """Descends along the signs of gradients, which the algorithm `demo` has made of all ranks' momenta.
+    """Descends along the signs of the gradients, which the algorithm `demo` computes from the momenta of all ranks.
 
         x <- (1 - lr weight_decay) x - lr sign(grad)
 
@@ -21,10 +21,10 @@ class DeMo(torch.optim.Optimizer):
     Args:
         params: Parameters or groups of them; groups may have their own lr and weight_decay.
         lr: Learning rate: the step of every element.
-        weight_decay: Decoupled.
+        weight_decay: Decoupled weight decay coefficient.
 
     Raises:
-        ConfigError: A number out of range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class DeMo(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step; a parameter without gradient is left alone."""
+        """Make one step. Parameters without a gradient are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -12,41 +12,41 @@ from commlib.errors import ConfigError
 
 
 class FrozenVarianceAdam(torch.optim.Optimizer):
-    """AdamW that, once its variance is frozen, takes the averaged momentum in the place of gradients.
+    """AdamW that uses the averaged momentum in place of gradients once its variance is frozen.
 
-    With t the step, T the last step before the freeze, wd decoupled:
+    With t the step, T the last step before the freeze, and wd the decoupled weight decay:
 
         before:  m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   T = t
         after:   m <- grad (the algorithm has averaged b1 m + (1 - b1) g over the ranks)
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps)
         x <- (1 - lr wd) x - lr u,   after the freeze with |u| <= max(1, (1 - b1) / sqrt(1 - b2))
 
-    The bias correction of the variance stops with the variance. The bound is Adam's own (Kingma and Ba, "Adam", section
-    2.1), which a frozen variance no longer keeps: an element whose gradient was next to zero until then, of a unit that
-    never fired, would else get a step without limit once momentum comes with a scale for many elements. Without such an
-    algorithm it is AdamW.
+    The bias correction of the variance stops with the variance. The bound on u is Adam's own (Kingma and Ba, "Adam",
+    section 2.1), which no longer holds once the variance is frozen. Without it, an element whose gradient was almost
+    zero until then, such as that of a unit that never fired, would get an unbounded step once momentum arrives with a
+    scale that many elements share. Without such an algorithm the optimizer is AdamW.
 
-    `zero_one_adam` may let ranks make steps of their own between rounds. In such a step, while the variance is frozen:
+    `zero_one_adam` may let ranks make local steps between rounds. In such a step, while the variance is frozen:
 
         m <- b1 m + (1 - b1) g,   s <- s + lr m,   S <- S + lr,   x <- (1 - lr wd) x - lr u
 
-    and in the step of a round, grad being the mean of (s + lr m) / (S + lr) over the ranks and c the weights after the
-    last round, decayed as x is:
+    In the step of a round, where grad is the mean of (s + lr m) / (S + lr) over the ranks and c the weights after the
+    last round, decayed like x:
 
         m <- grad,   x <- (1 - lr wd) c - (S + lr) u,   s <- 0,   S <- 0
 
-    Complex parameters count as two reals each, as in torch's Adam, whose state (`step`,
-    `exp_avg`, `exp_avg_sq`) it keeps and takes over.
+    Complex parameters count as two reals each, as in torch's Adam. The state has the entries of torch's Adam (`step`,
+    `exp_avg`, `exp_avg_sq`), and state of torch's Adam can be loaded.
 
     Args:
         params: Parameters or groups of them; groups may have their own lr, betas, eps and weight_decay.
         lr: Learning rate.
         betas: b1 and b2, in [0, 1).
-        eps: Added to the root of the variance.
-        weight_decay: Decoupled.
+        eps: Added to the square root of the variance.
+        weight_decay: Decoupled weight decay coefficient.
 
     Raises:
-        ConfigError: A number out of range.
+        ConfigError: A number is out of range.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "frozen": False})
 
     def freeze(self, frozen: bool = True) -> None:
-        """Freeze the variance, or thaw it: gradients are momentum while it is frozen, those of the next step at first.
+        """Freeze or unfreeze the variance. While it is frozen, gradients are momentum, from the next step on.
 
-        Called by the algorithm; kept in `state_dict`.
+        Called by the algorithm; saved in `state_dict`.
         """
         for group in self.param_groups:
             group["frozen"] = frozen
 
     def expect_local_steps(self) -> None:
-        """Let the gradients of the next step be momentum, and those of steps after it this rank's own until then.
+        """Take the gradients of the next step as momentum, and those of later steps as local until the next call.
 
-        Called by the algorithm in each round; kept in `state_dict`.
+        Called by the algorithm in each round; saved in `state_dict`.
         """
         for group in self.param_groups:
             group["has_local_steps"] = group["averaged"] = True
 
     def forget_local_steps(self) -> None:
-        """Go on from the weights as they are."""
+        """Discard the sums of local steps and continue from the current weights."""
         for group in self.param_groups:
             group["passed_lr"] = 0.0
         for state in self.state.values():
@@ -89,11 +89,11 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
             state.pop("moved", None)
 
     def moved(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return s of a parameter, of its shape; None if it has made no local step since the last round."""
+        """Return s of a parameter, in its shape; None if it has made no local step since the last round."""
         return self.state[parameter].get("moved") if parameter in self.state else None
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return m of a parameter, of its shape; made if the parameter had no gradient so far."""
+        """Return m of a parameter, in its shape. It is created if the parameter has had no gradient yet."""
         return self._state_of(parameter)["exp_avg"]
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("frozen", False)
         for own in self.state.values():
-            if "step" in own:  # a tensor where torch's Adam has saved it, which never freezes
+            if "step" in own:  # a tensor in the state of torch's Adam, which never freezes
                 own["step"] = int(own["step"])
                 own.setdefault("variance_steps", own["step"])
 
@@ -123,7 +123,7 @@ class FrozenVarianceAdam(torch.optim.Optimizer):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step; a parameter without gradient is left alone."""
+        """Make one step. Parameters without a gradient are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Where an optimizer keeps what belongs to a parameter."""
+"""Lookup of a parameter's group in an optimizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Groups:
-    """Finds the group that a parameter is in, at each use: loading a state and adding a group replace groups.
+    """Finds the group of a parameter, again at each use, because loading a state or adding a group replaces groups.
 
     Args:
-        optimizer: Whose groups.
+        optimizer: The optimizer that has the groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -19,7 +19,7 @@ class Groups:
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
 
     def find(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """Return the group, as it is now; None if the parameter is in none."""
+        """Return the parameter's current group; None if it is in no group."""
         group = self._at(parameter)
         if group is None:
             self._places = {

@@ -1,12 +1,12 @@
-"""Wrapped models that are stages of torch's pipelines: one round a step, as with DDP.
+"""Wrapped models as stages of torch's pipelines, with one round per step, as with DDP.
 
-[Note: stages] A schedule of `torch.distributed.pipelining` calls a stage's model forward and backward once for each
-micro-batch, and knows which backward is the last one of a step. It tells the stage, which has a place for data
-parallelism: `backward_maybe_with_nosync`. Forwards that come from a stage therefore announce nothing. All backwards but
-the last stay local; that one is synchronised, with the sum of all micro-batches.
+[Note: stages] A schedule of `torch.distributed.pipelining` runs forward and backward of a stage's model once for each
+micro-batch, and knows which backward is the last one of a step. It passes this to the stage, which has a method for
+data parallelism: `backward_maybe_with_nosync`. Forwards called by a stage therefore announce no backward. All backwards
+except the last are local; the last one is synchronized, with the sum over all micro-batches.
 
-Schedules that split a backward compute gradients of inputs first and of weights later, by `torch.autograd.grad`, so
-that no hook sees them: after the last one they are communicated as they are.
+Schedules that split a backward compute the gradients of inputs first and those of weights later, by
+`torch.autograd.grad`, which calls no hooks. Their gradients are communicated as they are after the last backward.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Protocol
 import torch
 
 _FORWARD, _BACKWARD = "forward_maybe_with_nosync", "backward_maybe_with_nosync"
-#: How many frames above a forward a stage is looked for.
+#: Number of frames above a forward that are searched for a stage.
 _NUM_FRAMES = 12
 
 
 class Synchronised(Protocol):
-    """A wrapped model, as a stage uses it.
+    """The interface of a wrapped model that a stage uses.
 
     Attributes:
-        require_sync: Whether the next backwards are synchronised.
+        require_sync: Whether the next backwards are synchronized.
     """
 
     @property
@@ -40,16 +40,16 @@ class Synchronised(Protocol):
     def require_sync(self, value: bool) -> None: ...
 
     def expect_backward(self) -> None:
-        """The next backward is a synchronised one."""
+        """Declare that the next backward is synchronized."""
         ...
 
     def communicate(self) -> None:
-        """Communicate the gradients as they are."""
+        """Communicate the current gradients."""
         ...
 
 
 def is_from_stage(replica: Synchronised) -> bool:
-    """Return whether the forward that begins comes from a stage of a pipeline, whose backwards are followed then."""
+    """Return whether the current forward was called by a pipeline stage. If so, its backwards are intercepted."""
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
     frame = sys._getframe(1)
@@ -66,7 +66,7 @@ def is_from_stage(replica: Synchronised) -> bool:
 
 
 def _follow(stage: Any, replica: Synchronised) -> None:
-    """Have the stage's backwards made by `_backward`."""
+    """Replace the stage's backward method by `_backward`."""
     known = vars(stage).get(_BACKWARD)
     if not (isinstance(known, functools.partial) and known.args[-1]() is replica):
         setattr(stage, _BACKWARD, functools.partial(_backward, weakref.ref(stage), weakref.ref(replica)))
@@ -80,7 +80,7 @@ def _backward(
     bwd_kwargs: dict[str, Any],
     last_backward: bool = False,
 ) -> Any:
-    """Make a backward of a stage: synchronised if it is the last one of a step, else local."""
+    """Run a backward of a stage: synchronized if it is the last one of a step, else local."""
     found, alive = stage(), replica()
     own = functools.partial(
         getattr(type(found), _BACKWARD), found, backward_type, bwd_kwargs, last_backward=last_backward

@@ -1,1 +1,1 @@
-"""Models whose parameters are sharded: what of a DTensor a rank communicates with its replicas."""
+"""Models with sharded parameters: the parts of DTensors that a rank communicates with its replicas."""

@@ -1,8 +1,8 @@
-"""This rank's part of parameters that are DTensors, as FSDP2 and tensor parallelism make them.
+"""This rank's local part of DTensor parameters, as created by FSDP2 and tensor parallelism.
 
-[Note: replicas of shards] A sharded parameter lies on a mesh of ranks, an island; the ranks that a wrapped model
-communicates with are in other islands, at the same place, and have the same part of it. So a part is communicated as
-any parameter is, and gradients and weights are written back as DTensors of the same placements.
+[Note: replicas of shards] A sharded parameter lies on a mesh of ranks, an island. The ranks that a wrapped model
+communicates with are in other islands, at the same mesh coordinate, and have the same part of the parameter. A part is
+communicated like any parameter; gradients and weights are written back as DTensors of the same placements.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is a DTensor."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # takes a third of a second, and most models have none
+    from torch.distributed.tensor import DTensor  # a slow import (0.3 s) that most models do not need
 
     return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of a DTensor, in the same memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, in the same memory. Return any other tensor unchanged."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         part = tensor.to_local()
-    return part.wait() if hasattr(part, "wait") else part  # tensor parallelism's may be under way
+    return part.wait() if hasattr(part, "wait") else part  # tensor parallelism may return a pending collective
 
 
 def communicated(parameter: nn.Parameter) -> Any:
-    """Return what of a parameter is communicated: a `LocalPart` of a DTensor, any other one itself."""
+    """Return the object to communicate for a parameter: a `LocalPart` of a DTensor, else the parameter itself."""
     return LocalPart(parameter) if is_sharded(parameter) else parameter
 
 
 def like(whole: Any, part: torch.Tensor, placements: Sequence[Any] | None = None) -> Any:
-    """Return a DTensor of the spec of `whole`, or of other placements, whose part on this rank is `part`."""
+    """Return a DTensor with the spec of `whole`, or with other placements, and the local part `part`."""
     from torch.distributed.tensor import DTensor
 
     placed = whole.placements if placements is None else placements
@@ -51,38 +51,38 @@ def like(whole: Any, part: torch.Tensor, placements: Sequence[Any] | None = None
 
 
 def places_of(parameters: Iterable[Any]) -> list[list[list[int]]]:
-    """Return where this rank is in the meshes of sharded parameters: each mesh's shape and this rank's coordinate."""
+    """Return each mesh's shape and this rank's coordinate in it, for the meshes of sharded parameters."""
     meshes = [parameter.device_mesh for parameter in parameters if is_sharded(parameter)]
     found = {(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes}
     return [[list(shape), list(at)] for shape, at in sorted(found)]
 
 
 def layout_of(parameters: Iterable[Any]) -> list[str]:
-    """Return in words how parameters are sharded, and on which ranks.
+    """Return descriptions of the parameters' sharding, with the ranks of each mesh.
 
-    Two runs have the same layout on all ranks or on none, which does not hold of `places_of`.
+    Two runs have equal layouts on all ranks or on no rank. This does not hold for `places_of`.
     """
     sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     return sorted({f"{', '.join(map(str, each.placements))} on {each.device_mesh.mesh.tolist()}" for each in sharded})
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put the sharded parameters back that it has gathered for a forward.
+    """Make FSDP2 free the unsharded parameters that it gathered for a forward.
 
-    They stay gathered after a forward without a backward, as the root's do: then the model's parameters are others, and
-    what is written into the sharded ones reaches no forward.
+    They stay gathered after a forward without a backward, as do the root module's. The model's parameters are then the
+    unsharded ones, and values written into the sharded ones reach no forward.
     """
     for module in _modules_of_fsdp(model):
         module.reshard()
 
 
 def ranks_of(tensor: Any) -> set[int]:
-    """Return the global ranks that a DTensor's mesh has; none for any other tensor."""
+    """Return the global ranks of a DTensor's mesh; the empty set for any other tensor."""
     return set(tensor.device_mesh.mesh.flatten().tolist()) if is_sharded(tensor) else set()
 
 
 def placing_of(tensor: Any) -> tuple[tuple[int, bool], ...]:
-    """Return the size of each dimension of a DTensor's mesh, and whether it is sharded there; () for other tensors."""
+    """Return, for each mesh dimension of a DTensor, its size and whether it shards the tensor; () for other tensors."""
     if not is_sharded(tensor):
         return ()
     return tuple(
@@ -94,11 +94,11 @@ def placing_of(tensor: Any) -> tuple[tuple[int, bool], ...]:
 def copied(tensors: Mapping[str, Any]) -> list[str]:
     """Return the names of tensors of which several ranks of the island have the same part; [Note: copies of parts].
 
-    [Note: copies of parts] Tensor parallelism leaves some parameters whole on all its ranks, and FSDP2 shards them over
-    its own dimension only. Each of these ranks communicates its copy with other ranks than the others do, and the
-    copies must stay the same, bit for bit. So such parameters share buckets with their like only (`placing_of`): what
-    is in these is then the same on all of them. No clock has a say in the plan, and algorithms whose rounds end by the
-    clock are refused.
+    [Note: copies of parts] Tensor parallelism replicates some parameters on all its ranks, and FSDP2 shards them over
+    its own dimension only. Each of these ranks communicates its copy with a different group, and the copies must stay
+    identical, bit for bit. So such parameters share buckets only with parameters of the same `placing_of`; the contents
+    of these buckets are then the same on all of the ranks. The bucket plan must not depend on timing, and algorithms
+    whose rounds end by the clock are rejected.
     """
     island = island_of(tensors.values())
     return [name for name, each in tensors.items() if _num_parts(each) < len(island)]
@@ -109,22 +109,22 @@ def _num_parts(tensor: Any) -> int:
 
 
 def island_of(tensors: Iterable[Any]) -> set[int]:
-    """Return the global ranks that any of the tensors is sharded over."""
+    """Return the global ranks of all the tensors' meshes."""
     return set[int]().union(*map(ranks_of, tensors))
 
 
 def is_by_fsdp(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards anything of the model, so that the ranks of an island have different data."""
+    """Return whether FSDP2 shards any module of the model, so that the ranks of an island process different data."""
     return bool(_modules_of_fsdp(model))
 
 
 def _modules_of_fsdp(model: nn.Module) -> list[Any]:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # the import takes a while, and most models have none of it
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a slow import that most models do not need
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def divide_factors(model: nn.Module) -> set[float | None]:
-    """Return by what FSDP2 divides sums of gradients where `set_gradient_divide_factor` says so, and None elsewhere."""
+    """Return the divisors of FSDP2's gradient sums set by `set_gradient_divide_factor`; None for unset ones."""
     groups: list[Any] = []
     for module in _modules_of_fsdp(model):
         state = module._get_fsdp_state()
@@ -134,7 +134,7 @@ def divide_factors(model: nn.Module) -> set[float | None]:
 
 
 def spec_of(tensor: Any) -> str:
-    """Return in words which part of what this rank has of a DTensor; "" for any other tensor."""
+    """Return a description of this rank's part of a DTensor; "" for any other tensor."""
     if not is_sharded(tensor):
         return ""
     mesh = tensor.device_mesh
@@ -143,7 +143,7 @@ def spec_of(tensor: Any) -> str:
 
 
 class LocalPart:
-    """This rank's part of a parameter that is a DTensor, with what the engine asks of a parameter.
+    """This rank's part of a DTensor parameter, with the interface of a parameter that the engine uses.
 
     Args:
         whole: The parameter.
@@ -167,7 +167,7 @@ class LocalPart:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient's part; the very tensor that was set, for as long as it is the gradient."""
+        """The gradient's part. Returns the same tensor that was set as long as the gradient is not replaced."""
         gradient = self.whole.grad
         if gradient is None:
             return None
@@ -186,9 +186,9 @@ class LocalPart:
         self.whole.grad = self._dtensor
 
     def place_gradient(self) -> None:
-        """Give a gradient the parameter's placements: of partial sums in the island, make their sum. Collective there.
+        """Redistribute the gradient to the parameter's placements; sums partial gradients. Collective in the island.
 
-        An algorithm would take a partial sum for the gradient, and those of other ranks for others.
+        Without this, an algorithm would use partial sums as gradients, each rank a different one.
         """
         gradient = self.whole.grad
         if is_sharded(gradient) and gradient.placements != self.whole.placements:
@@ -196,35 +196,35 @@ class LocalPart:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the part."""
+        """The shape of the part."""
         return self.data.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the part."""
+        """The dtype of the part."""
         return self.whole.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the part."""
+        """The device of the part."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Of the part."""
+        """The size of the part in bytes."""
         return self.data.nbytes
 
     @property
     def requires_grad(self) -> bool:
-        """Of the parameter."""
+        """Whether the parameter requires a gradient."""
         return self.whole.requires_grad
 
     def numel(self) -> int:
-        """Return how many elements the part has."""
+        """Return the number of elements of the part."""
         return self.data.numel()
 
     def dim(self) -> int:
-        """Return how many dimensions it has."""
+        """Return the number of dimensions of the part."""
         return self.data.dim()
 
     def stride(self, *dim: int) -> Any:

@@ -267,7 +267,7 @@ def test_what_shards_models_is_refused(kind: str) -> None:
 
     accelerator = new_accelerator()
     accelerator.state.distributed_type = DistributedType[kind]
-    with raises_on_every_rank(ConfigError, "in place of DDP", kind.split("_")[0]):
+    with raises_on_every_rank(ConfigError, "commlib replaces DDP", kind.split("_")[0]):
         integration.use(accelerator, "topk")
 
 

@@ -770,7 +770,7 @@ def changed_model() -> None:
     trains(commlib.wrap(model, optimizer=optimizer), optimizer)
 
 
-@follows("Resume as it was saved, or load 'model' and 'optimizer' of the checkpoint only")
+@follows("Resume with the same ranks and mesh, or load only 'model' and 'optimizer' of the checkpoint")
 def another_size() -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -784,7 +784,7 @@ def another_size() -> None:
     other: Any = seeded(Mlp, 5)
     its = sgd(other)
     commlib.wrap(other, "topk", optimizer=its, process_group=own)
-    with refused("is each rank's own"):
+    with refused("differs between ranks"):
         dcp.load({"training": commlib.Checkpoint(other, its)}, checkpoint_id=folder[0], process_group=own)
     commlib.unwrap(other)
     dcp.load({"training": {"model": other.state_dict()}}, checkpoint_id=folder[0], process_group=own)
@@ -793,7 +793,7 @@ def another_size() -> None:
     mlp_loss(other, 0).backward()
 
 
-@follows("Pass those that were saved")
+@follows("Pass the optimizers that were saved")
 def optimizers_of_the_rank() -> None:
     model, optimizer = made(algorithm=algorithms.LocalSGD(period=3))
     trains(model, optimizer, 2)

@@ -670,7 +670,7 @@ def test_state_of_ranks_cannot_be_resharded_and_says_so() -> None:
     train(*runs[0], range(3))
     with folder() as path:
         save(*runs[0], path)
-        with raises_on_every_rank(ConfigError, "another mesh", "'topk'", "each rank's own"):
+        with raises_on_every_rank(ConfigError, "another mesh", "'topk'", "differs between ranks"):
             load(*runs[1], path)
 
 

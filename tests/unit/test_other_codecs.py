@@ -157,12 +157,12 @@ def test_a_package_that_fails_is_named_and_breaks_no_other(relaxed: Path, tmp_pa
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (package_of("other", 40_001), "names Codec, whose name is 'other'"),
-        (package_of("one", 40_001, base="object"), "expected a class made of TorchBlockCodec or SparseCodec"),
-        (package_of("one", 40_001, base="TorchSparseCodec"), "with all of its methods"),
+        (package_of("other", 40_001), "refers to Codec, whose name is 'other'"),
+        (package_of("one", 40_001, base="object"), "expected a subclass of TorchBlockCodec or SparseCodec"),
+        (package_of("one", 40_001, base="TorchSparseCodec"), "that defines all abstract methods"),
         (package_of("one", 17), r"expected an id in 32768\.\.65535"),
-        (package_of("one", 40_001) + "    block = None\n", "expected the elements of a block"),
-        ("Codec = 5", "expected a class made of TorchBlockCodec"),
+        (package_of("one", 40_001) + "    block = None\n", "expected the number of elements per block"),
+        ("Codec = 5", "expected a subclass of TorchBlockCodec"),
     ],
 )
 def test_what_is_no_codec_is_left_out(tmp_path: Path, source: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""commlib in PyTorch Lightning: `Trainer(strategy="commlib_topk")` or `Trainer(strategy=CommlibStrategy("topk"))`.
+"""Integration with PyTorch Lightning: `Trainer(strategy="commlib_topk")`, or with `strategy=CommlibStrategy("topk")`.
 
 Importing this module registers a strategy `commlib_<algorithm>` for every algorithm of `commlib.algorithms.list()`.
 """

@@ -1,4 +1,4 @@
-"""A callback that logs what was communicated."""
+"""A callback that logs statistics of communication."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from commlib.wrap import stats
 
 
 class StatsCallback(Callback):
-    """Logs `commlib.stats` of the trained model to all loggers of the trainer, every so many optimizer steps.
+    """Logs `commlib.stats` of the trained model to all loggers of the trainer, every `every_n_steps` optimizer steps.
 
-    Works with `CommlibStrategy`, and with any strategy where the module, or one of its submodules, was wrapped with
-    `commlib.wrap`; the outermost one counts. Logs rank 0's, as loggers of other ranks write nothing.
+    Works with `CommlibStrategy`, and with any strategy if the module or one of its submodules was wrapped with
+    `commlib.wrap`. If several were, the outermost one is used. The values are rank 0's, because loggers of other ranks
+    write nothing.
 
     Args:
-        every_n_steps: Optimizer steps (`trainer.global_step`) from one entry to the next.
-        prefix: Stands before each name.
+        every_n_steps: Number of optimizer steps (`trainer.global_step`) between entries.
+        prefix: Prefix of each name.
 
     Raises:
-        ConfigError: `every_n_steps` is no positive integer.
+        ConfigError: `every_n_steps` is not a positive integer.
     """
 
     def __init__(self, every_n_steps: int = 50, prefix: str = "comm/") -> None:
@@ -34,10 +35,10 @@ class StatsCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there is something to log.
+        """Check that the module is wrapped.
 
         Raises:
-            ConfigError: Nothing of the module is wrapped.
+            ConfigError: Neither the module nor a submodule is wrapped.
         """
         self._logged_step = trainer.global_step
         _wrapped_in(pl_module)
@@ -46,7 +47,7 @@ class StatsCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log, where it is time to."""
+        """Log once every `every_n_steps` optimizer steps."""
         step = trainer.global_step
         if step // self.every_n_steps == self._logged_step // self.every_n_steps:
             return
@@ -57,7 +58,7 @@ class StatsCallback(Callback):
 
 
 def _wrapped_in(pl_module: LightningModule) -> Any:
-    """Return the module or the first of its submodules that is wrapped."""
+    """Return the module itself or its first submodule that is wrapped."""
     for module in pl_module.modules():
         if isinstance(find(module), Replica):
             return module

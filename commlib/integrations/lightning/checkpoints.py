@@ -1,8 +1,8 @@
-"""What commlib adds to a checkpoint of Lightning's, and takes from one.
+"""commlib's part of Lightning checkpoints.
 
-[Note: one file] Lightning writes one file, from rank 0. What each rank must have to go on bit for bit (error feedback,
-and, where replicas may differ, its own weights and optimizer states) lies in that same file, gathered: so it goes where
-the file goes, whether that is removed, renamed, linked to, copied or on a remote file system.
+[Note: one file] Lightning writes one file, from rank 0. The state that each rank needs to resume bit for bit (error
+feedback and, if replicas may differ, its own weights and optimizer states) is gathered into that same file. It then
+stays with the file when the file is removed, renamed, linked, copied or written to a remote file system.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from commlib.replica import replica_of
 
 _log = logging.getLogger("commlib")
 
-#: Under which name it lies in the file.
+#: The key of the state in the file.
 KEY = "commlib"
 _FORMAT = 1
 
 
 class Saved:
-    """This rank's part of a checkpoint, as it is now. Every rank makes one, before anything else is saved.
+    """This rank's part of a checkpoint at the current step. Every rank creates one before anything else is saved.
 
     Args:
         model: The wrapped module.
@@ -44,20 +44,20 @@ class Saved:
         self._fingerprint = b""
 
     def detach(self) -> Saved:
-        """Let what is done to the model from now on leave this as it is."""
+        """Copy the state to the CPU, so that later changes of the model do not affect it. Returns `self`."""
         self._state = copy.deepcopy(_on_cpu(self._state))
         return self
 
     def fit_has_ended(self, model: nn.Module) -> None:
-        """All ranks have the consensus now, and the module is unwrapped: a checkpoint may yet be saved."""
+        """Record the weights after `fit`, when all ranks have the consensus. A checkpoint may still be saved later."""
         self._fingerprint = _fingerprint(model) if self._differs else b""
 
     def is_valid_for(self, model: nn.Module) -> bool:
-        """Return whether what was kept when `fit` ended still belongs to the module: its weights were not changed."""
+        """Return whether the state still belongs to the module: its weights have not changed since `fit` ended."""
         return not self._differs or self._fingerprint == _fingerprint(model)
 
     def gather(self) -> dict[str, Any] | None:
-        """Return what goes into the file, on rank 0; None elsewhere. Collective."""
+        """Return the entry for the file on rank 0, None on other ranks. Collective."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = _on_cpu(self._state)
         if self._is_common:
@@ -69,17 +69,17 @@ class Saved:
 
 
 def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Take over this rank's part of a checkpoint, after everything else was loaded. Every rank calls it.
+    """Load this rank's part of a checkpoint, after everything else was loaded. Every rank calls it.
 
     Raises:
-        ConfigError: It is of another format or algorithm, or of another world size where that matters.
+        ConfigError: It is of another format or algorithm, or of another world size and the state is not portable.
     """
     own = saved.get(KEY)
     if own is None:
         if dist.get_rank() == 0:
             _log.warning(
-                "the checkpoint has no state of commlib's (it was written by another strategy, or after weights were "
-                "changed by hand): model and optimizers go on from it, the communication starts anew"
+                "the checkpoint has no commlib state (it was written by another strategy, or after weights were "
+                "changed by hand): model and optimizers continue from it, the communication starts from scratch"
             )
         return
     if own.get("format") != _FORMAT:
@@ -90,12 +90,12 @@ def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose tensors are not on a device that only this rank has."""
+    """Return the state with all tensors on the CPU."""
     return move_data_to_device(state, torch.device("cpu"))
 
 
 def _fingerprint(model: nn.Module) -> bytes:
-    """Return a hash of the model's values, which tells whether they were changed since."""
+    """Return a hash of the model's values, to detect changes."""
     found = hashlib.blake2b()
     for name, tensor in model.state_dict().items():
         found.update(name.encode())

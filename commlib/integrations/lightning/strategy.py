@@ -1,12 +1,12 @@
-"""The strategy: Lightning's for DDP, with commlib in DDP's place.
+"""The strategy: Lightning's DDP strategy with commlib in place of DDP.
 
-[Note: where the backward is] With automatic optimization, `training_step` counts as the forward of the wrapped module,
-whatever methods or submodules it calls, and its loss announces the backward. With manual optimization, backwards run
-inside `training_step`: Lightning tells the strategy of each just before it, and the strategy announces it then.
+[Note: where the backward is] With automatic optimization, `training_step` is the forward of the wrapped module, and its
+loss announces the backward, whichever methods or submodules it calls. With manual optimization, backwards run inside
+`training_step`: Lightning calls the strategy just before each of them, and the strategy announces it then.
 
-[Note: steps with closures] Where optimization is automatic, forward and backward run inside `optimizer.step(closure)`.
-Algorithms that take the gradients before the optimizer's step get a step without a closure: a hook runs it first, with
-all that Lightning does after it (`on_before_optimizer_step`, clipping).
+[Note: steps with closures] With automatic optimization, forward and backward run inside `optimizer.step(closure)`.
+Algorithms that need the gradients before the optimizer's step get a step without a closure: a hook runs the closure
+first, including all that Lightning does after the backward (`on_before_optimizer_step`, clipping).
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from commlib.parallel import restore_class
 from commlib.replica import Replica, find
 from commlib.wrap import expect_backward, synchronize, unwrap, wrap
 
-#: What Lightning's own strategies take and this one passes on.
+#: Options of Lightning's own strategies that are passed on.
 _LIGHTNING_OPTIONS = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "start_method"),
 )
-#: What `commlib.wrap` takes and the strategy knows by itself.
+#: Parameters of `commlib.wrap` that the strategy provides itself.
 _OWN = ("model", "algorithm", "optimizer", "scaler", "process_group")
 _WRAP_OPTIONS = tuple(name for name in inspect.signature(wrap).parameters if name not in _OWN)
 
 
 class CommlibStrategy(DDPStrategy):
-    """Trains a LightningModule in several processes, communicating through commlib.
+    """Trains a LightningModule in several processes with communication by commlib.
 
-    The LightningModule stays the object that it is: it is wrapped in place when `fit` has made its optimizers, and
+    The LightningModule stays the same object. It is wrapped in place after `fit` has created its optimizers, and
     unwrapped when `fit` ends.
 
     Args:
         algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` with options.
-        process_group_timeout: Of the process group, where Lightning makes it; a timedelta.
-        **options: Those of `commlib.wrap` (`timeout`, `bucket_cap_mb`, `ignored_parameters`, ...; `timeout` is that of
-            commlib's own collectives), and those of Lightning's `DDPStrategy` that are not about DDP itself:
+        process_group_timeout: A timedelta, the timeout of the process group if Lightning creates it.
+        **options: Options of `commlib.wrap` (`timeout`, `bucket_cap_mb`, `ignored_parameters`, ...; `timeout` is that
+            of commlib's own collectives), and options of Lightning's `DDPStrategy` that do not concern DDP itself:
             `start_method`, `process_group_backend`, `cluster_environment`, `checkpoint_io`, `precision_plugin`,
             `accelerator`, `parallel_devices`.
 
     Raises:
-        ConfigError: No such algorithm or option.
+        ConfigError: The algorithm or an option is unknown.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CommlibStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         _check_options(options)
-        algorithms.create(algorithm)  # raises
+        algorithms.create(algorithm)  # raises on errors
         lightnings = {name: options.pop(name) for name in _LIGHTNING_OPTIONS if name in options}
         if process_group_timeout is not None:
             lightnings["timeout"] = process_group_timeout
@@ -87,7 +87,7 @@ class CommlibStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Make the process group.
+        """Create the process group.
 
         Raises:
             ConfigError: The accelerator is neither "cpu" nor "cuda".
@@ -100,16 +100,16 @@ class CommlibStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Make the ranks alike before there are optimizers, as DDP does; wrapping follows when there are."""
+        """Copy rank 0's parameters and buffers to all ranks, as DDP does. `setup` wraps once there are optimizers."""
         if self._options.get("init_sync", True):
             _make_alike(self._module, tuple(self._options.get("ignored_parameters", ())))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set the module up; where it is to be trained, wrap it.
+        """Set up the module. Wrap it if it will be trained.
 
         Raises:
-            ConfigError: See `commlib.wrap`; also a module without optimizers.
+            ConfigError: An error of `commlib.wrap`, or the module has no optimizers.
         """
         self._has_failed, self._saved = False, None
         super().setup(trainer)
@@ -131,12 +131,12 @@ class CommlibStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Take note that the ranks may no longer be at the same point, so that nothing collective may follow."""
+        """Record that the ranks may be at different points, so that no collective may follow."""
         self._has_failed = True
 
     @override
     def teardown(self) -> None:
-        """Unwrap the module; where replicas may differ, all ranks have the consensus then."""
+        """Unwrap the module. If replicas differ, all ranks get the consensus first."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -167,7 +167,7 @@ class CommlibStrategy(DDPStrategy):
 
     @property
     def _replica(self) -> Replica | None:
-        """What belongs to the wrapped module; None where it is not wrapped."""
+        """The replica of the wrapped module; None if it is not wrapped."""
         wrapped = find(self.lightning_module)
         return wrapped if isinstance(wrapped, Replica) else None
 
@@ -175,9 +175,9 @@ class CommlibStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's `state_dict`: the consensus where replicas may differ. Collective there.
+        """Return the module's `state_dict`: the consensus if replicas may differ. Collective then.
 
-        It is what Lightning asks for first where it saves, so what the communication has under way is taken here.
+        Lightning calls this first when it saves, so pending communication results are applied here.
         """
         if self._replica is None:
             return super().lightning_module_state_dict()
@@ -186,29 +186,29 @@ class CommlibStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the file, from rank 0, with every rank's part in it. Every rank calls it."""
+        """Write the file from rank 0, with every rank's part in it. Every rank calls it."""
         gathered = self._gathered() if "optimizer_states" in checkpoint else None
         if gathered is not None:
             checkpoint[checkpoints.KEY] = gathered
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gathered(self) -> dict[str, Any] | None:
-        """Return what commlib adds to the file, on rank 0. Collective."""
+        """Return commlib's entry for the file on rank 0, None on other ranks. Collective."""
         saved = self._saved
         if saved is None or not dist.is_initialized():
             return None
         if self._replica is not None:
-            self._saved = None  # it is that of this moment
+            self._saved = None  # valid at this step only
         elif not self.broadcast(saved.is_valid_for(self._module)):
             return None
         return saved.gather()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers', which is the last of what all ranks have in common, then this rank's part.
+        """Load the optimizers' state, the last state that all ranks share, and then this rank's part.
 
         Raises:
-            ConfigError: The communication's state is of another algorithm, or of another world size where that matters.
+            ConfigError: The state is of another algorithm, or of another world size and is not portable.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._replica is not None:
@@ -226,7 +226,7 @@ class CommlibStrategy(DDPStrategy):
                 replica.begin_forward()
             with _running(replica, True):
                 output = module.training_step(*args, **kwargs)
-            # Else `manual_backward` announces it: what counts is what is to be synchronised then.
+            # With manual optimization, `pre_backward` announces it, and whether it is synchronized is decided then.
             if module.automatic_optimization:
                 replica.after_forward(output)
             return output
@@ -236,23 +236,23 @@ class CommlibStrategy(DDPStrategy):
         """Announce a backward of manual optimization; see [Note: where the backward is]."""
         replica = self._replica
         if replica is not None and not self._module.automatic_optimization:
-            with _running(replica, False):  # a step of its own for what counts steps (`auto`)
+            with _running(replica, False):  # counts as a step of its own (for `auto`)
                 expect_backward(self._module)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: what DDP needs here, commlib does not."""
+        """Do nothing. DDP's work at this point is not needed."""
 
     @override
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let backwards of forwards made inside stay local."""
+        """Make the backwards of forwards inside the context local."""
         module: Any = self._module
         with contextlib.nullcontext() if self._replica is None else module.no_sync():
             yield
 
     def _run_closure_first(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Run a step's closure before it where the algorithm needs that; see [Note: steps with closures]."""
+        """Run a step's closure before the step if the algorithm needs that; see [Note: steps with closures]."""
         replica = self._replica
         if replica is None or not _takes_gradients_before(replica):
             return None
@@ -267,14 +267,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
     unknown = sorted(set(options) - {*_WRAP_OPTIONS, *_LIGHTNING_OPTIONS})
     if unknown:
         raise ConfigError(
-            f"CommlibStrategy: no such option: {', '.join(unknown)}. There are those of commlib.wrap "
-            f"({', '.join(_WRAP_OPTIONS)}), process_group_timeout, and Lightning's {', '.join(_LIGHTNING_OPTIONS)}. "
-            "What DDP needs options for (unused parameters, views as gradients) commlib does without any"
+            f"CommlibStrategy: no such option: {', '.join(unknown)}. Expected options of commlib.wrap "
+            f"({', '.join(_WRAP_OPTIONS)}), process_group_timeout, or Lightning's {', '.join(_LIGHTNING_OPTIONS)}. "
+            "DDP's options for unused parameters and gradient views are not needed"
         )
 
 
 def _make_alike(module: pl.LightningModule, ignored: tuple[Any, ...]) -> None:
-    """Copy rank 0's parameters and buffers to all ranks; where modules differ, leave it to `wrap` to say how."""
+    """Copy rank 0's parameters and buffers to all ranks. If modules differ, do nothing: `wrap` raises the error."""
     names = verify.ignored_names(module, ignored)
     tensors = {
         name: tensor.detach()
@@ -290,7 +290,7 @@ def _make_alike(module: pl.LightningModule, ignored: tuple[Any, ...]) -> None:
 
 
 def _broadcast(tensor: Tensor) -> None:
-    """Copy rank 0's values to all ranks, as bytes, so that every dtype and layout will do."""
+    """Copy rank 0's values to all ranks, as bytes, which works for every dtype and layout."""
     data = tensor.contiguous().flatten().view(torch.uint8)
     if data.numel():
         dist.broadcast(data, 0)
@@ -299,7 +299,7 @@ def _broadcast(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def _running(replica: Replica, value: bool) -> Generator[None, None, None]:
-    """Let forwards of the wrapped module be part of one that runs already (or not), so that they announce nothing."""
+    """Set whether forwards of the wrapped module are part of an enclosing forward and so announce no backward."""
     before, replica.is_running = replica.is_running, value
     try:
         yield
