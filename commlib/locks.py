@@ -31,7 +31,8 @@ def lock(name: str, *, is_of_process: bool = False) -> threading.Lock:
         name: The guarded resource; a literal that no other call uses.
         is_of_process: Whether the lock lives as long as the process, so that a forked child uses it as well.
     """
-    return _made(name, threading.Lock(), is_of_process)
+    made = threading.Lock()
+    return made if probe is None and not is_of_process else _made(name, made, is_of_process)
 
 
 def rlock(name: str, *, is_of_process: bool = False) -> threading.RLock:

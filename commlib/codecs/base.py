@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from commlib.arguments import Recorded
 from commlib.errors import CodecError
-from commlib.kernels import cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
+from commlib.kernels import native_codecs
 from commlib.kernels.checks import Feedback, Random
 from commlib.kernels.codec_table import BY_NAME
+from commlib.kernels.executor import block_executor
 
 __all__ = ["BlockCodec", "Feedback", "Random"]
 
@@ -90,7 +91,7 @@ class BlockCodec(Recorded):
             CodecError: An argument is not as described. Nothing was written.
         """
         self._check_random(random)
-        executor_of(out).encode(self.id, x, out, chunk=chunk, feedback=feedback, random=random)
+        block_executor(out).encode(self.id, x, out, chunk=chunk, feedback=feedback, random=random)
 
     def encode_sum(
         self,
@@ -118,7 +119,7 @@ class BlockCodec(Recorded):
             CodecError: An argument is not as described. Nothing was written.
         """
         self._check_random(random)
-        executor_of(out).encode_sum(
+        block_executor(out).encode_sum(
             self.id, payloads, numel, out, divisor=divisor, feedback=feedback, random=random, first=first
         )
 
@@ -128,7 +129,7 @@ class BlockCodec(Recorded):
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        executor_of(out).decode(self.id, payload, out, chunk=chunk)
+        block_executor(out).decode(self.id, payload, out, chunk=chunk)
 
     def decode_add(
         self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0, chunk: int | None = None
@@ -138,7 +139,7 @@ class BlockCodec(Recorded):
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        executor_of(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
+        block_executor(out).decode_add(self.id, payload, out, weight=weight, chunk=chunk)
 
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
         """Write the sum of payloads of one chunk ([count, payload_bytes(numel)]), in order, divided by `divisor`.
@@ -146,7 +147,7 @@ class BlockCodec(Recorded):
         Raises:
             CodecError: An argument is not as described. Nothing was written.
         """
-        executor_of(out).decode_sum(self.id, payloads, out, divisor=divisor)
+        block_executor(out).decode_sum(self.id, payloads, out, divisor=divisor)
 
     def _check_random(self, random: Random | None) -> None:
         if random is not None and not self.rounds_stochastically:
@@ -154,28 +155,3 @@ class BlockCodec(Recorded):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def executor_of(tensor: torch.Tensor) -> Any:
-    """Return the block codec executor for the tensor's device.
-
-    Raises:
-        CodecError: The device has no codec kernels.
-    """
-    return _choose(tensor, cpu=native_codecs, cuda=cuda_codecs, meta=meta)
-
-
-def sparse_executor_of(tensor: torch.Tensor) -> Any:
-    """Return the sparse codec executor for the tensor's device.
-
-    Raises:
-        CodecError: The device has no codec kernels.
-    """
-    return _choose(tensor, cpu=native_sparse, cuda=cuda_sparse, meta=meta.Sparse)
-
-
-def _choose(tensor: torch.Tensor, **executors: Any) -> Any:
-    kind = tensor.device.type if hasattr(tensor, "device") else "cpu"
-    if kind not in executors:
-        raise CodecError(f"no codec kernels for tensors on {tensor.device}; expected the CPU or a CUDA device")
-    return executors[kind]

@@ -9,9 +9,10 @@ import torch
 from typing_extensions import override
 
 from commlib.arguments import Recorded
-from commlib.codecs.base import Feedback, Random, from_table, sparse_executor_of
+from commlib.codecs.base import Feedback, Random, from_table
 from commlib.errors import CodecError
 from commlib.kernels import checks, cuda_sparse, native_sparse
+from commlib.kernels.executor import sparse_executor
 
 
 class SparseCodec(Recorded, ABC):
@@ -142,11 +143,11 @@ class PairsCodec(SparseCodec):
 
     @override
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
-        sparse_executor_of(out).decode_add(payload, self.places(out.numel()), out, weight)
+        sparse_executor(out).decode_add(payload, self.places(out.numel()), out, weight)
 
     @override
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        sparse_executor_of(out).decode_sum(payloads, self.places(out.numel()), out, divisor)
+        sparse_executor(out).decode_sum(payloads, self.places(out.numel()), out, divisor)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ratio={self.ratio})"
@@ -178,7 +179,7 @@ class TopK(PairsCodec):
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
         """Encode; see `SparseCodec.encode`."""
-        sparse_executor_of(out).encode_top_k(x, self.places(x.numel()), out, feedback)
+        sparse_executor(out).encode_top_k(x, self.places(x.numel()), out, feedback)
 
 
 @from_table("randomk")
@@ -197,7 +198,7 @@ class RandomK(PairsCodec):
         """Encode; see `SparseCodec.encode`. `random` is required."""
         if random is None:
             raise CodecError("random: expected a Random for randomk, got None")
-        sparse_executor_of(out).encode_random_k(x, self.places(x.numel()), out, random, feedback)
+        sparse_executor(out).encode_random_k(x, self.places(x.numel()), out, random, feedback)
 
 
 @from_table("threshold")
@@ -222,7 +223,7 @@ class Threshold(PairsCodec):
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
         """Encode; see `SparseCodec.encode`."""
-        sparse_executor_of(out).encode_above(x, self.threshold, self.places(x.numel()), out, feedback)
+        sparse_executor(out).encode_above(x, self.threshold, self.places(x.numel()), out, feedback)
 
     def __repr__(self) -> str:
         return f"Threshold(threshold={self.threshold}, ratio={self.ratio})"
@@ -271,15 +272,15 @@ class BlockTopK(SparseCodec):
         self, x: torch.Tensor, out: torch.Tensor, *, feedback: Feedback | None = None, random: Random | None = None
     ) -> None:
         """Encode; see `SparseCodec.encode`. The residual of a selected element keeps its quantization error."""
-        sparse_executor_of(out).encode_block_top_k(x, self.kept, out, feedback)
+        sparse_executor(out).encode_block_top_k(x, self.kept, out, feedback)
 
     @override
     def decode_add(self, payload: torch.Tensor, out: torch.Tensor, *, weight: float = 1.0) -> None:
-        sparse_executor_of(out).add_block_top_k(payload, self.kept, out, weight)
+        sparse_executor(out).add_block_top_k(payload, self.kept, out, weight)
 
     @override
     def decode_sum(self, payloads: torch.Tensor, out: torch.Tensor, *, divisor: float = 1.0) -> None:
-        sparse_executor_of(out).sum_block_top_k(payloads, self.kept, out, divisor)
+        sparse_executor(out).sum_block_top_k(payloads, self.kept, out, divisor)
 
     def __repr__(self) -> str:
         return f"BlockTopK(kept={self.kept})"

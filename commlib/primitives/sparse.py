@@ -43,6 +43,8 @@ class SparseWorkspace:
         self._world_size = world_size = comm.world_size if gathers and not balanced else 0
         self.begin = begin
         self._buffer = torch.zeros((world_size + 1) * codec.payload_bytes(numel), dtype=torch.uint8, device=device)
+        self._codec: SparseCodec | None = None  # whose payloads the views are
+        self._views = (self._buffer, self._buffer)
         self.numel = numel
         self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self._sum = torch.zeros(0, dtype=torch.float32, device=device)
@@ -53,9 +55,11 @@ class SparseWorkspace:
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
         """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes], if these are gathered."""
-        nbytes = codec.payload_bytes(self.numel)
-        everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
-        return self._buffer[:nbytes], everyone
+        if codec is not self._codec:
+            nbytes = codec.payload_bytes(self.numel)
+            everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
+            self._codec, self._views = codec, (self._buffer[:nbytes], everyone)
+        return self._views
 
     def sum_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return where to decode a sum to: `tensor` itself where it is fp32."""
@@ -150,10 +154,14 @@ def centralized_sparse(
         scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
         decay: By which the residual is multiplied before it is added.
     """
-    own, _ = workspace.payloads(codec)
+    own, everyone = workspace.payloads(codec)
     codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay))
     total = workspace.sum_like(tensor)
-    yield from workspace.sum_up(codec, total, comm, divisor=divisor, gamma=1.0 / scale)
+    if workspace.balanced is None:
+        yield comm.all_gather(everyone.view(-1), own)
+        codec.decode_sum(everyone, total, divisor=divisor)
+    else:
+        yield from workspace.sum_up(codec, total, comm, divisor=divisor, gamma=1.0 / scale)
     if total is not tensor:
         tensor.copy_(total)
 

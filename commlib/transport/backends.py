@@ -62,21 +62,18 @@ class TorchWork:
     def wait(self) -> None:
         """Wait for the data; raise the work's error, if any."""
         try:
-            self._wait_in_slices()
+            while not self._work.is_completed():
+                with contextlib.suppress(RuntimeError, TimeoutError, FutureTimeout):
+                    self._work.wait(_SLICE)
+                    return
+                if self.is_abandoned:
+                    raise EndedError("it did not complete after its connections were closed")
+            self._work.wait()  # does not block; raises the work's error, if any
         except Exception as error:
             error.after_s = time.monotonic() - self._began_s  # pyright: ignore[reportAttributeAccessIssue]
             raise
         finally:
             self._connection.pending.pop(id(self), None)
-
-    def _wait_in_slices(self) -> None:
-        while not self._work.is_completed():
-            with contextlib.suppress(RuntimeError, TimeoutError, FutureTimeout):
-                self._work.wait(_SLICE)
-                return
-            if self.is_abandoned:
-                raise EndedError("it did not complete after its connections were closed")
-        self._work.wait()  # does not block; raises the work's error, if any
 
     def due_s(self, peer: Peer) -> float:
         """Return when to end the work after a partner has ended; never if it left cleanly (`Lifelines.lost`)."""

@@ -253,8 +253,9 @@ class TorchTransport(Transport):
         else:
             staged = self._staging and self._staging.stage(request, connection.members.index(self.rank))
             made = TorchWork(self._issue(connection, staged.request if staged else request), connection, partners)
-        if self._lifelines is not None and self._lifelines.has_news:  # may have arrived since `_check`
-            self._lifelines.ring()
+        lines = self._connections.lifelines
+        if lines is not None and lines.has_news:  # may have arrived since `_check`
+            lines.ring()
         return StagedWork(made, staged) if staged else made
 
     def _launch(self, connection: nccl.NcclConnection, request: Request, partners: Sequence[int]) -> TorchWork:
@@ -268,7 +269,7 @@ class TorchTransport(Transport):
         is_failing = self._watch is not None and self._watch.is_failing
         if self._connections.aborted_s is not None or is_failing:
             raise EndedError("it was not started, as this communicator had ended before")
-        lines = self._lifelines
+        lines = self._connections.lifelines
         if lines is None or not lines.has_news:
             return
         if lines.has_broken or not lines.lost().keys().isdisjoint(partners):

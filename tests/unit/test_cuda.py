@@ -13,12 +13,12 @@ import torch
 
 from commlib import doctor
 from commlib.codecs import Int8, TopK
-from commlib.codecs.base import executor_of, sparse_executor_of
 from commlib.codecs.sparse import raise_if_damaged
 from commlib.errors import CodecError
-from commlib.kernels import cuda, cuda_codecs, cuda_sparse, meta, native_codecs, native_sparse
+from commlib.kernels import cuda, cuda_codecs, cuda_sparse, meta_codecs, meta_sparse, native_codecs, native_sparse
 from commlib.kernels.checks import CPU, Random
 from commlib.kernels.cuda_args import DecodeArgs, Kernel, random_source
+from commlib.kernels.executor import block_executor, sparse_executor
 
 KERNEL = Kernel("decode_kernels.h", "decode<Int8, Float32, false>", "DecodeArgs")
 
@@ -155,15 +155,15 @@ def test_segments_are_copied_once() -> None:
 
 
 def test_the_executor_is_that_of_the_tensor_s_device() -> None:
-    assert executor_of(torch.empty(1)) is native_codecs
-    assert executor_of(torch.empty(1, device="meta")) is meta
-    assert sparse_executor_of(torch.empty(1, device="meta")) is meta.Sparse
+    assert block_executor(torch.empty(1)) is native_codecs
+    assert block_executor(torch.empty(1, device="meta")) is meta_codecs
+    assert sparse_executor(torch.empty(1, device="meta")) is meta_sparse
     fake = SimpleNamespace(device=torch.device("cuda", 0))
-    assert executor_of(fake) is cuda_codecs
-    assert sparse_executor_of(fake) is cuda_sparse
-    assert sparse_executor_of(torch.empty(1)) is native_sparse
+    assert block_executor(fake) is cuda_codecs
+    assert sparse_executor(fake) is cuda_sparse
+    assert sparse_executor(torch.empty(1)) is native_sparse
     with pytest.raises(CodecError, match="expected the CPU or a CUDA device"):
-        executor_of(SimpleNamespace(device=torch.device("xpu", 0)))
+        block_executor(SimpleNamespace(device=torch.device("xpu", 0)))
 
 
 def test_a_cpu_tensor_is_not_taken_by_the_cuda_executor() -> None:

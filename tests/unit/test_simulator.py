@@ -16,7 +16,7 @@ from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.demo import DeMo
 from commlib.algorithms.powersgd import PowerSGD
 from commlib.errors import CodecError, ConfigError
-from commlib.kernels import meta, native_codecs, native_sparse
+from commlib.kernels import meta_codecs, meta_sparse, native_codecs, native_sparse
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Layer, Network, Workload
 from commlib.simulation.calibration import MeasuredStep, calibrate, predict
@@ -554,7 +554,7 @@ def test_memory_is_what_is_alive():
 
 
 @pytest.mark.parametrize(
-    ("executor", "own"), [(native_codecs, meta), (native_sparse, meta.Sparse)], ids=["block", "sparse"]
+    ("executor", "own"), [(native_codecs, meta_codecs), (native_sparse, meta_sparse)], ids=["block", "sparse"]
 )
 def test_the_executor_for_meta_tensors_has_the_functions_of_the_others(executor, own):
     names = [n for n, f in inspect.getmembers(executor, inspect.isfunction) if f.__module__ == executor.__name__]
