@@ -1,5 +1,5 @@
-// For commlib/kernels/native_codecs.py alone, which checks every tensor whose address it hands over: types, devices,
-// sizes, overlaps. Here only numbers that would lead out of a table are refused. All kernels run without the GIL.
+// Used only by commlib/kernels/native_codecs.py, which checks every tensor whose address it passes: types, devices,
+// sizes, overlaps. Only numbers that index tables are checked here. All kernels run without the GIL.
 #include "codec_bindings.h"
 
 #include <pybind11/stl.h>
@@ -33,7 +33,7 @@ DType type_of(int type) {
   return static_cast<DType>(type);
 }
 
-// What the kernels are made for, by id; native.py holds it to its own table.
+// The constants of the kernels by codec id; native.py checks them against its own table.
 py::dict block_codecs() {
   py::dict found;
   for (int codec = 0; codec < kCodecIds; ++codec) {
@@ -51,7 +51,7 @@ std::size_t payload_bytes(int codec, std::size_t numel) {
   return Layout(shape_of(codec), numel).payload_bytes;
 }
 
-// Philox's key and counter, and which elements have which global offsets.
+// Philox's key and counter, and the segments with their global offsets.
 struct RandomSource {
   std::vector<Segment> segments;
   Random random;
@@ -79,14 +79,14 @@ struct Feedback {
   float beta, gamma;
 };
 
-// `count` payloads of one chunk, one after the other, whose sum is divided.
+// `count` consecutive payloads of one chunk, and the divisor of their sum.
 struct Payloads {
   Address at;
   std::size_t count;
   float divisor;
 };
 
-// The momentum at `at`, of fp32, becomes decay * itself + factor * gradient.
+// A momentum (fp32) at `at`, updated to decay * momentum + factor * gradient.
 struct Velocity {
   Address at;
   float decay, factor;
@@ -111,7 +111,7 @@ EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const Rando
           false};
 }
 
-// Cuts `x` into chunks of `chunk` elements; their payloads follow one another at the distance of a full one.
+// Splits `x` into chunks of `chunk` elements. Payload i starts at i times the size of a full one.
 void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk, Feedback feedback,
             const RandomSource* source, Address out, int num_threads) {
   const CodecShape& shape = shape_of(codec);
@@ -120,7 +120,7 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
   const Address residual = feedback.residual;
   const bool is_large = exceeds_cache(numel * element_bytes(dtype));
-  // Payloads stream at half the size, as the tensor passes through the cache as well.
+  // Payloads stream from half the size on, because the tensor passes through the cache as well.
   const bool streams = exceeds_cache((numel + chunk - 1) / chunk * distance * 2);
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
@@ -135,10 +135,10 @@ void encode(int codec, Address x, int type, std::size_t numel, std::size_t chunk
   }
 }
 
-// The addresses of payloads of so many bytes; valid until this thread's next call.
+// Returns the addresses of payloads of `nbytes` each; valid until this thread's next call.
 const std::vector<const std::uint8_t*>& rows(const Payloads& payloads, std::size_t nbytes) {
   if (payloads.count == 0) throw std::invalid_argument("a sum needs at least one payload");
-  static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory from call to call
+  static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory between calls
   pointers.resize(payloads.count);
   for (std::size_t i = 0; i < payloads.count; ++i) {
     pointers[i] = reinterpret_cast<const std::uint8_t*>(payloads.at) + i * nbytes;
@@ -146,7 +146,7 @@ const std::vector<const std::uint8_t*>& rows(const Payloads& payloads, std::size
   return pointers;
 }
 
-// Encodes the sum of payloads; the chunk is at element `first` of the tensor.
+// Encodes the sum of payloads; the chunk starts at element `first` of the tensor.
 void encode_sum(int codec, const Payloads& payloads, std::size_t numel, Feedback feedback, const RandomSource* source,
                 std::size_t first, Address out, int num_threads) {
   const CodecShape& shape = shape_of(codec);
@@ -157,7 +157,7 @@ void encode_sum(int codec, const Payloads& payloads, std::size_t numel, Feedback
   job.inputs = inputs.data();
   job.num_inputs = payloads.count;
   job.divisor = payloads.divisor;
-  job.streams = exceeds_cache((payloads.count + 1) * distance / 2);  // the cache holds at most twice what streams
+  job.streams = exceeds_cache((payloads.count + 1) * distance / 2);  // the threshold is half the cache
   encode_chunk(codec, job, num_threads);
 }
 
@@ -167,7 +167,7 @@ void decode(int codec, Address payloads, std::size_t numel, std::size_t chunk, A
   const DType dtype = type_of(type);
   if (chunk == 0) throw std::invalid_argument("a chunk has at least one element");
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
-  const bool streams = !adds && exceeds_cache(numel * element_bytes(dtype));  // else `out` is in the cache, just read
+  const bool streams = !adds && exceeds_cache(numel * element_bytes(dtype));  // else `out` is cached
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
     const auto* payload = reinterpret_cast<const std::uint8_t*>(payloads) + first / chunk * distance;
@@ -197,7 +197,7 @@ void rotate(Address x, std::size_t numel, const RandomSource& source, bool is_in
   rotate_chunk(job, num_threads);
 }
 
-// A copy past the caches, for benchmarks to compare with.
+// A copy with non-temporal stores, as a baseline for benchmarks.
 void stream_copy(Address to, Address from, std::size_t nbytes) {
   const py::gil_scoped_release released;
   active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
@@ -231,7 +231,7 @@ void encode_random_k_at(Address x, int type, std::size_t numel, std::size_t plac
                   num_threads);
 }
 
-// Returns -1, or the index of the first payload that is not valid: nothing was written then.
+// Returns -1, or the index of the first invalid payload, in which case nothing was written.
 std::int64_t decode_sparse_at(const Payloads& payloads, std::size_t places, bool adds, float weight, Address out,
                               std::size_t numel, int num_threads) {
   const auto& inputs = rows(payloads, sparse_payload_bytes(places));
@@ -255,7 +255,7 @@ void encode_block_top_k_at(Address x, int type, std::size_t numel, std::size_t k
   encode_block_top_k(source, {numel, kept}, reinterpret_cast<std::uint8_t*>(out), num_threads);
 }
 
-// Returns what decode_sparse_at does.
+// Returns the same as decode_sparse_at.
 std::int64_t decode_block_top_k_at(const Payloads& payloads, std::size_t kept, bool adds, float weight, Address out,
                                    std::size_t numel, int num_threads) {
   const BlockTopKLayout layout(numel, kept);
@@ -273,7 +273,7 @@ std::int64_t decode_block_top_k_at(const Payloads& payloads, std::size_t kept, b
   return -1;
 }
 
-// Returns whether all of the gradient is finite.
+// Returns whether the whole gradient is finite.
 bool encode_momentum_at(Address gradient, int type, std::size_t numel, const Velocity& velocity, std::size_t places,
                         const Feedback& feedback, Address out, int num_threads) {
   const Momentum momentum = {reinterpret_cast<const void*>(gradient), type_of(type), velocity.decay, velocity.factor,
