@@ -1,5 +1,5 @@
-// The Python face of the kernels, for commlib/kernels/native.py alone: it checks every tensor whose address it hands
-// over. All kernels run without the GIL.
+// Python bindings of the kernels, used only by commlib/kernels/native.py, which checks every tensor whose address it
+// passes. All kernels run without the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,14 +25,14 @@ PackPlan make_plan(const std::vector<std::size_t>& offsets, const std::vector<st
   return PackPlan(std::move(slots), static_cast<DType>(type));
 }
 
-// Whether a kernel of this type computes with `factor` as a finite number.
+// Returns whether `factor` is finite in the arithmetic of a kernel of this type.
 bool is_usable(double factor, DType type) {
   const bool is_double = type == DType::kFloat64;
   return std::abs(factor) <= (is_double ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max());
 }
 
-// Returns -1, or what is not as the plan needs it, and nothing was written then: the index of the first such source, or
-// the number of sources for anything else. `None` stands for zeros.
+// Returns -1 on success. Otherwise nothing was written, and the result is the index of the first source that does not
+// match the plan, or the number of sources for any other error. `None` stands for zeros.
 std::int64_t pack(const PackPlan& plan, py::handle dst, const py::list& srcs, double factor) {
   const auto others = static_cast<std::int64_t>(plan.size());
   TensorView flat;
@@ -53,7 +53,7 @@ std::int64_t pack(const PackPlan& plan, py::handle dst, const py::list& srcs, do
   return -1;
 }
 
-// Whether every tensor is its slot of `dst`. Tensors without elements are anywhere.
+// Returns whether every tensor is its slot of `dst`. Tensors without elements always match.
 bool are_in_place(const PackPlan& plan, py::handle dst, const py::list& tensors) {
   TensorView flat;
   if (tensors.size() != plan.size() || !read_tensor(dst.ptr(), plan.type(), &flat) || flat.count < plan.extent()) {
@@ -68,8 +68,8 @@ bool are_in_place(const PackPlan& plan, py::handle dst, const py::list& tensors)
   return true;
 }
 
-// Copies the bytes of the tensors, one after the other, into `flat` or out of it. Returns false, and nothing was
-// written, if a tensor is not a contiguous one on the CPU, or `flat` too small.
+// Copies the bytes of the tensors, one after another, into `flat` or out of it. If a tensor is not contiguous or not on
+// the CPU, or `flat` is too small, writes nothing and returns false.
 bool copy_bytes(py::handle flat, const py::list& tensors, bool gathers) {
   ByteView all;
   if (!read_bytes(flat.ptr(), &all)) return false;

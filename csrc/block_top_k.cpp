@@ -1,7 +1,7 @@
 // The drivers of blocktopk.
 //
-// [Note: a bound from maxima] The k-th largest of the maxima of groups of a block is a magnitude that at least k
-// elements reach, and few more: only these are looked at closely. What is named does not depend on it.
+// [Note: a bound from maxima] The k-th largest of the maxima of a block's groups is a lower bound that at least k
+// elements reach, and few more than k. Only these are examined further. The bound does not affect the selection.
 #include "block_top_k.h"
 
 #include <algorithm>
@@ -28,20 +28,20 @@ const SparseKernels& kernels() {
   return *active_kernels().sparse;
 }
 
-// What a block names, in the order of the indices.
+// The selected elements of a block, in the order of the indices.
 struct Named {
   std::size_t count;
   Key keys[kTopKBlock];
 };
 
-// A magnitude that at least `places` of a whole block reach; `maxima` are changed. All NaN are one.
+// Returns a magnitude that at least `places` elements of a whole block reach. Reorders `maxima`. All NaN are equal.
 Bits32 bound_of(Bits32* maxima, std::size_t places) {
   if (places > kGroups / 2) return 0;
   std::nth_element(maxima, maxima + (places - 1), maxima + kGroups, std::greater<>());
   return std::min(maxima[places - 1], scalar_math::kInfinityBits);
 }
 
-// Of the candidates, which are in order, the `count` largest.
+// Copies the `count` largest of the ordered candidates to `named`.
 void keep_largest(const Key* candidates, std::size_t num_candidates, std::size_t count, Named& named) {
   Key least = 0;
   if (num_candidates > count) {
@@ -58,7 +58,7 @@ void keep_largest(const Key* candidates, std::size_t num_candidates, std::size_t
   named.count = count;
 }
 
-// The sum in the order of the format: padded with zeros to a power of two and folded in halves.
+// Sum in the order of the format: padded with zeros to a power of two and folded in halves.
 float folded_sum(float* terms, std::size_t count) {
   std::size_t size = 1;
   while (size < count) size *= 2;
@@ -70,12 +70,12 @@ float folded_sum(float* terms, std::size_t count) {
 }
 
 struct Levels {
-  float least_high;  // magnitudes from here on have the higher level
+  float least_high;  // smallest magnitude with the higher level
   Bits16 low, high;
 };
 
-// The mean of each of the two classes of magnitudes, those that reach the mean of all and the others; where some are 0,
-// these are a class by themselves.
+// Returns the means of two classes of magnitudes: those that reach the overall mean and the rest. If any are 0, the
+// zeros are the lower class and all others the higher one.
 Levels levels_of(const Named& named) {
   float terms[kTopKBlock];
   Bits32 smallest = ~Bits32{0}, largest = 0;
@@ -109,7 +109,7 @@ float value_of(unsigned code, const Bits16* levels) {
   return scalar_math::canonical(scalar_math::from_bits(bits) + 0.0f);
 }
 
-// Writes what a block names, and the values that are decoded, if these are wanted.
+// Writes the selected elements of a block, and their decoded values to `decoded` unless it is null.
 void write_block(const Named& named, const BlockTopKLayout& layout, std::size_t block, std::uint8_t* payload,
                  float* decoded) {
   const Levels found = levels_of(named);
@@ -138,7 +138,7 @@ void write_block(const Named& named, const BlockTopKLayout& layout, std::size_t 
   }
 }
 
-// Replaces the residuals of a block; what is named is `named`, and decoded to `decoded`.
+// Replaces the residuals of a block with the selected elements `named`, whose decoded values are `decoded`.
 void replace_residuals(const SparseSource& source, std::size_t begin, std::size_t count, const float* values,
                        const Named& named, const float* decoded) {
   float before[kTopKBlock];
@@ -153,7 +153,7 @@ void replace_residuals(const SparseSource& source, std::size_t begin, std::size_
   }
 }
 
-// Calls `put(index, value)` for what a block names, by the index in the block; stops where that returns false.
+// Calls `put(index, value)` for a block's elements, with the index in the block; stops if it returns false.
 template <class Put>
 bool for_each_named(const std::uint8_t* payload, const BlockTopKLayout& layout, std::size_t block, const Put& put) {
   Bits16 levels[2];
@@ -220,11 +220,11 @@ bool block_top_k_is_valid(const std::uint8_t* payload, const BlockTopKLayout& la
 void sum_block_top_k(const std::uint8_t* const* payloads, std::size_t count, const BlockTopKLayout& layout,
                      float divisor, float* out, int num_threads) {
   const ExactFloatScope exact;
-  const float nothing = 0.0f / divisor;  // may be -0; as no value is, sums are the same as from 0 on
+  const float nothing = 0.0f / divisor;  // may be -0; values never are, so sums are the same as when starting from 0
   parallel_for(layout.num_blocks, kBlocksGrain, num_threads, [&](std::size_t first, std::size_t last) {
     for (std::size_t block = first; block < last; ++block) {
       float* const to = out + block * kTopKBlock;
-      std::uint64_t is_named[kTopKBlock / 64] = {};  // one bit for each element
+      std::uint64_t is_named[kTopKBlock / 64] = {};  // one bit per element
       std::fill(to, to + layout.elements_of(block), nothing);
       for (std::size_t input = 0; input < count; ++input) {
         for_each_named(payloads[input], layout, block, [&](std::size_t index, float value) {

@@ -1,4 +1,4 @@
-// The codec blocktopk: of each block of a chunk the elements of largest magnitude, by 12 bits of index and 2 of value.
+// The codec blocktopk: the elements of largest magnitude of each block, as 12 bits of index and 2 of value.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace commlib {
 
-// Where the sections of a payload are: two levels (bf16) for each block, indices, codes; and where they end, before
-// they are filled up with zeros.
+// Offsets of the sections of a payload: two levels (bf16) per block, indices, codes; and the ends of the sections
+// before zero padding.
 struct BlockTopKLayout {
   std::size_t numel, kept, num_blocks, levels_end, indices_at, indices_end, codes_at, codes_end, nbytes;
 
@@ -34,17 +34,17 @@ struct BlockTopKLayout {
   static std::size_t code_bytes(std::size_t places) { return (2 * places + 7) / 8; }
 };
 
-// Writes a whole payload that names `layout.kept` elements of each block, 1 to kTopKBlock.
+// Writes a whole payload with `layout.kept` elements of each block, 1 to kTopKBlock.
 void encode_block_top_k(const SparseSource& source, const BlockTopKLayout& layout, std::uint8_t* payload,
                         int num_threads);
 
-// Whether the indices of each block ascend and lie in it.
+// Returns whether the indices of each block ascend and lie within the block.
 bool block_top_k_is_valid(const std::uint8_t* payload, const BlockTopKLayout& layout, int num_threads);
 
 // out = sum of the payloads / divisor
 void sum_block_top_k(const std::uint8_t* const* payloads, std::size_t count, const BlockTopKLayout& layout,
                      float divisor, float* out, int num_threads);
-// out += weight * payload, for the elements that it names
+// out += weight * payload, for the elements in the payload
 void add_block_top_k(const std::uint8_t* payload, const BlockTopKLayout& layout, float weight, float* out,
                      int num_threads);
 

@@ -26,7 +26,7 @@ std::size_t find_streaming_bytes() {
 
 const std::size_t kStreamingBytes = find_streaming_bytes();
 
-// A thread's part is not worth waking it for below this: some ten microseconds of work.
+// Minimum elements per thread, some ten microseconds of work. Smaller parts are not worth waking a thread.
 constexpr std::size_t kElementsPerPart = 1 << 17;
 
 std::size_t grain_of(const CodecShape& shape, std::size_t num_inputs) {
@@ -37,7 +37,7 @@ void zero_gap(std::uint8_t* payload, std::size_t begin, std::size_t end) {
   std::memset(payload + begin, 0, end - begin);
 }
 
-// The bytes between sections and behind the last one.
+// Zeroes the bytes between sections and after the last one.
 void zero_gaps(const CodecShape& shape, const EncodeJob& job) {
   const Layout& layout = job.layout;
   const std::size_t parameter_sets = shape.is_one_block ? 1 : layout.blocks;
@@ -55,7 +55,7 @@ float from_ordered(std::int32_t key) {
   return x;
 }
 
-// The smallest and the largest element of the chunk, or NaN twice, at the front of the payload.
+// Stores the smallest and the largest element of the chunk, or NaN twice, at the start of the payload.
 void store_range(const CodecKernels& kernels, const EncodeJob& job, std::size_t grain, int num_threads) {
   std::mutex mutex;
   std::int32_t range[2] = {INT32_MAX, INT32_MIN};

@@ -34,7 +34,7 @@ const CodecShape& shape_of(int codec) {
   return *shape;
 }
 
-// What the kernels are made for, by id; native.py holds it to its own table.
+// The constants of the kernels by codec id; native.py checks them against its own table.
 py::dict block_codecs() {
   py::dict found;
   for (int codec = 0; codec < kCodecIds; ++codec) {
@@ -76,7 +76,7 @@ struct RandomSource {
 };
 
 // --- arguments -------------------------------------------------------------------------------------------------------
-// A tensor or a number that a kernel cannot take raises ValueError; Python then finds out which one, and says so.
+// A tensor or a number that does not fit raises ValueError. Python then raises the error that names it.
 
 [[noreturn]] void refuse() {
   throw std::invalid_argument("a tensor or a number does not fit");
@@ -144,7 +144,7 @@ struct Feedback {
   }
 };
 
-// Payloads of one chunk, one after the other, whose sum is divided.
+// Consecutive payloads of one chunk, and the divisor of their sum.
 struct Payloads {
   const std::uint8_t* data;
   std::size_t count, nbytes;
@@ -191,7 +191,7 @@ std::size_t chunk_or_whole(std::optional<std::size_t> chunk, std::size_t numel) 
   return chunk.value_or(std::max<std::size_t>(numel, 1));
 }
 
-// Cuts `x` into chunks of `chunk` elements; their payloads follow one another at the distance of a full one.
+// Splits `x` into chunks of `chunk` elements. Payload i starts at i times the size of a full one.
 void encode(int codec, py::handle x, py::handle out, std::optional<std::size_t> chunk_or_none, py::handle feedback,
             const RandomSource* source, int num_threads) {
   const CodecShape& shape = shape_of(codec);
@@ -204,7 +204,7 @@ void encode(int codec, py::handle x, py::handle out, std::optional<std::size_t> 
   const Feedback whole(feedback, numel, memory_of(values), {payloads, nbytes});
   const std::size_t distance = Layout(shape, chunk).payload_bytes;
   const bool is_large = exceeds_cache(numel * element_bytes(values.type));
-  // Payloads stream at half the size, as the tensor passes through the cache as well.
+  // Payloads stream from half the size on, because the tensor passes through the cache as well.
   const bool streams = exceeds_cache((numel + chunk - 1) / chunk * distance * 2);
   const py::gil_scoped_release released;
   for (std::size_t first = 0; first < numel; first += chunk) {
@@ -222,13 +222,13 @@ void encode(int codec, py::handle x, py::handle out, std::optional<std::size_t> 
 
 // The addresses of the payloads; valid until this thread's next call.
 const std::vector<const std::uint8_t*>& rows(const Payloads& payloads) {
-  static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory from call to call
+  static thread_local std::vector<const std::uint8_t*> pointers;  // keeps its memory between calls
   pointers.resize(payloads.count);
   for (std::size_t i = 0; i < payloads.count; ++i) pointers[i] = payloads.data + i * payloads.nbytes;
   return pointers;
 }
 
-// Encodes the sum of payloads; the chunk is at element `first` of the tensor.
+// Encodes the sum of payloads; the chunk starts at element `first` of the tensor.
 void encode_sum(int codec, py::handle payloads, std::size_t numel, py::handle out, double divisor, py::handle feedback,
                 const RandomSource* source, std::size_t first, int num_threads) {
   const CodecShape& shape = shape_of(codec);
@@ -295,13 +295,13 @@ void rotate(py::handle x, py::handle out, const RandomSource& source, bool is_in
   rotate_chunk(job, num_threads);
 }
 
-// A copy past the caches, for benchmarks to compare with.
+// A copy that bypasses the caches, as a reference for benchmarks.
 void stream_copy(Address to, Address from, std::size_t nbytes) {
   const py::gil_scoped_release released;
   active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
 }
 
-// What a sparse codec encodes, and where to.
+// The source and the target of a sparse encoding.
 struct SparseEncoding {
   SparseSource source;
   std::uint8_t* out;
@@ -318,7 +318,7 @@ SparseEncoding sparse_encoding(py::handle x, std::size_t places, std::size_t nby
   return {{values.data, values.type, own.residual, own.beta, own.gamma, values.count}, payload};
 }
 
-// Written without overflow; more places than a chunk has elements are refused later.
+// Bytes of a payload. Whether the chunk has so many elements is checked later.
 std::size_t bytes_of_places(std::size_t places) {
   if (places > kMostSparseElements) refuse();
   return sparse_payload_bytes(places);
@@ -345,7 +345,7 @@ void encode_random_k_of(py::handle x, std::size_t places, py::handle out, const 
   encode_random_k(job.source, key.key, key.step, key.stage_and_rank, places, job.out, num_threads);
 }
 
-// Returns -1, or the index of the first payload that is not valid: nothing was written then.
+// Returns -1, or the index of the first invalid payload, in which case nothing was written.
 std::int64_t decode_sparse_of(py::handle payloads, std::size_t places, py::handle out, double divisor, bool adds,
                               double weight, int num_threads) {
   TensorView chunk;
@@ -383,7 +383,7 @@ void encode_block_top_k_of(py::handle x, std::size_t kept, py::handle out, py::h
   encode_block_top_k(source, layout, payload, num_threads);
 }
 
-// Returns what decode_sparse_of does.
+// Returns the same as decode_sparse_of.
 std::int64_t decode_block_top_k_of(py::handle payloads, std::size_t kept, py::handle out, double divisor, bool adds,
                                    double weight, int num_threads) {
   TensorView chunk;

@@ -1,4 +1,4 @@
-// The Python face of the block codecs.
+// Python bindings of the block codecs.
 #pragma once
 
 #include <pybind11/pybind11.h>

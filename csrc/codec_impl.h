@@ -1,19 +1,19 @@
-// The block loops of the codecs, written once; each kernels_<isa>.cpp includes this file inside its own namespace,
+// The block loops of the codecs, written once. Each kernels_<isa>.cpp includes this file inside its own namespace,
 // after codec_math.h and convert_impl.h (whose notes on includes apply here too).
 //
 // A codec is a struct with the constants of its shape, and
 //     encode<kDecodes>(values, m, u, minima, scale, codes, decoded)
-//         one block; u is null for rounding to nearest. With kDecodes, `decoded` becomes what the payload decodes to,
-//         which costs less while the codes are still in registers. Returns whether all of that is known to be finite.
+//         encodes one block; u is null for rounding to nearest. With kDecodes, writes the decoded values to `decoded`,
+//         which is cheaper while the codes are still in registers. Returns whether all of them are known to be finite.
 //     decode<kAdds>(codes, scale, minima, m, out)
-//         with kAdds, adds to `out`, and a NaN may have any sign and payload.
-//     Reader(codes, scale, minima)(i), if it has that and lanes
-//         the kLanes values of a whole block from i on, a NaN with any sign and payload. `added_to` adds them to a sum,
-//         faster, but only if has_exact_products(s). Sums and decode-add then keep their numbers in registers.
-//     encode_lanes(values, minima, scale, codes), beside a Reader, where registers hold a whole block
-//         encodes that, rounded to nearest.
-// where m is the number of elements. Everything else (casts, error feedback, sums) is made of these two, block by
-// block, in the first-level cache.
+//         with kAdds, adds to `out`; NaN results may have any sign and payload.
+//     Reader(codes, scale, minima)(i), optional, for codecs that use lanes
+//         returns the kLanes values of a whole block from i on; NaN may have any sign and payload. `added_to` adds them
+//         to a sum, faster, but only if has_exact_products(s). Sums and decode-add then stay in registers.
+//     encode_lanes(values, minima, scale, codes), optional with a Reader, if registers hold a whole block
+//         encodes that block, rounded to nearest.
+// where m is the number of elements. Everything else (casts, error feedback, sums) is built from encode and decode,
+// block by block, in the first-level cache.
 
 #include "parts_impl.h"
 
@@ -39,7 +39,7 @@ struct Integer {
     return largest >= kWidestRangeBits ? kNanScale : bf16_up(from_bits(largest) / static_cast<float>(kLevels));
   }
 
-  // The scale itself, 0 or NaN, is then the value of every element, and every code is 0.
+  // Every element then has the value of the scale, 0 or NaN, and every code is 0.
   static inline bool has_one_value(Bits16 scale) { return scale == 0 || scale == kNanScale; }
 
 #if defined(COMMLIB_WITH_AVX512)
@@ -63,7 +63,7 @@ struct Integer {
     const float s = bf16_value(bits);
     if (has_one_value(bits)) return fill_block<kDecodes>(s, m, (m * kBits + 7) / 8, codes, decoded);
     const float inverse = 1.0f / s;
-    if (kCodeBits == 8 && u == nullptr) {  // so simple that it is vectorised well from floats to bytes
+    if (kCodeBits == 8 && u == nullptr) {  // simple enough to be vectorized well from floats to bytes
       for (std::size_t i = 0; i < m; ++i) {
         const float sum = v[i] * inverse + kRounder;
         codes[i] = static_cast<Byte>(to_bits(sum));  // the lowest byte of kRounderBits is 0
@@ -72,7 +72,7 @@ struct Integer {
       return true;
     }
     alignas(64) Bits32 wide[kBlock + 8];
-    if (u == nullptr) {  // |v * inverse| exceeds kLevels by rounding errors at most: nothing to clamp
+    if (u == nullptr) {  // |v * inverse| exceeds kLevels only by rounding errors: no clamping needed
       for (std::size_t i = 0; i < m; ++i) {
         const float sum = v[i] * inverse + kRounder;
         wide[i] = to_bits(sum) - kRounderBits + kZero;
@@ -108,7 +108,7 @@ struct MinMax {
   static constexpr bool kIsOneBlock = false;
 
   struct Parameters {
-    float minimum = 0.0f, inverse = 0.0f;  // without an inverse, `minimum`, which may be NaN, stands for every element
+    float minimum = 0.0f, inverse = 0.0f;  // without an inverse, every element is `minimum`, which may be NaN
     Bits16 scale = 0;
 
     explicit Parameters(const std::int32_t range[2]) {
@@ -157,7 +157,7 @@ struct MinMax {
     parameters.store(minima, scale);
     const float minimum = parameters.minimum, inverse = parameters.inverse, s = bf16_value(parameters.scale);
     if (inverse == 0.0f) return fill_block<kDecodes>(minimum, m, m, codes, decoded);
-    if (u == nullptr) {  // (v - minimum) * inverse exceeds 255 by rounding errors at most: nothing to clamp
+    if (u == nullptr) {  // (v - minimum) * inverse exceeds 255 only by rounding errors: no clamping needed
       for (std::size_t i = 0; i < m; ++i) {
         const float sum = (v[i] - minimum) * inverse + kRounder;
         codes[i] = static_cast<Byte>(to_bits(sum));  // the lowest byte of kRounderBits is 0
@@ -194,7 +194,7 @@ struct MinMax {
   }
 };
 
-// Its parameters are found by `range_of_blocks` over the whole chunk and stored before the codes are made.
+// `range_of_blocks` finds its parameters over the whole chunk. They are stored before the codes are computed.
 struct Bagua {
   static constexpr std::size_t kBlock = 256, kBits = 8, kScaleBytes = 0, kMinimumBytes = 8;
   static constexpr bool kIsOneBlock = true;
@@ -263,7 +263,7 @@ struct OneBit {
   static inline bool encode(const float* v, std::size_t m, const float*, Byte*, Byte* scale, Byte* codes,
                             float* decoded) {
     const float sum = sum_of_magnitudes(v, m);
-    // No element is larger than the sum, so that most blocks need not be looked at again.
+    // No element is larger than the sum, so most blocks need no second check.
     if (to_bits(sum) >= kWidestRangeBits &&
         (to_bits(sum) >= kInfinityBits || largest_magnitude(v, m) >= kWidestRangeBits)) {
       store_scale(scale, kNanScale);
@@ -298,7 +298,7 @@ struct OneBit {
       std::memcpy(&word, codes + i / 8, sizeof word);
       put_values<kAdds>(32, out + i, is_plain, [=](std::size_t k) { return from_bits(s ^ ((word >> k) << 31)); });
     }
-    if (m != kBlock) {  // which leaves no rest; compilers do not see that, and warn
+    if (m != kBlock) {  // always false for whole blocks, but compilers warn otherwise
       put_values<kAdds>(m - whole, out + whole, is_plain, [=](std::size_t k) {
         return from_bits(s ^ static_cast<Bits32>(codes[(whole + k) / 8] >> (k % 8)) << 31);
       });
@@ -375,7 +375,7 @@ struct Cast16 {
       std::memcpy(codes + 2 * i, &half, sizeof half);
       if constexpr (kDecodes) decoded[i] = Format::load(half);
     }
-    return false;  // what is large becomes infinite
+    return false;  // large values become infinite
   }
 
   template <bool kAdds>

@@ -1,8 +1,8 @@
-// What the engine asks of a codec, made of its two block functions: the second half of codec_impl.h.
+// The engine's operations of a codec, built from its two block functions: the second half of codec_impl.h.
 
 // --- stochastic rounding ---------------------------------------------------------------------------------------------
 
-// u for the `m` elements from global offset `offset` on.
+// Fills u for the `m` elements from global offset `offset` on.
 static inline void fill_run(const Random& random, std::uint64_t offset, std::size_t m, float* u) {
   alignas(64) std::uint16_t numbers[kMostTile + 8 * (kPhiloxLanes + 1)];
   const std::size_t skip = offset % 8;
@@ -10,11 +10,11 @@ static inline void fill_run(const Random& random, std::uint64_t offset, std::siz
   fractions(numbers + skip, m, u);
 }
 
-// Calls fill(global offset, count, done) for each stretch of the tensor's elements `start` to `start + m` whose global
-// offsets are consecutive; `done` of them came before.
+// Calls fill(global offset, count, done) for each run of the tensor's elements `start` to `start + m` with consecutive
+// global offsets; `done` is the number of elements before it.
 template <class Fill>
 static inline void for_segments(const Random& random, std::uint64_t start, std::size_t m, const Fill& fill) {
-  std::size_t low = 0, high = random.num_segments;  // the last segment that begins at or before `start`
+  std::size_t low = 0, high = random.num_segments;  // the last segment that starts at or before `start`
   while (high - low > 1) {
     const std::size_t middle = (low + high) / 2;
     (random.segments[middle].start <= start ? low : high) = middle;
@@ -29,7 +29,7 @@ static inline void for_segments(const Random& random, std::uint64_t start, std::
   }
 }
 
-// u for the elements `start` to `start + m` of the tensor.
+// Fills u for the elements `start` to `start + m` of the tensor.
 static inline void fill_uniforms(const Random& random, std::uint64_t start, std::size_t m, float* u) {
   for_segments(random, start, m, [&](std::uint64_t offset, std::size_t count, std::size_t done) {
     fill_run(random, offset, count, u + done);
@@ -39,7 +39,7 @@ static inline void fill_uniforms(const Random& random, std::uint64_t start, std:
 // --- one block -------------------------------------------------------------------------------------------------------
 
 template <class Codec>
-struct Place {  // of block `block` in a payload
+struct Place {  // block `block` in a payload
   Byte* minima;
   Byte* scale;
   Byte* codes;
@@ -70,7 +70,7 @@ static inline void decode_block(const Byte* payload, const Layout& layout, std::
   }
 }
 
-// Blocks are worked on in tiles of at least this many elements, so that what is done once for a tile costs little.
+// Blocks are processed in tiles of at least this many elements, to amortize the work per tile.
 template <class Codec>
 constexpr std::size_t kTileBlocks = Codec::kBlock < 256 ? 256 / Codec::kBlock : 1;
 template <class Codec>
@@ -81,7 +81,7 @@ static inline std::size_t tile_elements(std::size_t at, std::size_t numel) {
   return numel - at < kTileElements<Codec> ? numel - at : kTileElements<Codec>;
 }
 
-// Calls work(block, first element in the tile, count) for each block of the tile of `m` elements from `block` on.
+// Calls work(block, first element in the tile, count) for each block of the tile of `m` elements starting at `block`.
 template <class Codec, class Work>
 static inline void for_blocks(std::size_t block, std::size_t m, const Work& work) {
   for (std::size_t at = 0; at < m; at += Codec::kBlock, ++block) {
@@ -89,7 +89,7 @@ static inline void for_blocks(std::size_t block, std::size_t m, const Work& work
   }
 }
 
-// The `m` values of the tile from `block` on.
+// Decodes the `m` values of the tile starting at `block`.
 template <class Codec>
 static inline void decode_tile(const Byte* payload, const Layout& layout, std::size_t block, std::size_t m,
                                float* out) {
@@ -110,7 +110,7 @@ static inline typename Codec::Reader reader_of(const Byte* payload, const Layout
   return typename Codec::Reader(from.codes, from.scale, from.minima);
 }
 
-// Asks for the codes that are read half a page later, and for the parameters of codes, a line of them at a time.
+// Prefetches the codes that are read half a page later, and the parameters of codes, one cache line at a time.
 template <class Codec>
 COMMLIB_INLINE void ask_ahead(const Place<Codec>& from, std::size_t block, std::size_t at, std::size_t nbytes) {
   constexpr std::size_t kCodesAhead = 2048, kParametersAhead = 192;  // bytes
@@ -121,7 +121,7 @@ COMMLIB_INLINE void ask_ahead(const Place<Codec>& from, std::size_t block, std::
   prefetch_behind(from.minima, kScalesInLine * Codec::kMinimumBytes, kParametersAhead);
 }
 
-// What a sum is divided by. A power of two can as well be multiplied with, which is faster.
+// The divisor of a sum. For a power of two, multiplication by the inverse is exact and faster.
 struct Divisor {
   float value, factor;
   bool is_power;
@@ -131,7 +131,7 @@ struct Divisor {
         is_power((to_bits(divisor) & 0x807FFFFFu) == 0 && divisor >= 1.0f && divisor <= 0x1p126f) {}
 };
 
-// Adds as many values of an input as registers hold to `sum`, or puts them there if it is the first.
+// Adds one register set of values of an input to `sum`, or stores them there if it is the first input.
 template <class Codec, bool kIsFirst>
 COMMLIB_INLINE void add_lanes(const Byte* input, const Layout& layout, std::size_t block, std::size_t at,
                               Lanes (&sum)[kRegisters]) {
@@ -147,10 +147,10 @@ COMMLIB_INLINE void add_lanes(const Byte* input, const Layout& layout, std::size
   }
 }
 
-// The mean of as many elements of a whole block, from its element `at` on, as registers hold while the inputs pass by.
+// Computes the mean of one register set of elements of a whole block, from element `at` on, across the inputs.
 //
-// [Note: instructions of their own] A core foresees what an instruction will read next from what it read before. Inputs
-// that take turns at one instruction look like leaps to it: sums from memory then took a quarter longer (AMD Zen 5).
+// [Note: instructions of their own] A core predicts the next address of a load instruction from its previous ones.
+// Inputs that alternate at one instruction look like jumps: sums from memory then took a quarter longer (AMD Zen 5).
 template <class Codec>
 COMMLIB_INLINE void sum_lanes(const Byte* const* inputs, std::size_t num_inputs, const Divisor& divisor,
                               const Layout& layout, std::size_t block, std::size_t at, Lanes (&sum)[kRegisters]) {
@@ -180,7 +180,7 @@ static inline void sum_block(const Byte* const* inputs, std::size_t num_inputs, 
   }
 }
 
-// The sum of the inputs' tiles, of any codec and any length.
+// Sums the inputs' tiles, for any codec and any length.
 template <class Codec>
 static inline void sum_inputs(const Byte* const* inputs, std::size_t num_inputs, const Layout& layout,
                               std::size_t block, std::size_t m, float* total) {
@@ -219,7 +219,7 @@ static inline void sum_tile(const Byte* const* inputs, std::size_t num_inputs, f
   }
 }
 
-// v = x + beta * residual (x alone where there is none): where it is, if it can be read in place, else in `buffer`.
+// Returns v = x + beta * residual (x alone without a residual): x itself if it can be read in place, else `buffer`.
 COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* residual, float beta, std::size_t at,
                                        std::size_t m, float* buffer) {
   const float* v = static_cast<const float*>(x) + at;
@@ -232,9 +232,10 @@ COMMLIB_INLINE const float* compensate(const void* x, DType type, const float* r
   return buffer;
 }
 
-// The values to encode, of the tile from `block` on. Where nothing else is read, x is also asked for from further away:
-// with a residual beside it that was slower. The residual is asked for where it is written (encode_tile): both requests
-// at once are more than a core has under way, and it would wait (AMD Zen 4). In the cache, asking only costs time.
+// Returns the values to encode, of the tile starting at `block`. If nothing else is read, x is also prefetched from
+// further ahead; with a residual as well, that was slower. The residual is prefetched where it is written
+// (encode_tile): both prefetches at once exceed a core's outstanding requests, and it would stall (AMD Zen 4). For data
+// in the cache, prefetching only costs time.
 template <class Codec, bool kIsAlone>
 COMMLIB_INLINE const float* values_of(const EncodeJob& job, std::size_t block, std::size_t m, float* buffer) {
   const std::size_t at = block * Codec::kBlock;
@@ -273,7 +274,7 @@ static inline void replace_residual(const float* v, const float* decoded, float 
   }
 }
 
-// One tile of at most kMost elements: its values, its payload, and with kFeeds its residuals.
+// Encodes one tile of at most kMost elements: values, payload, and residuals if kFeeds.
 template <class Codec, bool kFeeds, std::size_t kMost>
 COMMLIB_INLINE void encode_tile(const EncodeJob& job, std::size_t block, std::size_t m) {
   constexpr std::size_t kCodeBytes = kMost * Codec::kBits / 8;
@@ -308,11 +309,11 @@ COMMLIB_INLINE void encode_tiles(const EncodeJob& job, std::size_t begin, std::s
   if (job.streams) finish_streams();
 }
 
-// A block of a sum that registers hold needs no memory, and is summed while the one before is still being encoded.
+// Whether a block of a sum fits in registers. It then needs no memory and is summed while the previous one is encoded.
 template <class Codec>
 constexpr bool kEncodesLanes = kHasReader<Codec> && Codec::kBlock == kRegisters * kLanes;
 
-// Whole blocks of a sum.
+// Encodes whole blocks of a sum.
 template <class Codec>
 static void encode_sums(const EncodeJob& job, std::size_t begin, std::size_t end) {
   const Divisor by(job.divisor);
@@ -351,7 +352,7 @@ static void range_of_blocks(const EncodeJob& job, std::size_t begin, std::size_t
   }
 }
 
-// The tile's values go to `out` by way of a buffer, from where they leave past the caches if the job says so.
+// The tile's values are decoded to a buffer and written to `out`, with non-temporal stores if the job requests them.
 template <class Codec>
 static inline void decode_tile_to(const DecodeJob& job, std::size_t block, std::size_t m) {
   alignas(64) float total[kTileElements<Codec>], before[kTileElements<Codec>];

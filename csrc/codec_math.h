@@ -1,11 +1,11 @@
-// The arithmetic of the codecs, one element or one block's parameters at a time: the same text for every CPU
-// instruction set and for CUDA (NVRTC compiles it without any header of the standard library).
-// docs/reference/wire_format.md defines it.
+// The arithmetic of the codecs, for one element or one block's parameters: the same source for every CPU instruction
+// set and for CUDA (NVRTC compiles it without any header of the standard library). docs/reference/wire_format.md
+// defines it.
 //
 // Included by codec_impl.h inside the namespace of an instruction set, and by the CUDA kernels; hence no #include here.
-// Every function is free of branches that depend on data, so that loops over it vectorise.
+// No function has branches that depend on data, so that loops vectorize.
 //
-// [Note: exactness] No operation may be contracted (-ffp-contract=off, -fmad=false) and denormals count.
+// [Note: exactness] No operation may be contracted (-ffp-contract=off, -fmad=false), and denormals are kept.
 
 #if defined(__CUDACC__)
 #define COMMLIB_MATH static __device__ __forceinline__
@@ -50,7 +50,7 @@ COMMLIB_MATH float canonical(float x) {
   return x == x ? x : from_bits(kQuietNanBits);
 }
 
-// The smallest bf16 that is at least `x`, which is finite and not negative.
+// Returns the smallest bf16 that is at least `x`, which is finite and not negative.
 COMMLIB_MATH Bits16 bf16_up(float x) {
   return static_cast<Bits16>((to_bits(x) + 0xFFFFu) >> 16);
 }
@@ -82,7 +82,7 @@ COMMLIB_MATH float round_float(float y) {
   return magnitude < 8388608.0f ? from_bits(to_bits(rounded) | (to_bits(y) & ~kMagnitude)) : y;
 }
 
-// floor(y), as an int; |y| <= 2^21. What rounding to nearest brought above y goes down by one.
+// floor(y), as an int; |y| <= 2^21. If rounding to nearest exceeds y, subtracts one.
 COMMLIB_MATH int floor_to_int(float y) {
   const float sum = y + kRounder;
   const int nearest = static_cast<int>(to_bits(sum) - kRounderBits);
@@ -102,9 +102,9 @@ struct SmallFloat {
   static constexpr int kMantissa = kMantissaBits;
   static constexpr int kMinExponent = kSmallestExponent;
   static constexpr int kLargestCode = kLargest;       // the largest finite number, without its sign
-  static constexpr int kMaxExponent = kMostExponent;  // of that number
+  static constexpr int kMaxExponent = kMostExponent;  // exponent of that number
   static constexpr int kNanFrom = kFirstNan;          // codes from here on are NaN
-  static constexpr bool kHasInfinity = kInfinite;     // then it is the code before
+  static constexpr bool kHasInfinity = kInfinite;     // if so, infinity is the code before the first NaN
   static constexpr int kSignBit = kSign;
 };
 using E4M3 = SmallFloat<3, -6, 0x7E, 8, 0x7F, false, 7>;
@@ -117,10 +117,10 @@ COMMLIB_MATH float power_of_two(int exponent) {  // -126..127
 
 struct SmallRounding {
   int code;
-  float value;  // of that code
+  float value;  // decoded value of the code
 };
 
-// The number of the format nearest to `y` (finite), ties to even, saturating.
+// Returns the number of the format nearest to `y` (finite), ties to even, saturating.
 template <class Format>
 COMMLIB_MATH SmallRounding round_to_small_float(float y) {
   constexpr int kShift = 23 - Format::kMantissa, kLeast = (Format::kMinExponent + 127) << 23;
@@ -130,8 +130,7 @@ COMMLIB_MATH SmallRounding round_to_small_float(float y) {
   const Bits32 magnitude = to_bits(y) & kMagnitude, sign = to_bits(y) & ~kMagnitude;
   const int raw_exponent = static_cast<int>(magnitude & kInfinityBits);
   const int exponent = raw_exponent < kLeast ? kLeast : raw_exponent;
-  // The adder rounds at the last bit that is kept: add 1.5 * 2^23 of that bit. It is passed at most 2^(kMantissa + 1)
-  // times.
+  // The adder rounds at the last kept bit: add 1.5 * 2^23 of that bit. It is passed at most 2^(kMantissa + 1) times.
   const int rounder = exponent + (kShift << 23 | 0x400000);
   const float sum = from_bits(magnitude) + from_bits(static_cast<Bits32>(rounder));
   const int code = ((exponent - kLeast) >> kShift) + (static_cast<int>(to_bits(sum)) - rounder);
@@ -141,20 +140,20 @@ COMMLIB_MATH SmallRounding round_to_small_float(float y) {
   return {saturated | static_cast<int>(sign >> (31 - Format::kSignBit)), from_bits(to_bits(largest) | sign)};
 }
 
-// The code nearest to `y` (finite), ties to even, saturating.
+// Returns the code nearest to `y` (finite), ties to even, saturating.
 template <class Format>
 COMMLIB_MATH int small_float_code(float y) {
   return round_to_small_float<Format>(y).code;
 }
 
-// The number that a code stands for; a NaN is the positive one without payload.
+// Returns the number of a code; NaN is the positive one without payload.
 template <class Format>
 COMMLIB_MATH float small_float_value(int code) {
   constexpr int kShift = 23 - Format::kMantissa, kMask = (1 << Format::kSignBit) - 1;
   constexpr Bits32 kLeast = static_cast<Bits32>(Format::kMinExponent + 127) << 23;
   const int magnitude = code & kMask;
-  // No denormal on the way, as processors take a hundred cycles for one: a code without exponent is read as 2^min more
-  // than it stands for.
+  // Avoid denormal intermediates, which cost processors a hundred cycles: a code without exponent is read 2^min too
+  // large.
   const bool is_small = magnitude < 1 << Format::kMantissa;
   const Bits32 bits = (static_cast<Bits32>(magnitude) << kShift) + (is_small ? kLeast : kLeast - (1u << 23));
   const float number = from_bits(bits) - (is_small ? from_bits(kLeast) : 0.0f);

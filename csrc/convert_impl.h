@@ -1,12 +1,12 @@
-// The types that kernels read and write, the ways between them and float32, and the gathering kernel, written once.
-// Each kernels_<isa>.cpp includes this file inside its own namespace, after it has named its instruction set, so the
-// compiler makes one version of it per instruction set. Hence no include guard, and no #include here: nothing of the
-// standard library may be compiled for an instruction set that is not checked for.
+// The types that kernels read and write, their conversions from and to float32, and the gathering kernel, written once.
+// Each kernels_<isa>.cpp includes this file inside its own namespace, after selecting its instruction set, so that the
+// compiler generates one version per instruction set. Hence no include guard, and no #include here: no code of the
+// standard library may be compiled for an instruction set that was not checked for.
 //
 // [Note: casts]
-// The arithmetic is in float32 (float64 for float64), then one rounding to nearest, ties to even. Denormals are kept. A
-// narrow type writes a NaN as the positive quiet NaN without payload (0x7FC00000, 0x7FC0, 0x7E00): hardware
-// disagrees about sign and payload, bytes on the wire must not.
+// Arithmetic is in float32 (float64 for float64), followed by one rounding to nearest, ties to even. Denormals are
+// kept. A narrow type writes NaN as the positive quiet NaN without payload (0x7FC00000, 0x7FC0, 0x7E00): hardware
+// differs in sign and payload, but bytes on the wire must not.
 
 struct Float32 {
   using Storage = float;
@@ -38,7 +38,7 @@ struct Float16 {
   using Storage = std::uint16_t;
   using Compute = float;
 
-  // Exponents are moved with two exact float operations, so that denormals need no branch.
+  // Exponents are shifted with two exact float operations, so that denormals need no branch.
   static inline float load(std::uint16_t x) {
     const std::uint32_t magnitude = static_cast<std::uint32_t>(x & 0x7FFFu) << 13;
     const float shifted = from_bits(magnitude) * 0x1.0p112f;
@@ -46,8 +46,8 @@ struct Float16 {
     return from_bits(bits | static_cast<std::uint32_t>(x & 0x8000u) << 16);
   }
 
-  // Adding a power of two that is as large as the last kept bit demands makes the float adder do the rounding. Scaling
-  // up and down first turns what is too large into infinity.
+  // Adding a power of two that matches the last kept bit makes the float adder round. Scaling up and down first turns
+  // values that are too large into infinity.
   static inline std::uint16_t store(float x) {
     const std::uint32_t bits = to_bits(x);
     const std::uint32_t magnitude = bits & 0x7FFFFFFFu;

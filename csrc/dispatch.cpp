@@ -1,4 +1,4 @@
-// Finds the instruction sets of this machine and holds the table in use.
+// Detects the instruction sets of this machine and holds the active kernel table.
 #include <atomic>
 #include <cstring>
 #include <stdexcept>

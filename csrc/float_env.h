@@ -1,4 +1,4 @@
-// Arithmetic as the wire format demands it, whatever the calling thread is set to.
+// The floating-point mode that the wire format requires, independent of the calling thread's mode.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace commlib {
 
-// For its lifetime, rounds to nearest even and keeps denormals (torch.set_flush_denormal and other libraries switch
-// flushing on), then restores the thread's state.
+// In its scope, rounds to nearest even and keeps denormals (torch.set_flush_denormal and other libraries enable
+// flushing), then restores the thread's mode.
 class ExactFloatScope {
  public:
   ExactFloatScope() : saved_(read()) {

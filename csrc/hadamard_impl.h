@@ -1,6 +1,6 @@
-// The random Hadamard rotation, once for each instruction set; included after codec_impl.h.
+// The random Hadamard rotation, compiled once per instruction set; included after codec_impl.h.
 
-// signs[i] becomes 0 or the sign bit, for the `m` elements from global offset `offset` on.
+// Sets signs[i] to 0 or the sign bit, for the `m` elements from global offset `offset` on.
 static inline void fill_sign_run(const Random& random, std::uint64_t offset, std::size_t m, Bits32* signs) {
   alignas(64) Bits32 made[128];
   for (std::size_t done = 0; done < m;) {
@@ -16,8 +16,8 @@ static inline void fill_sign_run(const Random& random, std::uint64_t offset, std
   }
 }
 
-// Pairs that are closer than a register is wide: each element gets its partner plus itself, or minus itself where it is
-// the second one, which is the same sum or difference bit for bit.
+// Pairs that are closer than the register width: each element becomes its partner plus itself, or minus itself if it is
+// the second one. This is bitwise equal to the sum or difference.
 #if defined(COMMLIB_WITH_AVX512)
 template <int kHalf>
 static inline __m512 partners(__m512 t) {
@@ -107,7 +107,7 @@ static inline void transform(float* t) {
   for (std::size_t i = 0; i < kLength; ++i) t[i] *= kScales[kPower];
 }
 
-// The rest of a chunk, in pieces of its length's powers of two, the largest first.
+// Transforms the rest of a chunk, in pieces whose lengths are the powers of two of its length, the largest first.
 static inline void transform_rest(float* t, std::size_t m) {
   if (m & 128) transform<128>(t), t += 128;
   if (m & 64) transform<64>(t), t += 64;

@@ -1,4 +1,4 @@
-// Everything that convert_impl.h and codec_impl.h need, included by each kernels_<isa>.cpp before it names its
+// Everything that convert_impl.h and codec_impl.h need, included by each kernels_<isa>.cpp before it selects its
 // instruction set.
 #pragma once
 
@@ -11,14 +11,14 @@
 #include "kernels.h"
 #include "sparse.h"
 
-// Says that no iteration of the next loop reads what another one writes (in and out may be the same address).
+// Asserts that no iteration of the next loop reads values that another one writes (in and out may be the same address).
 #if defined(__clang__)
 #define COMMLIB_INDEPENDENT_ITERATIONS _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define COMMLIB_INDEPENDENT_ITERATIONS _Pragma("GCC ivdep")
 #endif
 
-// What is done once for each tile: a call and what it saves and restores would take a tenth of the time of a tile.
+// For functions called once per tile: a call with its saved registers would take a tenth of the time of a tile.
 #define COMMLIB_INLINE __attribute__((always_inline)) static inline
 
 #if defined(__x86_64__)

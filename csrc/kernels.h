@@ -1,4 +1,4 @@
-// The table of kernels that every instruction set provides, and the choice between them at run time.
+// The table of kernels that every instruction set provides, and its selection at run time.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace commlib {
 
-// The numbers are part of the Python crossing (commlib/kernels/native.py).
+// The numbers are used by the Python side (commlib/kernels/native.py).
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
 inline constexpr int kNumDTypes = 4;
 
@@ -29,24 +29,24 @@ struct Kernels {
   const SparseKernels* sparse;
 };
 
-// Whether requests for memory that is read soon are for the first cache; else they are for the second. Found out here,
-// as processors differ: on AMD Zen 5 those for the second made encoding with feedback take up to 1.5 times as long as
-// those for the first, on Zen 4 those for the first up to twice as long, and so sums.
+// Whether prefetches target the first-level cache; otherwise they target the second-level cache. Determined at load
+// time, because processors differ. On AMD Zen 5, second-level prefetches made encoding with feedback take up to 1.5
+// times as long; on Zen 4, first-level prefetches made it and sums take up to twice as long.
 extern const bool kPrefetchesToFirstCache;
 
-// Each in a file of its own; null where the compiler's target has no such instruction set.
+// Each is defined in a file of its own; null if the compiler's target does not have the instruction set.
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* neon_kernels();
 
-// Names of the instruction sets that this machine runs, the best first.
+// Names of the instruction sets that this machine supports, the best first.
 std::vector<std::string> supported_isas();
 
-// The table in use: the best one, until `select_isa` says otherwise.
+// The active table: the best one, unless `select_isa` selected another.
 const Kernels& active_kernels();
 
-// Throws std::invalid_argument if this machine does not run `name`.
+// Throws std::invalid_argument if this machine does not support `name`.
 void select_isa(const std::string& name);
 
 }  // namespace commlib

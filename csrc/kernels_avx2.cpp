@@ -4,7 +4,7 @@
 #define COMMLIB_WITH_AVX2  // codec and sparse loops may use its intrinsics
 #endif
 
-// The region runs to the end of the file: templates are instantiated there.
+// The region extends to the end of the file, because templates are instantiated there.
 #if defined(COMMLIB_X86) && defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #elif defined(COMMLIB_X86)
@@ -15,7 +15,7 @@ namespace commlib {
 
 #if defined(COMMLIB_X86)
 namespace avx2 {
-// clang-format off: each uses the ones before
+// clang-format off: the order matters
 #include "codec_math.h"
 #include "convert_impl.h"
 #include "codec_impl.h"

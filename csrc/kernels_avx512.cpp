@@ -4,7 +4,7 @@
 #define COMMLIB_WITH_AVX512  // codec and sparse loops may use its intrinsics
 #endif
 
-// The region runs to the end of the file: templates are instantiated there.
+// The region extends to the end of the file, because templates are instantiated there.
 #if defined(COMMLIB_X86) && defined(COMMLIB_EMULATED_AVX512)  // scripts/emulate_avx512, by GCC
 #include COMMLIB_EMULATED_AVX512
 #pragma GCC target("avx2")
@@ -18,7 +18,7 @@ namespace commlib {
 
 #if defined(COMMLIB_X86)
 namespace avx512 {
-// clang-format off: each uses the ones before
+// clang-format off: the order matters
 #include "codec_math.h"
 #include "convert_impl.h"
 #include "codec_impl.h"

@@ -1,11 +1,11 @@
-// NEON is part of every AArch64, so no target region is needed here; the name is what the other files share.
+// NEON is part of every AArch64, so no target region is needed here. The name is shared with the other files.
 #include "kernel_includes.h"
 
 namespace commlib {
 
 #if defined(COMMLIB_ARM64)
 namespace neon {
-// clang-format off: each uses the ones before
+// clang-format off: the order matters
 #include "codec_math.h"
 #include "convert_impl.h"
 #include "codec_impl.h"

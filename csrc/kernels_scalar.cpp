@@ -1,9 +1,9 @@
-// The kernels for the compiler's base instruction set: any machine of the architecture runs them.
+// The kernels for the compiler's base instruction set, which any machine of the architecture supports.
 #include "kernel_includes.h"
 
 namespace commlib {
 namespace scalar {
-// clang-format off: each uses the ones before
+// clang-format off: the order matters
 #include "codec_math.h"
 #include "convert_impl.h"
 #include "codec_impl.h"

@@ -1,4 +1,4 @@
-// Gathers many tensors into one flat buffer, multiplied by a factor on the way.
+// Gathers many tensors into one flat buffer, multiplied by a factor.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Slot {
   std::size_t count;
 };
 
-// Where each of a list of tensors lies in a flat buffer. Made once, used every step.
+// The slots of a list of tensors in a flat buffer. Created once and used in every step.
 class PackPlan {
  public:
   // Throws std::invalid_argument if slots overlap.
@@ -24,13 +24,13 @@ class PackPlan {
   std::size_t size() const { return slots_.size(); }
   DType type() const { return type_; }
   std::size_t count(std::size_t index) const { return slots_[index].count; }
-  // The number of elements that the flat buffer must have.
+  // The minimum number of elements of the flat buffer.
   std::size_t extent() const { return extent_; }
 
-  // Where the tensor's slot begins in the flat buffer that begins at `dst`.
+  // The start of the tensor's slot in the flat buffer at `dst`.
   const void* place(const void* dst, std::size_t index) const;
 
-  // The index of a source that overlaps the buffer elsewhere than exactly in its own place, or size() if there is none.
+  // The index of a source that overlaps the buffer outside of its own slot, or size() without one.
   std::size_t find_overlap(const void* dst, const void* const* srcs) const;
 
   // Fills the slots of `dst` from `srcs`, each multiplied by `factor`; a null source fills its slot with zeros.

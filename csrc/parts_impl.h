@@ -1,5 +1,5 @@
-// What the codecs of codec_impl.h, which includes this, are made of: maxima and ranges, scales, and the way between
-// numbers and the bytes of codes.
+// Building blocks of the codecs in codec_impl.h, which includes this file: maxima and ranges, scales, and conversions
+// between numbers and the bytes of codes.
 
 #include "vector_impl.h"
 
@@ -34,7 +34,7 @@ static inline void find_range(const float* v, std::size_t m, std::int32_t range[
 }
 
 #if defined(COMMLIB_WITH_AVX512)
-// The same of what is in registers.
+// The same for values in registers.
 static inline Bits32 largest_magnitude(const Lanes (&v)[kRegisters]) {
   const __m512i magnitude = _mm512_set1_epi32(kMagnitude);
   __m512i largest[2] = {_mm512_set1_epi32(0), _mm512_set1_epi32(0)};
@@ -83,7 +83,7 @@ static inline bool is_finite_number(float x) {
   return (to_bits(x) & kMagnitude) < kInfinityBits;
 }
 
-// out[i] = value(i), or += with kAdds. Where no NaN can come about (`is_plain`), none has to be made canonical.
+// out[i] = value(i), or += with kAdds. If no NaN can occur (`is_plain`), values need not be made canonical.
 template <bool kAdds, class Value>
 static inline void put_values(std::size_t m, float* out, bool is_plain, const Value& value) {
   if constexpr (kAdds) {
@@ -95,7 +95,7 @@ static inline void put_values(std::size_t m, float* out, bool is_plain, const Va
   }
 }
 
-// The block of a codec whose scale says that it holds nothing (0) or what is not finite (NaN); returns which.
+// Encodes a block whose scale is 0 (no values) or NaN (non-finite values). Returns whether the value is not NaN.
 template <bool kDecodes>
 static inline bool fill_block(float value, std::size_t m, std::size_t code_bytes, Byte* codes, float* decoded) {
   std::memset(codes, 0, code_bytes);
@@ -107,7 +107,7 @@ static inline bool fill_block(float value, std::size_t m, std::size_t code_bytes
 
 // --- from and to the bytes of the codes ------------------------------------------------------------------------------
 
-// `codes` holds one code in each number, and room for a byte's places past the end of a short block. With fewer than 8
+// `codes` holds one code per number, with room for a byte's codes past the end of a short block. With fewer than 8
 // bits, 8 / kBits runs of the block share bytes.
 template <int kBits>
 static inline void store_codes(Bits32* codes, std::size_t m, Byte* to) {
@@ -145,7 +145,7 @@ static inline void put_codes(const Byte* codes, std::size_t m, float* out, bool 
   }
 }
 
-// The codes of v * factor, and what they decode to: their values times `back`.
+// Computes the codes of v * factor and, with kDecodes, their decoded values times `back`.
 template <class Format, int kBits, std::size_t kBlock, bool kDecodes>
 static inline void round_all(const float* v, std::size_t m, float factor, float back, Byte* to, float* decoded) {
   alignas(64) Bits32 codes[kBlock + 8];

@@ -1,9 +1,9 @@
 // The drivers of the sparse codecs.
 //
 // [Note: exact top-k in one pass] A sample suggests a magnitude t that a few more than k elements reach. One pass
-// collects those that do. Where more come than there is room for, only the k best so far are kept and t rises to the
-// worst of them, so room is bounded whatever the data. Where too few came, t was too high, and a second pass over the
-// rest finds the missing ones in the same way, from t = 0 on. The result depends on neither the sample nor the threads.
+// collects those elements. If they exceed the room, only the k best so far are kept and t rises to the worst of them,
+// so the room is bounded for any data. If there are fewer than k, t was too high, and a second pass over the rest finds
+// the missing ones in the same way, starting from t = 0. The result depends on neither the sample nor the threads.
 #include "sparse.h"
 
 #include <algorithm>
@@ -29,23 +29,23 @@ namespace {
 using scalar_math::kInfinityBits;
 
 constexpr std::size_t kElementsPerSample = 128, kMostElementsPerSample = 4096;
-constexpr std::size_t kManySamples = 1 << 15;   // beyond these only as many as kMostElementsPerSample asks for
+constexpr std::size_t kManySamples = 1 << 15;   // above this only one per kMostElementsPerSample
 constexpr std::size_t kLeastGuessed = 1 << 16;  // elements
-constexpr std::size_t kRun = 16;                // neighbouring elements that are sampled together
+constexpr std::size_t kRun = 16;                // neighboring elements that are sampled together
 constexpr std::size_t kLeastRoom = 4096;
 
 const SparseKernels& kernels() {
   return *active_kernels().sparse;
 }
 
-// Memory for keys that a thread keeps from call to call, since fresh memory costs more than what is done with it. What
-// is larger than kMostKept is given back after the call.
+// Memory for keys that a thread keeps between calls, because fresh memory costs more than its use. Memory larger than
+// kMostKept is freed after the call.
 class Scratch {
  public:
   Key* reserve(std::size_t count) {
     if (count > capacity_) {
-      keys_.reset();                // first, so that both never exist together
-      keys_.reset(new Key[count]);  // not initialised
+      keys_.reset();                // first, so that both never exist at once
+      keys_.reset(new Key[count]);  // not initialized
       capacity_ = count;
     }
     return keys_.get();
@@ -71,7 +71,7 @@ struct ScratchScope {
   }
 };
 
-// Gives back the residuals that a scan has cleared of the keys below `end`, which are not sent after all.
+// Restores the residuals that a scan cleared for the keys below `end`, because these are not sent after all.
 void restore_residuals(const SparseSource& source, const Keys& keys, Key end, int num_threads) {
   parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
     float unused;
@@ -85,8 +85,8 @@ void restore_residuals(const SparseSource& source, const Keys& keys, Key end, in
   });
 }
 
-// Keeps the `count` largest keys, in the order in which they stand. With a source, a scan has cleared their residuals,
-// and those of the others are restored.
+// Keeps the `count` largest keys, in their order. With a source, the keys' residuals were cleared by a scan, and those
+// of the dropped keys are restored.
 void keep_largest(Keys& keys, std::size_t count, const SparseSource* source = nullptr) {
   if (keys.size <= count) return;
   const Key least = least_of_largest(keys, count, 1);
@@ -100,17 +100,17 @@ void keep_largest(Keys& keys, std::size_t count, const SparseSource* source = nu
   keys.size = kept;
 }
 
-// How many keys `collect` needs room for.
+// The number of keys that `collect` needs room for.
 std::size_t room_for(std::size_t count, std::size_t elements) {
   return std::min(2 * count + kLeastRoom, elements + kTile);
 }
 
-// Brings a momentum up to date while it is scanned.
+// Updates a momentum while it is scanned.
 class Update {
  public:
   explicit Update(const Momentum& momentum) : momentum_(momentum) {}
 
-  // The next elements, few enough to be in the cache still when they are scanned; returns where they end.
+  // Updates the next elements, few enough to be still cached when they are scanned. Returns their end.
   std::size_t advance(std::size_t begin, std::size_t end) {
     const auto& [gradient, type, decay, factor, u] = momentum_;
     end = std::min(begin + kAtOnce, end);
@@ -118,7 +118,7 @@ class Update {
     return end;
   }
 
-  // About what a few elements of v, at most kGathered, will be.
+  // Approximates the future values of a few elements of v, at most kGathered.
   void gather(const SparseSource& source, const std::uint32_t* indices, std::size_t count, float* out) const {
     const auto& [gradient, type, decay, factor, u] = momentum_;
     float gradients[kGathered], residuals[kGathered];
@@ -130,7 +130,7 @@ class Update {
     }
   }
 
-  // What was sent, the keys that are not less than `least`, leaves no momentum behind.
+  // Zeroes the momentum of the sent elements, the keys that are not less than `least`.
   void clear(const Keys& keys, Key least, int num_threads) const {
     parallel_for(keys.size, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
       for (std::size_t i = first; i < last; ++i) {
@@ -147,7 +147,7 @@ class Update {
   std::atomic<bool> all_finite_{true};
 };
 
-// The `count` largest of a stretch whose magnitudes are in low..high - 1; all such ones where there are fewer.
+// Returns the `count` largest elements of a range with magnitudes in low..high - 1, or all of them if there are fewer.
 Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std::uint32_t low, std::uint32_t high,
              std::size_t count, bool writes, Key* memory, Update* update) {
   Scan scan = {low, high, writes, memory, room_for(count, end - begin), 0};
@@ -159,7 +159,7 @@ Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std
       Keys keys = {memory, scan.count};
       keep_largest(keys, count, writes ? &source : nullptr);
       scan.count = keys.size;
-      // Later elements with the magnitude of the worst one lose against it by their index.
+      // Later elements with the magnitude of the worst one rank below it, because of their index.
       if (scan.count == count) {
         std::uint32_t worst = high;
         for (std::size_t i = 0; i < keys.size; ++i) worst = std::min(worst, magnitude_of(memory[i]));
@@ -170,8 +170,8 @@ Keys collect(const SparseSource& source, std::size_t begin, std::size_t end, std
   return {memory, scan.count};
 }
 
-// What `find(first, last, memory)` finds in parts of the chunk, one for each thread, in the order of the indices. It
-// has room for `room(elements)` keys.
+// Calls `find(first, last, memory)` for parts of the chunk, one per thread, and returns the keys in the order of the
+// indices. The memory of a part has room for `room(elements)` keys.
 template <class Room, class Find>
 Keys find_in_parts(std::size_t numel, int num_threads, Scratch& scratch, const Room& room, const Find& find) {
   constexpr std::size_t kMostParts = 256;
@@ -203,13 +203,13 @@ Keys collect_in_parts(const SparseSource& source, std::uint32_t low, std::uint32
   });
 }
 
-// A magnitude that somewhat more than `count` elements are likely to reach; 0 where it is not worth guessing.
+// Returns a magnitude that somewhat more than `count` elements are likely to reach; 0 if guessing is not worthwhile.
 std::uint32_t guess_threshold(const SparseSource& source, std::size_t count, const Update* update) {
   if (source.numel < kLeastGuessed || count == 0) return 0;
   const std::size_t most = std::max(kManySamples, source.numel / kMostElementsPerSample);
   const std::size_t num_runs = std::min(most, source.numel / kElementsPerSample) / kRun;
   const std::size_t stride = source.numel / num_runs;
-  static thread_local std::vector<std::uint32_t> sample;  // keeps its memory from call to call
+  static thread_local std::vector<std::uint32_t> sample;  // keeps its memory between calls
   sample.resize(num_runs * kRun);
   for (std::size_t first = 0; first < sample.size(); first += kGathered) {
     const std::size_t m = std::min(kGathered, sample.size() - first);
@@ -233,7 +233,7 @@ std::uint32_t guess_threshold(const SparseSource& source, std::size_t count, con
   return std::min(sample[rank], kInfinityBits);
 }
 
-// What was sent leaves nothing behind; what is not finite leaves the residual as it was.
+// Clears the residuals of sent elements. Those of non-finite elements stay unchanged.
 void clear_sent(const SparseSource& source, const Keys& keys, int num_threads, Key least = 0) {
   if (source.residual == nullptr) return;
   const float rest = 0.0f * source.gamma;
@@ -245,7 +245,7 @@ void clear_sent(const SparseSource& source, const Keys& keys, int num_threads, K
   });
 }
 
-// Replaces all residuals by v * gamma, what is sent or not.
+// Replaces all residuals by v * gamma, as if nothing was sent.
 void replace_residuals(const SparseSource& source, int num_threads) {
   parallel_for(source.numel, kElementsGrain, num_threads, [&](std::size_t begin, std::size_t end) {
     Scan none = {0, 0, true, nullptr, 0, 0};
@@ -253,7 +253,7 @@ void replace_residuals(const SparseSource& source, int num_threads) {
   });
 }
 
-// Takes out of `more` what is in `keys`; both are in order.
+// Removes the elements of `keys` from `more`; both are in order.
 void remove_taken(const Keys& keys, Keys& more) {
   std::size_t kept = 0;
   for (std::size_t i = 0, j = 0; i < more.size; ++i) {
@@ -264,7 +264,7 @@ void remove_taken(const Keys& keys, Keys& more) {
   more.size = kept;
 }
 
-// Merges `more` into `keys`, which have room for it, from behind; both are in order.
+// Merges `more` into `keys`, which has room for it, from the back; both are in order.
 void merge(Keys& keys, const Keys& more) {
   std::size_t i = keys.size, j = more.size;
   while (j > 0) {
@@ -275,9 +275,9 @@ void merge(Keys& keys, const Keys& more) {
   keys.size += more.size;
 }
 
-// Adds to `keys`, all that reach `low`, the best of the elements below it: `places` keys in all, in order. Where the
-// first pass has `written` the residuals, they are v, but for elements that are not finite: these were all collected,
-// and their residuals, still the old ones, must not be taken for them.
+// Completes `keys`, all elements that reach `low`, with the largest elements below it, to `places` keys in order. If
+// the first pass has `written` the residuals, these are v, except for non-finite elements. These were all collected,
+// and their residuals, still the old ones, must not be used as v.
 void complete(const SparseSource& source, std::uint32_t low, std::size_t places, bool written, int num_threads,
               Keys& keys) {
   const std::size_t missing = places - keys.size;
@@ -293,15 +293,15 @@ void complete(const SparseSource& source, std::uint32_t low, std::size_t places,
   merge(keys, more);  // there is room for 2 * places
 }
 
-// What a scan reads is brought up to date before by `update`, if any.
+// `update`, if not null, updates the elements before they are scanned.
 void encode_largest(const SparseSource& source, std::size_t places, std::uint8_t* payload, int num_threads,
                     Update* update) {
   const ExactFloatScope exact;
   const ScratchScope scope;
   const bool has_residual = source.residual != nullptr;
-  // Writing at once saves a pass, but is final: should another pass be needed, it must find v.
+  // Writing at once saves a pass, but is final: a second pass, if needed, must find v.
   const bool writes = has_residual && source.gamma == 1.0f;
-  bool are_cleared = writes;  // the residuals of all keys
+  bool are_cleared = writes;  // whether the residuals of all keys are cleared
   const std::uint32_t low = guess_threshold(source, places, update);
   Keys keys = collect_in_parts(source, low, 0x80000000u, places, writes, num_threads, first_scratch, update);
   if (keys.size < places && low > 0) {
@@ -333,7 +333,7 @@ bool encode_momentum(const Momentum& momentum, const SparseSource& source, std::
   return update.all_finite();
 }
 
-// Each part finds as many as are wanted in all, of which the first ones count.
+// Each part finds up to `places` elements; the first of all parts are used.
 void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std::size_t places, std::uint8_t* payload,
                   int num_threads) {
   const ExactFloatScope exact;
@@ -343,7 +343,7 @@ void encode_above(const SparseSource& source, std::uint32_t threshold_bits, std:
   const auto find = [&](std::size_t first, std::size_t last, Key* memory) {
     Scan scan = {threshold_bits, 0x80000000u, writes, memory, room(last - first), 0};
     const std::size_t at = kernels().scan(source, first, last, scan);
-    Scan rest = {0, 0, true, nullptr, 0, 0};  // full: what follows only has its residuals replaced
+    Scan rest = {0, 0, true, nullptr, 0, 0};  // no room: only replaces the residuals of the remaining elements
     if (at < last && writes) kernels().scan(source, at, last, rest);
     return Keys{memory, scan.count};
   };

@@ -1,4 +1,4 @@
-// Decoding of the sparse codecs: payloads checked, added and summed.
+// Decoding of the sparse codecs: validation, addition and sums of payloads.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace scalar_math {
 
 namespace {
 
-constexpr std::uint32_t kUnused = 0xFFFFFFFFu;  // the index of a place that is not used
+constexpr std::uint32_t kUnused = 0xFFFFFFFFu;  // the index of an unused place
 
 std::uint32_t load_word(const std::uint8_t* at) {
   std::uint32_t word;
@@ -23,20 +23,20 @@ std::uint32_t load_word(const std::uint8_t* at) {
   return word;
 }
 
-// Calls `put(index, value)` for what the places from `place` to `last` name below `end`; returns the next place.
+// Calls `put(index, value)` for the elements below `end` in the places from `place` to `last`; returns the next place.
 template <class Put>
 std::size_t for_each_below(const std::uint8_t* payload, std::size_t places, std::size_t place, std::size_t last,
                            std::size_t end, const Put& put) {
   const std::uint8_t* values = payload + sparse_values_at(places);
   for (; place < last; ++place) {
     const std::uint32_t index = load_word(payload + 4 * place);
-    if (index >= end) break;  // unused places are the last ones
+    if (index >= end) break;  // unused places are last
     put(index, scalar_math::from_bits(load_word(values + 4 * place)) + 0.0f);
   }
   return place;
 }
 
-// The first place that names no element before `begin`.
+// Returns the first place whose element is not before `begin`.
 std::size_t first_place(const std::uint8_t* payload, std::size_t places, std::size_t begin) {
   std::size_t low = 0, high = places;
   while (low < high) {
@@ -57,7 +57,7 @@ bool sparse_is_valid(const std::uint8_t* payload, std::size_t places, std::size_
   parallel_for(places, kPlacesGrain, num_threads, [&](std::size_t first, std::size_t last) {
     for (std::size_t i = first; i < last; ++i) {
       const std::uint32_t index = load_word(payload + 4 * i);
-      const bool ascends = i == 0 || load_word(payload + 4 * (i - 1)) < index;  // no place is used after an unused one
+      const bool ascends = i == 0 || load_word(payload + 4 * (i - 1)) < index;  // no used place follows an unused one
       if (index != kUnused && (index >= numel || !ascends)) is_valid = false;
     }
   });
@@ -75,17 +75,17 @@ void add_sparse(const std::uint8_t* payload, std::size_t places, float weight, f
 
 void sum_sparse(const std::uint8_t* const* payloads, std::size_t count, std::size_t places, float divisor, float* out,
                 std::size_t numel, int num_threads) {
-  constexpr std::size_t kRange = 4096;  // elements that are summed and divided while they are in the nearest cache
+  constexpr std::size_t kRange = 4096;  // elements that are summed and divided while they are in the first-level cache
   static_assert(kElementsGrain % kRange == 0, "ranges do not lie across parts");
   const ExactFloatScope exact;
-  const float nothing = 0.0f / divisor;  // may be -0; as no value is, sums are the same as from 0 on
+  const float nothing = 0.0f / divisor;  // may be -0; values never are, so sums are the same as when starting from 0
   parallel_for(numel, kElementsGrain, num_threads, [&](std::size_t first, std::size_t last) {
-    static thread_local std::vector<std::size_t> next;  // place of each payload; keeps its memory from call to call
+    static thread_local std::vector<std::size_t> next;  // next place of each payload; keeps its memory between calls
     next.resize(count);
     for (std::size_t input = 0; input < count; ++input) next[input] = first_place(payloads[input], places, first);
     for (std::size_t begin = first; begin < last; begin += kRange) {
       const std::size_t end = std::min(begin + kRange, last);
-      std::uint64_t named[kRange / 64] = {};  // one bit for each element
+      std::uint64_t named[kRange / 64] = {};  // one bit per element
       std::fill(out + begin, out + end, nothing);
       for (std::size_t input = 0; input < count; ++input) {
         const auto put = [&](std::uint32_t index, float value) {

@@ -1,6 +1,6 @@
-// The scan of the sparse codecs, once for each instruction set; included after codec_impl.h.
+// The scan of the sparse codecs, compiled once per instruction set; included after codec_impl.h.
 
-// Which of 16 elements have a magnitude of at least `low` and below `low + width`.
+// Returns a mask of those of 16 elements with a magnitude of at least `low` and below `low + width`.
 static inline unsigned hits_of_16(const float* v, Bits32 low, Bits32 width) {
 #if defined(COMMLIB_WITH_AVX512)
   const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(v), _mm512_set1_epi32(0x7FFFFFFF));
@@ -39,7 +39,7 @@ static inline void append_hits(const float* v, std::size_t first, std::size_t m,
   }
 }
 
-// Replaces the tile's finite residuals by v * gamma, and by 0 * gamma those of the hits.
+// Replaces the tile's finite residuals by v * gamma, and those of the hits by 0 * gamma.
 static inline void replace_tile_residuals(const SparseSource& source, const float* v, std::size_t at, std::size_t m,
                                           const Key* hits, std::size_t num_hits) {
   float* const residual = source.residual + at;
@@ -60,7 +60,7 @@ static std::size_t scan_elements(const SparseSource& source, std::size_t begin, 
   for (std::size_t at = begin; at < end; at += kTile) {
     if (scan.high > scan.low && scan.count + kTile > scan.capacity) return at;
     const std::size_t m = end - at < kTile ? end - at : kTile, before = scan.count;
-    if (!kPrefetchesToFirstCache) {  // where they are, scans are a twentieth faster without
+    if (!kPrefetchesToFirstCache) {  // with first-level prefetching, scans are 5% faster without this
       prefetch_behind(static_cast<const Byte*>(source.x) + at * size, m * size);
       if (source.residual != nullptr) prefetch_behind(source.residual + at, m * sizeof(float));
     }
@@ -108,7 +108,7 @@ static const float* block_values(const SparseSource& source, std::size_t begin, 
   if (source.residual != nullptr) prefetch_behind(source.residual + begin, count * sizeof(float));
   const float* v = compensate(source.x, source.type, source.residual, source.beta, begin, count, buffer);
   if (count < kTopKBlock) return v;
-  int largest[kGroups] = {};  // as ints, which more processors compare; magnitudes have no sign
+  int largest[kGroups] = {};  // as ints, which more processors can compare; magnitudes have no sign
   for (std::size_t at = 0; at < kTopKBlock; at += kGroups) {
     for (std::size_t i = 0; i < kGroups; ++i) {
       const int magnitude = static_cast<int>(to_bits(v[at + i]) & kMagnitude);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kMostSegments = 16;
 
-// Keys are shared among threads in stretches of equal size.
+// The keys are divided among threads in segments of equal size.
 struct Segments {
   Segments(std::size_t count, int num_threads) {
     const std::size_t most = num_threads > 1 ? kMostSegments : 1;
@@ -32,8 +32,8 @@ void for_segments(const Keys& keys, const Segments& segments, int num_threads, c
   });
 }
 
-// The `count`-th largest of the keys, 1 <= count <= size: each round counts the keys of the range that is left in
-// kBins parts of it and goes on with the part that holds the one sought. Six rounds suffice for any keys.
+// Returns the `count`-th largest of the keys, 1 <= count <= size. Each round counts the keys in kBins bins of the
+// remaining range and continues with the bin that has the result. Six rounds suffice for any keys.
 Key nth_largest(const Keys& keys, std::size_t count, int num_threads) {
   constexpr std::size_t kBins = 2048, kFew = 1024;
   const Segments segments(keys.size, num_threads);

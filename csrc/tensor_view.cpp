@@ -7,7 +7,7 @@
 namespace commlib {
 namespace {
 
-// The parts of DLPack 1.x that are used here, laid out as its standard demands.
+// The parts of DLPack 1.x that are used here, with the layout of the standard.
 struct ExchangeVersion {
   std::uint32_t major;
   std::uint32_t minor;
@@ -74,8 +74,8 @@ bool is_contiguous(const ExchangedTensor& tensor) {
   return true;
 }
 
-// The imaginary part of a conjugate is stored without its sign, which the table does not tell. It has a stride of two,
-// so only a single element of it passes for contiguous, and only then is it worth a call of Python.
+// The imaginary part of a conjugate is stored without its sign, which the table does not report. Its stride is two, so
+// only a single element of it counts as contiguous. Only then is a Python call needed.
 bool is_negated(PyObject* object) {
   PyObject* answer = PyObject_CallFunctionObjArgs(is_neg_method, object, nullptr);
   if (!answer) PyErr_Clear();
@@ -83,7 +83,7 @@ bool is_negated(PyObject* object) {
   return answer != Py_False;
 }
 
-// Returns true and sets what is given if `object` is a contiguous CPU tensor, of whatever type.
+// If `object` is a contiguous CPU tensor of any type, sets the outputs and returns true.
 bool read_any(PyObject* object, ExchangedTensor* tensor, TensorView* view) {
   if (!read_function || !PyObject_TypeCheck(object, tensor_class)) return false;
   if (read_function(object, tensor) != 0) {
@@ -107,7 +107,7 @@ void bind_tensor_type(PyObject* tensor_type, PyObject* exchange_capsule, PyObjec
   if (!PyType_Check(tensor_type) || !table || table->version.major != kMajorVersion || !table->read) {
     throw std::runtime_error("the tensor class has no DLPack 1 exchange table that reads tensors");
   }
-  // Kept for the life of the process, as the extension is.
+  // Kept for the lifetime of the process, like the extension.
   Py_INCREF(tensor_type);
   Py_INCREF(is_neg);
   tensor_class = reinterpret_cast<PyTypeObject*>(tensor_type);

@@ -15,8 +15,8 @@
 namespace commlib {
 namespace {
 
-// The parts of one job: a region for each thread, so that from job to job a core finds in its caches what it left
-// there. Who is done with his own takes parts of the others'.
+// The parts of one job. Each thread has a region, so that from job to job a core finds its data in its caches. A thread
+// that has finished its region takes parts of others.
 class Parts {
  public:
   static constexpr std::size_t kMostRegions = 64;
@@ -49,8 +49,8 @@ class Parts {
   std::atomic<std::size_t> taken_[kMostRegions] = {};
 };
 
-// Calls `is_so` again and again until it says true, which is returned, or some time has passed. Waking a thread that
-// sleeps took some 30 us (a virtual machine on AMD Zen 5), and jobs come in a row.
+// Calls `is_so` repeatedly until it returns true, or until a time limit; returns whether it did. Waking a sleeping
+// thread took some 30 us (a virtual machine on AMD Zen 5), and jobs often follow each other closely.
 template <class IsSo>
 bool spin_until(const IsSo& is_so) {
   constexpr auto kLongest = std::chrono::microseconds(50);
@@ -68,12 +68,12 @@ bool spin_until(const IsSo& is_so) {
   return false;
 }
 
-// Helpers that sleep between jobs. Never destroyed: they may sleep while the process exits.
+// Helper threads that sleep between jobs. Never destroyed, because helpers may sleep while the process exits.
 class Pool {
  public:
   std::mutex in_use;
 
-  // Does not wait for helpers that come when all parts are taken.
+  // Does not wait for helpers that arrive after all parts are taken.
   void run(Parts& parts, std::size_t helpers) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +114,7 @@ class Pool {
     }
   }
 
-  std::mutex mutex_;  // guards the rest; the atomic numbers are also read without it
+  std::mutex mutex_;  // guards the rest; the atomics are also read without it
   std::condition_variable wake_, done_;
   Parts* parts_ = nullptr;
   std::atomic<std::uint64_t> job_{0};
@@ -124,8 +124,8 @@ class Pool {
 
 std::atomic<Pool*> pool{nullptr};
 
-// A forked child has no helpers, and its copies of the pool's locks may be held for ever by threads that it has not: it
-// gets a pool of its own. No lock guards the pointer, so that a fork at any moment leaves it whole.
+// A forked child has no helpers, and its copies of the pool's locks may be held forever by threads that do not exist in
+// it. So it gets a new pool. No lock guards the pointer, so that it is valid after a fork at any time.
 void forget_pool() {
   pool.store(nullptr, std::memory_order_relaxed);
 }

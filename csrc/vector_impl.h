@@ -1,15 +1,15 @@
-// What the loops need of a machine beyond what a compiler makes of them by itself: a few primitives, each written for
-// the instruction sets that have an instruction for it and once for all the others. Included by codec_impl.h.
+// Primitives that compilers do not generate well: each is written for the instruction sets that have an instruction for
+// it, and once in portable form. Included by codec_impl.h.
 
-// Non-temporal stores of the calling thread are seen by others only after this.
+// Makes the calling thread's non-temporal stores visible to other threads.
 static inline void finish_streams() {
 #if defined(COMMLIB_X86)
   _mm_sfence();
 #endif
 }
 
-// Copies past the caches where the addresses allow it: what does not fit into a cache anyway is then not read before it
-// is written. `src` is aligned to 64 bytes.
+// Copies with non-temporal stores if the addresses allow it, which avoids reading lines that do not fit into a cache
+// before writing them. `src` is aligned to 64 bytes.
 static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
   auto* to = static_cast<Byte*>(dst);
   const auto* from = static_cast<const Byte*>(src);
@@ -40,10 +40,10 @@ static inline void stream_copy(void* dst, const void* src, std::size_t nbytes) {
   std::memcpy(to + done, from + done, nbytes - done);
 }
 
-// Asks for the cache lines that lie `distance` behind the `nbytes` from `at`, by default a page, for the second cache
-// or the first (kPrefetchesToFirstCache); requests that spare the caches (prefetchnta) made sums take two to four times
-// as long (Intel Xeon). A hint: addresses beyond the end do no harm, and are therefore computed as integers. Always
-// inlined: GCC takes a function that does nothing else for one without effect, and drops its calls.
+// Prefetches the cache lines `distance` bytes, by default a page, after the `nbytes` at `at`, into the first- or
+// second-level cache (kPrefetchesToFirstCache). Non-temporal prefetches (prefetchnta) made sums take two to four times
+// as long (Intel Xeon). Addresses beyond the end may be prefetched and are therefore computed as integers. Always
+// inlined: GCC considers a function that only prefetches to have no effect, and drops its calls.
 COMMLIB_INLINE void prefetch_behind(const void* at, std::size_t nbytes, std::size_t distance = 4096) {
   constexpr std::size_t kLine = 64;
   const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(at) + distance;
@@ -54,7 +54,7 @@ COMMLIB_INLINE void prefetch_behind(const void* at, std::size_t nbytes, std::siz
   }
 }
 
-// The signs of 16 numbers, that of the first in bit 0.
+// Returns the signs of 16 numbers, with that of the first in bit 0.
 static inline unsigned signs_of_16(const float* v) {
 #if defined(COMMLIB_WITH_AVX512)
   return _mm512_movepi32_mask(_mm512_loadu_si512(v));
@@ -70,16 +70,16 @@ static inline unsigned signs_of_16(const float* v) {
 
 // --- several numbers at once -----------------------------------------------------------------------------------------
 //
-// For loops that compilers do not make well: Lanes are as many floats as a register holds, with the operators of
-// floats, and kRegisters are how many of them may be in use at once. Where there are no intrinsics for the instruction
-// set, a lane is one float, and loops are the compiler's to vectorise.
+// For loops that compilers vectorize poorly: Lanes are as many floats as a register holds, with the operators of
+// floats. kRegisters is the number of them that may be in use at once. For instruction sets without intrinsics, a lane
+// is one float, and vectorization is left to the compiler.
 //
-// [Note: exact products] add_product is one instruction where there is one, which rounds once where two operations
-// round twice. So it may stand only where the product is a float anyway: a code of 8 bits times a bf16, denormal or
-// not, that is too small to overflow.
+// [Note: exact products] add_product is a fused instruction where one exists, which rounds once instead of twice. So it
+// may be used only if the product is exact in float: an 8-bit code times a bf16, denormal or not, that is too small to
+// overflow.
 
 static inline bool has_exact_products(float scale) {
-  return (to_bits(scale) & kMagnitude) < 0x7B800000u;  // 2^120; a NaN is not below
+  return (to_bits(scale) & kMagnitude) < 0x7B800000u;  // 2^120; NaN compares false
 }
 
 #if defined(COMMLIB_WITH_AVX512)
@@ -106,7 +106,7 @@ static inline Lanes lanes_of_bytes(const Byte* at) {
 static inline Lanes lanes_of_signed_bytes(const Byte* at) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
 }
-// The lowest byte of each number.
+// Stores the lowest byte of each number.
 static inline void store_lowest_bytes(Byte* at, Lanes x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
 }
@@ -160,8 +160,8 @@ static inline Lanes lanes_of_signed_bytes(const Byte* at) {
 }
 #endif
 
-// [Note: two widths] Compilers vectorise a loop over one width well and one over bytes and floats badly, so loops make
-// codes as 32-bit numbers, and these two change the width.
+// [Note: two widths] Compilers vectorize a loop over one width well, and one over bytes and floats badly. So loops
+// compute codes as 32-bit numbers, and these two functions change the width.
 
 // to[i] = the lowest byte of from[i]
 static inline void narrow(const Bits32* from, std::size_t count, Byte* to) {
@@ -221,8 +221,9 @@ static inline void fractions(const std::uint16_t* from, std::size_t count, float
 
 // --- Philox for runs of counters -------------------------------------------------------------------------------------
 //
-// Compilers do not see that 32 by 32 bits make 64 with one instruction for every second lane, so this is spelled out: a
-// counter's words live in the low halves of 64-bit lanes, whose upper halves hold whatever a product left there.
+// Compilers do not recognize that a 32 by 32 bit product is 64 bits with one instruction for every second lane, so this
+// is written out: a counter's words are in the low halves of 64-bit lanes, whose upper halves hold leftover product
+// bits.
 
 #if defined(COMMLIB_WITH_AVX512)
 constexpr std::size_t kPhiloxLanes = 8;
@@ -242,7 +243,7 @@ static inline PhiloxLanes exclusive_or(PhiloxLanes a, PhiloxLanes b, PhiloxLanes
 static inline PhiloxLanes lanes_from(std::uint64_t first) {
   return _mm512_add_epi64(all_lanes(first), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
 }
-// The four words of each counter, one counter after the other.
+// Stores the four words of each counter, one counter after another.
 static inline void store_words(PhiloxLanes w0, PhiloxLanes w1, PhiloxLanes w2, PhiloxLanes w3, std::uint16_t* out) {
   constexpr __mmask16 kOdd = 0xAAAA;
   const __m512i first = _mm512_mask_blend_epi32(kOdd, w0, _mm512_slli_epi64(w1, 32));
@@ -282,8 +283,8 @@ static inline void store_words(PhiloxLanes w0, PhiloxLanes w1, PhiloxLanes w2, P
 constexpr std::size_t kPhiloxLanes = 1;
 #endif
 
-// The words of `count` counters from `first` on, as 16-bit numbers in order (each word's low half first). Writes whole
-// groups of kPhiloxLanes counters.
+// Writes the words of `count` counters from `first` on, as 16-bit numbers in order (each word's low half first). Writes
+// whole groups of kPhiloxLanes counters.
 static inline void philox_run(const Random& random, std::uint64_t first, std::size_t count, std::uint16_t* out) {
 #if defined(COMMLIB_WITH_AVX512) || defined(COMMLIB_WITH_AVX2)
   const PhiloxLanes first_factor = all_lanes(0xD2511F53u), second_factor = all_lanes(0xCD9E8D57u);

@@ -1,15 +1,15 @@
 // The block codecs for a warp that holds a tile in its registers.
 //
-// [Note: a tile] kBlock elements belong to kLanes lanes of a warp; a tile is what a whole warp holds. A lane has kRuns
-// runs of four neighbours: number 4 * r + i is element r * kRunStride + 4 * t + i of the block, t the lane's place
-// among the kLanes. So every access to memory is one of neighbouring vectors, and the elements whose codes share a byte
-// are in one lane (docs/reference/wire_format.md puts codes that are kRunStride apart into one byte).
+// [Note: a tile] kBlock elements are held by kLanes lanes of a warp; a tile is the data of a whole warp. A lane has
+// kRuns runs of four neighbors: number 4 * r + i is element r * kRunStride + 4 * t + i of the block, where t is the
+// lane's index among the kLanes. So memory is always accessed in contiguous vectors, and elements whose codes share a
+// byte are in one lane (docs/reference/wire_format.md puts codes that are kRunStride apart into one byte).
 //
 // A codec has the constants of its shape and
-//     analyse(v, m, t)       the parameters of a block of m elements, whose other places hold +0
-//     code(v, u, parameters) the code of one element; u is the random number, or 0 for rounding to nearest
-//     value(code, parameters)
-//     load(scale, minimum)   the parameters to decode with
+//     analyse(v, m, t)       returns the parameters of a block of m elements, whose other places hold +0
+//     code(v, u, parameters) returns the code of one element; u is the random number, or 0 to round to nearest
+//     value(code, parameters) returns the value of a code
+//     load(scale, minimum)   returns the parameters for decoding
 #pragma once
 
 #include "device.h"
@@ -19,7 +19,7 @@ struct Parameters {
   float inverse;
   float minimum;
   Bits16 scale_bits;
-  bool has_codes;  // else all of them are 0
+  bool has_codes;  // otherwise all codes are 0
 };
 
 template <int kBlockSize, int kNumRuns, int kCodeBits, int kScale, int kMinimum>
@@ -43,7 +43,7 @@ COMMLIB_DEVICE Bits32 largest_magnitude(const float* v) {
   return largest_of_lanes<Codec::kLanes>(largest);
 }
 
-// The smallest and the largest value as ordered integers; of nothing at first.
+// The smallest and the largest value as ordered integers; initially empty.
 struct Range {
   int low = 0x7FFFFFFF, high = -0x7FFFFFFF - 1;
 };
@@ -60,13 +60,13 @@ COMMLIB_DEVICE Range range_of_warp(const Range& range) {
   return all;
 }
 
-// Of a block whose largest magnitude is `largest` and whose codes reach to `levels`.
+// Returns the parameters of a block with the largest magnitude `largest` and codes up to `levels`.
 COMMLIB_DEVICE Parameters scaled(Bits32 largest, float levels) {
   Parameters p = {};
   p.has_codes = largest >= kTinyBits && largest < kWidestRangeBits;
   p.scale_bits = p.has_codes ? bf16_up(from_bits(largest) / levels) : (largest < kTinyBits ? Bits16{0} : kNanScale);
   p.scale = bf16_value(p.scale_bits);
-  p.inverse = 1.0f / p.scale;  // not used without codes
+  p.inverse = 1.0f / p.scale;  // unused without codes
   return p;
 }
 
@@ -173,7 +173,7 @@ struct Bagua : Shape<256, 2, 8, 0, 8> {
 struct OneBit : Shape<512, 4, 1, 2, 0> {
   COMMLIB_DEVICE Parameters analyse(const float* v, int m, int) {
     float t[8];
-    // The folds at 256 and 128 are within a lane, those from 64 to 4 between lanes, the last two within one again.
+    // The folds at 256 and 128 are within a lane, those from 64 to 4 between lanes, the last two within a lane.
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       t[i] = from_bits(to_bits(v[i]) & kMagnitude) + from_bits(to_bits(v[i + 8]) & kMagnitude);
@@ -205,7 +205,7 @@ struct OneBit : Shape<512, 4, 1, 2, 0> {
   COMMLIB_DEVICE Parameters load(Bits16 scale, float) { return with_scale(scale); }
 };
 
-// Codes are floats of few bits, times the scale.
+// Codes are low-bit floats, multiplied by the scale.
 template <class Format, int kBlockSize, int kCodeBits, int kScale>
 struct FloatCodes : Shape<kBlockSize, 2, kCodeBits, kScale, 0> {
   template <bool kIsRandom>

@@ -1,36 +1,36 @@
 // Encoding and decoding with the block codecs: one tile per warp, one launch for all chunks of a tensor.
 //
 // Device memory is read once: a tile stays in registers from its load to the new residual. The parameters of a launch
-// are structs of plain fields; commlib/kernels/cuda_args.py mirrors them.
+// are plain structs, mirrored in commlib/kernels/cuda_args.py.
 #pragma once
 
 #include "block_codecs.h"
 
-struct Layout {  // of one chunk's payload
+struct Layout {  // offsets in one chunk's payload
   Size scales_at, codes_at, nbytes;
 };
 
-// How a tensor is cut. Tiles do not reach over the end of a chunk.
+// The division of a tensor into chunks and tiles. Tiles do not cross the end of a chunk.
 struct Chunks {
-  Size numel;            // of the tensor
+  Size numel;            // elements of the tensor
   Size chunk;            // elements of a full chunk
-  Size tiles_per_chunk;  // of a full chunk
+  Size tiles_per_chunk;  // tiles of a full chunk
   Size num_tiles;
   Layout full;
-  Layout last;  // of the last chunk, where it is shorter
+  Layout last;  // of a shorter last chunk
 };
 
 struct EncodeArgs {
   Chunks chunks;
-  const void* x;       // null: the values are the sum of `inputs`
-  const Byte* inputs;  // payloads of one chunk at the distance of its size
+  const void* x;       // null: encode the sum of `inputs`
+  const Byte* inputs;  // consecutive payloads of one chunk
   float* residual;
   Byte* out;
   int* ranges;  // uint8_bagua: the range of each part of each chunk
   Random random;
-  Size first;  // element 0 of `x` in its tensor, for `random`
+  Size first;  // offset of element 0 of `x` in its tensor, for `random`
   unsigned num_inputs;
-  unsigned parts;  // uint8_bagua: of a chunk
+  unsigned parts;  // uint8_bagua: parts per chunk
   float divisor;
   float beta;
   float gamma;
@@ -46,20 +46,20 @@ struct DecodeArgs {
   float weight;
 };
 
-// A tile's place.
+// The position of a tile.
 struct Tile {
-  Size chunk_at;     // the tensor's element that its chunk begins with
+  Size chunk_at;     // first element of its chunk in the tensor
   Size chunk_numel;  // elements of its chunk
-  Size payload_at;   // of its chunk, in the buffer of payloads
+  Size payload_at;   // offset of its chunk's payload in the buffer
   Size at;           // its first element in the chunk
-  int m;             // its elements
+  int m;             // its number of elements
   int lane;
 };
 
-// What the lanes of a warp show each other.
+// Memory through which the lanes of a warp exchange data.
 template <class Codec>
 struct alignas(16) Scratch {
-  Bits16 numbers[Codec::kTile];  // random ones, or the codes of a tile that is not full
+  Bits16 numbers[Codec::kTile];  // random numbers, or the codes of a tile that is not full
 };
 
 template <class Codec>
@@ -86,7 +86,7 @@ COMMLIB_DEVICE const Layout& layout_of(const Chunks& chunks, const Tile& tile) {
   return tile.chunk_numel == chunks.chunk ? chunks.full : chunks.last;
 }
 
-// Where a lane stands: its block in the tile, and its place among the lanes of that block.
+// The position of a lane: its block in the tile, and its index among the lanes of that block.
 template <class Codec>
 struct Seat {
   int block, t;
@@ -101,15 +101,15 @@ struct Seat {
     m = m < 0 ? 0 : (m > Codec::kBlock ? Codec::kBlock : m);
   }
 
-  // Of number i, in the block.
+  // The index of number i in the block.
   __device__ __forceinline__ int element(int i) const { return i / 4 * Codec::kRunStride + 4 * t + i % 4; }
-  // In the tile.
+  // The index of number i in the tile.
   __device__ __forceinline__ int place(int i) const { return block * Codec::kBlock + element(i); }
 };
 
 // --- values of tensors -----------------------------------------------------------------------------------------------
 
-// Places past the end hold +0.
+// Elements past the end are +0.
 template <class Codec, class Type>
 COMMLIB_DEVICE void load_tile(const typename Type::Storage* from, const Tile& tile, float* v) {
   const Seat<Codec> seat(tile);
@@ -205,7 +205,7 @@ COMMLIB_DEVICE void store_codes(const int* q, Byte* block, int t) {
       *reinterpret_cast<Bits32*>(block + r * Codec::kRunStride + 4 * t) = word;
     }
   } else if constexpr (Codec::kBits == 1) {
-    // Eight lanes make one word of each run; four of them store one each.
+    // Eight lanes compute one word of each run; four of them store one each.
     Bits32 own = 0;
 #pragma unroll
     for (int r = 0; r < Codec::kRuns; ++r) {
@@ -224,7 +224,7 @@ COMMLIB_DEVICE void store_codes(const int* q, Byte* block, int t) {
   }
 }
 
-// Code `e` of a block of `m` elements, which may be short.
+// Returns code `e` of a block of `m` elements, which may be short.
 template <int kBits>
 COMMLIB_DEVICE int code_at(const Byte* block, int m, int e) {
   if constexpr (kBits == 16) return block[2 * e] | block[2 * e + 1] << 8;
@@ -235,7 +235,7 @@ COMMLIB_DEVICE int code_at(const Byte* block, int m, int e) {
   return block[e % stride] >> (e / stride * kBits) & ((1 << kBits) - 1);
 }
 
-// Byte `j` of the codes of a block of `m` elements.
+// Returns byte `j` of the codes of a block of `m` elements.
 template <int kBits>
 COMMLIB_DEVICE Byte byte_of_codes(const Bits16* codes, int m, int j) {
   if constexpr (kBits == 16) return static_cast<Byte>(codes[j / 2] >> (8 * (j % 2)));
@@ -254,7 +254,7 @@ COMMLIB_DEVICE void zero_gap(Byte* payload, Size begin, Size end, int lane) {
   if (begin + static_cast<Size>(lane) < end) payload[begin + static_cast<Size>(lane)] = 0;
 }
 
-// The bytes between sections and behind the last one; each gap is shorter than 16 bytes.
+// Zeroes the bytes between sections and after the last one; each gap is shorter than 16 bytes.
 template <class Codec>
 COMMLIB_DEVICE void zero_gaps(Byte* payload, const Layout& layout, const Tile& tile) {
   const Size n = tile.chunk_numel, full = n / Codec::kBlock, rest = n % Codec::kBlock;
@@ -308,7 +308,7 @@ COMMLIB_DEVICE Parameters load_parameters(const Byte* payload, const Layout& lay
     const float* const bounds = reinterpret_cast<const float*>(payload);
     return Codec::load_bounds(bounds[0], bounds[1]);
   } else {
-    const Size block = seat.m > 0 ? seat.block_idx : 0;  // lanes without elements read what is surely there
+    const Size block = seat.m > 0 ? seat.block_idx : 0;  // lanes without elements read a valid address
     Bits16 scale = 0;
     float minimum = 0.0f;
     if constexpr (Codec::kScaleBytes == 1) scale = payload[layout.scales_at + block];
@@ -320,7 +320,7 @@ COMMLIB_DEVICE Parameters load_parameters(const Byte* payload, const Layout& lay
 
 // --- sums of payloads ------------------------------------------------------------------------------------------------
 
-// So many payloads are being loaded before the first is used.
+// Number of payloads that are loaded ahead.
 constexpr unsigned kInFlight = 4;
 
 template <class Codec>
@@ -369,7 +369,7 @@ COMMLIB_DEVICE void sum_short_tile(const Byte* payload, Size stride, unsigned co
   }
 }
 
-// Of the payloads of one chunk, in their order, divided; places past the end hold 0.
+// Sums the payloads of one chunk, in order, divided; elements past the end are 0.
 template <class Codec>
 COMMLIB_DEVICE void sum_tile(const Byte* payload, Size stride, unsigned count, float divisor, const Layout& layout,
                              const Tile& tile, float* total) {

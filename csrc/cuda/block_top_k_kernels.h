@@ -1,4 +1,4 @@
-// blocktopk: one block of threads for each block of elements, which lies in shared memory.
+// blocktopk: one thread block per block of elements, which is in shared memory.
 #pragma once
 
 #include "select_kernels.h"
@@ -7,7 +7,7 @@ constexpr int kTopKBlock = 4096;
 constexpr int kPerThread = kTopKBlock / kThreads;
 constexpr int kDigitBits = 8;
 
-// Where the sections of a payload are; block `b` has those of `kept` places each before it.
+// Offsets of the sections of a payload. Block `b` starts after `b` blocks of `kept` places each.
 struct BlockTopKLayout {
   Size numel;
   Size indices_at;
@@ -43,9 +43,9 @@ COMMLIB_DEVICE int index_bytes_of(int places) {
   return (3 * places + 1) / 2;
 }
 
-// The part of a payload that is a block's.
+// One block of a payload.
 struct BlockOfPlaces {
-  int count, places;  // elements and places
+  int count, places;  // numbers of elements and places
   Size levels, indices, codes;
 
   COMMLIB_DEVICE BlockOfPlaces of(const BlockTopKLayout& layout, Size block) {
@@ -59,14 +59,14 @@ struct BlockOfPlaces {
 
 // --- encoding --------------------------------------------------------------------------------------------------------
 
-// What the threads of a block share.
+// Shared memory of a thread block.
 struct BlockRoom {
   float values[kTopKBlock];
-  float terms[kTopKBlock];  // of sums; in the end what is decoded
+  float terms[kTopKBlock];  // of sums; finally the decoded values
   Bits16 indices[kTopKBlock];
   unsigned bins[1 << kDigitBits];
   Bits32 warps[kWarpsPerBlock];
-  Bits32 least, wanted;  // the magnitude of the last one that is named; how many of that magnitude are
+  Bits32 least, wanted;  // the smallest selected magnitude; number of selected elements of that magnitude
   Bits32 largest;
   unsigned num_high;
 };
@@ -88,7 +88,7 @@ COMMLIB_DEVICE void find_least(BlockRoom& room, int count, int places) {
     const Bits32 own = room.bins[digit];
     Bits32 total;
     const Bits32 above = sum_before(own, room.warps, total);
-    if (above < wanted && wanted - above <= own) {  // one thread
+    if (above < wanted && wanted - above <= own) {  // true for one thread
       room.least = prefix << kDigitBits | static_cast<Bits32>(digit);
       room.wanted = wanted - above;
     }
@@ -96,11 +96,11 @@ COMMLIB_DEVICE void find_least(BlockRoom& room, int count, int places) {
   }
 }
 
-// Writes the indices of what is named, in order.
+// Writes the indices of the selected elements in order.
 COMMLIB_DEVICE void name_elements(BlockRoom& room, int count) {
   const int first = static_cast<int>(threadIdx.x) * kPerThread;
   const Bits32 least = room.least, wanted = room.wanted;
-  Bits32 own = 0;  // those that are larger in the upper half, those that are tied in the lower one
+  Bits32 own = 0;  // larger elements in the upper half, ties in the lower half
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     if (first + k >= count) continue;
@@ -128,7 +128,7 @@ COMMLIB_DEVICE float magnitude_of_place(const BlockRoom& room, int place) {
   return from_bits(to_bits(room.values[room.indices[place]]) & kMagnitude);
 }
 
-// The sum of the terms, padded with zeros to a power of two and folded in halves; all threads get it.
+// Sums the terms, padded with zeros to a power of two and folded in halves. All threads get the result.
 COMMLIB_DEVICE float folded_sum(float* terms, int places) {
   const int thread = static_cast<int>(threadIdx.x);
   int size = 1;
@@ -210,7 +210,7 @@ COMMLIB_DEVICE void write_places(const BlockRoom& room, const BlockOfPlaces& par
   }
 }
 
-// Fills the sections up with zeros.
+// Zero-pads the sections.
 COMMLIB_DEVICE void zero_block_gaps(const BlockTopKLayout& layout, Byte* out) {
   const Size last = (layout.numel + kTopKBlock - 1) / kTopKBlock - 1;
   const BlockOfPlaces part = BlockOfPlaces::of(layout, last);
@@ -261,7 +261,7 @@ COMMLIB_DEVICE void encode_block_top_k(const BlockTopKArgs& args) {
 struct NamedElement {
   int index;
   float value;
-  bool is_in_order;  // in the block, and behind the place before
+  bool is_in_order;  // index is within the block and above that of the place before
 };
 
 COMMLIB_DEVICE int index_of_place(const Byte* indices, int place) {
@@ -278,7 +278,7 @@ COMMLIB_DEVICE NamedElement element_of_place(const Byte* payload, const BlockOfP
 }
 
 // out = sum of the payloads / divisor, payload by payload, so that sums are in the order of the ranks without atomics.
-// Of a damaged payload what is out of order is left out.
+// Places of a damaged payload that are out of order are skipped.
 COMMLIB_DEVICE void sum_block_top_k(const BlockTopKDecodeArgs& args) {
   __shared__ float sums[kTopKBlock];
   const int thread = static_cast<int>(threadIdx.x);
@@ -302,7 +302,7 @@ COMMLIB_DEVICE void sum_block_top_k(const BlockTopKDecodeArgs& args) {
   }
 }
 
-// out += weight * payload. Places that are out of order are left out.
+// out += weight * payload. Places that are out of order are skipped.
 COMMLIB_DEVICE void add_block_top_k(const BlockTopKDecodeArgs& args) {
   const BlockOfPlaces part = BlockOfPlaces::of(args.layout, blockIdx.x);
   for (int j = static_cast<int>(threadIdx.x); j < part.places; j += kThreads) {

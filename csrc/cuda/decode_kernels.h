@@ -1,4 +1,4 @@
-// Decoding: of a tensor, of a sum of payloads, and adding to a tensor.
+// Decoding of a tensor or a sum of payloads, and addition to a tensor.
 #pragma once
 
 #include "block_kernels.h"
@@ -6,7 +6,7 @@
 template <class Codec, class Out, bool kIsSum>
 COMMLIB_DEVICE void decode(const DecodeArgs& args) {
   const Size idx = tile_of_thread();
-  if (idx >= args.chunks.num_tiles) return;  // a whole warp
+  if (idx >= args.chunks.num_tiles) return;  // uniform in a warp
   const Tile tile = find_tile<Codec>(args.chunks, idx, lane_of_thread());
   const Layout& layout = layout_of(args.chunks, tile);
   auto* const out = static_cast<typename Out::Storage*>(args.out) + tile.chunk_at + tile.at;

@@ -1,4 +1,4 @@
-// What all CUDA kernels share: vector accesses, the types of tensors, warps, and where random numbers come from.
+// Common device code: vector accesses, tensor dtypes, warps, and random numbers.
 //
 // NVRTC compiles these files without any header but codec_math.h; tests/cuda_emulation compiles them for the CPU.
 #pragma once
@@ -10,7 +10,7 @@
 using Size = unsigned long long;
 
 constexpr int kWarp = 32;
-constexpr int kWarpsPerBlock = 8;  // of threads; commlib/kernels/cuda_args.py knows it too
+constexpr int kWarpsPerBlock = 8;  // of threads; equal to the constant in commlib/kernels/cuda_args.py
 constexpr int kThreads = kWarp * kWarpsPerBlock;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
@@ -22,8 +22,8 @@ COMMLIB_DEVICE bool is_finite(float x) {
   return (to_bits(x) & kMagnitude) < kInfinityBits;
 }
 
-// Stores of 16 and 8 bytes to device memory. In words of the machine, because the compiler takes a store of a float4
-// apart where the other branch stores its elements one by one.
+// Stores of 16 and 8 bytes to device memory. In inline assembly, because the compiler splits a float4 store if the
+// other branch stores its elements one by one.
 #if defined(__CUDACC__)
 COMMLIB_DEVICE void store_vector(float* to, float a, float b, float c, float d) {
   const Size address = __cvta_generic_to_global(to);
@@ -49,7 +49,7 @@ COMMLIB_DEVICE void store_vector(void* to, Bits32 a, Bits32 b) {
 }
 #endif
 
-// --- types of tensors: one element, or four neighbours at once where their address is a multiple of kVectorBytes -----
+// --- types of tensors: one element, or four neighbors at once if their address is a multiple of kVectorBytes ---------
 
 struct Float32 {
   using Storage = float;
@@ -134,14 +134,14 @@ struct Float16 : Vector16<Float16> {
 
 // --- warps -----------------------------------------------------------------------------------------------------------
 
-// sm_80 has an instruction for what takes five shuffles before.
+// sm_80 has an instruction that replaces the five shuffles of earlier architectures.
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800) || defined(COMMLIB_EMULATE_REDUX)
 #define COMMLIB_HAS_REDUX 1
 #else
 #define COMMLIB_HAS_REDUX 0
 #endif
 
-// Over each run of kLanes lanes. Every lane of the warp must come here.
+// Maximum over each run of kLanes lanes. All lanes of the warp must call it.
 template <int kLanes>
 COMMLIB_DEVICE Bits32 largest_of_lanes(Bits32 x) {
 #if COMMLIB_HAS_REDUX
@@ -159,7 +159,7 @@ COMMLIB_DEVICE Bits32 largest_of_lanes(Bits32 x) {
   }
 }
 
-// Flips the sign's half so that signed integers order as unsigned ones.
+// Flips the sign bit so that signed integers are ordered like unsigned ones.
 COMMLIB_DEVICE int largest_of_warp(int x) {
   return static_cast<int>(largest_of_lanes<kWarp>(static_cast<Bits32>(x) ^ 0x80000000u) ^ 0x80000000u);
 }
@@ -176,14 +176,14 @@ COMMLIB_DEVICE float from_ordered(int key) {
 
 // --- random numbers --------------------------------------------------------------------------------------------------
 
-// A stretch of a tensor whose elements have consecutive global offsets.
+// A range of a tensor whose elements have consecutive global offsets.
 struct Segment {
-  Size start;   // its first element in the tensor
-  Size offset;  // that element's global offset
+  Size start;   // first element in the tensor
+  Size offset;  // global offset of that element
 };
 
 struct Random {
-  const Segment* segments;  // ascending, the first starts at 0; null where there is only one
+  const Segment* segments;  // ascending, the first starts at 0; null for a single segment
   Size num_segments;
   Size offset;  // of element 0
   Bits32 key[2];
@@ -196,12 +196,12 @@ COMMLIB_DEVICE Words random_words(const Random& random, Size counter) {
                 random.key[0], random.key[1]);
 }
 
-// Calls fill(global offset, count, done) for each stretch of the tensor's elements `start` to `start + m` whose global
-// offsets are consecutive; `done` of them came before. The same for all lanes of a warp.
+// Calls fill(global offset, count, done) for each run of the tensor's elements `start` to `start + m` with consecutive
+// global offsets; `done` is the number of elements before it. Uniform over the lanes of a warp.
 template <class Fill>
 COMMLIB_DEVICE void for_segments(const Random& random, Size start, int m, const Fill& fill) {
   if (random.num_segments <= 1) return fill(random.offset + start, m, 0);
-  Size low = 0, high = random.num_segments;  // the last segment that begins at or before `start`
+  Size low = 0, high = random.num_segments;  // the last segment that starts at or before `start`
   while (high - low > 1) {
     const Size middle = (low + high) / 2;
     if (random.segments[middle].start <= start) {

@@ -1,9 +1,9 @@
-// Encoding: of a tensor or of a sum of payloads, with error feedback, with stochastic rounding.
+// Encoding of a tensor or of a sum of payloads, with optional error feedback and stochastic rounding.
 #pragma once
 
 #include "block_kernels.h"
 
-// v and, with feedback, e.
+// Loads v and, with feedback, e.
 template <class Codec, class In, bool kHasFeedback, bool kIsSum>
 COMMLIB_DEVICE void load_values(const EncodeArgs& args, const Tile& tile, float* v, float* e) {
   const Size at = tile.chunk_at + tile.at;
@@ -20,7 +20,7 @@ COMMLIB_DEVICE void load_values(const EncodeArgs& args, const Tile& tile, float*
   }
 }
 
-// Sixteen random bits for each element of the tile.
+// Draws sixteen random bits for each element of the tile.
 template <class Codec>
 COMMLIB_DEVICE void draw_numbers(const Random& random, Size start, const Tile& tile, Bits16* numbers) {
   for_segments(random, start, tile.m, [&](Size offset, int count, int done) {
@@ -56,7 +56,7 @@ COMMLIB_DEVICE void read_uniforms(const Bits16* numbers, const Tile& tile, float
   }
 }
 
-// e' where the decoded value is finite; with `v` and `e` of `load_values`.
+// Writes e' if the decoded value is finite; `v` and `e` are those of `load_values`.
 template <class Codec>
 COMMLIB_DEVICE void write_residual(const EncodeArgs& args, const Tile& tile, const float* v, const float* e,
                                    const int* q, const Parameters& p) {
@@ -83,7 +83,7 @@ COMMLIB_DEVICE void write_residual(const EncodeArgs& args, const Tile& tile, con
 
 // --- uint8_bagua: the range of a chunk -------------------------------------------------------------------------------
 
-// The range of a part of a chunk, (smallest, largest) as ordered integers. blockIdx.x counts the parts of all chunks.
+// Finds the range of a part of a chunk, (smallest, largest) as ordered integers. blockIdx.x counts parts of all chunks.
 template <class Codec, class In, bool kHasFeedback, bool kIsSum>
 COMMLIB_DEVICE void find_ranges(const EncodeArgs& args) {
   __shared__ int lows[kWarpsPerBlock], highs[kWarpsPerBlock];
@@ -143,7 +143,7 @@ template <class Codec, class In, bool kHasFeedback, bool kIsRandom, bool kIsSum>
 COMMLIB_DEVICE void encode(const EncodeArgs& args) {
   __shared__ Scratch<Codec> scratches[kWarpsPerBlock];
   const Size idx = tile_of_thread();
-  if (idx >= args.chunks.num_tiles) return;  // a whole warp
+  if (idx >= args.chunks.num_tiles) return;  // uniform in a warp
   Bits16* const scratch = scratches[warp_of_thread()].numbers;
   const Tile tile = find_tile<Codec>(args.chunks, idx, lane_of_thread());
   const Layout& layout = layout_of(args.chunks, tile);

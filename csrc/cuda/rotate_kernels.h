@@ -1,11 +1,11 @@
-// The random Hadamard rotation: a warp holds a piece of 256 elements, four neighbours of each half to a lane.
+// The random Hadamard rotation: a warp has a piece of 256 elements, with four neighbors of each half per lane.
 #pragma once
 
 #include "device.h"
 
 struct RotateArgs {
   const float* x;
-  float* out;  // `x` or apart from it
+  float* out;  // `x` itself, or not overlapping it
   Size numel;
   Random random;
   unsigned is_inverse;
@@ -14,14 +14,14 @@ struct RotateArgs {
 constexpr int kPiece = 256;
 constexpr int kPieceValues = kPiece / kWarp;  // number i of lane t is element i / 4 * 128 + 4 * t + i % 4
 
-// The sign bit or 0 for each of a lane's values; `words` is the warp's room.
+// Draws the sign bit or 0 for each of a lane's values; `words` is scratch memory of the warp.
 COMMLIB_DEVICE void draw_signs(const Random& random, Size start, int m, int lane, Bits32* words, Bits32* signs) {
 #pragma unroll
   for (int i = 0; i < kPieceValues; ++i) signs[i] = 0;
   for_segments(random, start, m, [&](Size offset, int count, int done) {
     const Size first = offset / 128;
     __syncwarp();
-    if (first + static_cast<Size>(lane) <= (offset + static_cast<Size>(count) - 1) / 128) {  // three at most
+    if (first + static_cast<Size>(lane) <= (offset + static_cast<Size>(count) - 1) / 128) {  // at most three lanes
       const Words four = random_words(random, first + static_cast<Size>(lane));
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[4 * lane + i] = four.word[i];
@@ -38,7 +38,7 @@ COMMLIB_DEVICE void draw_signs(const Random& random, Size start, int m, int lane
   });
 }
 
-// The length of the piece that element `e` of the last `m` belongs to: the highest bit that m has and e has not.
+// Returns the length of the piece of element `e` in the last `m` elements: the highest bit that m has and e does not.
 COMMLIB_DEVICE int piece_length(int m, int e) {
   return m == kPiece ? kPiece : 1 << (31 - __clz(m ^ e));
 }
@@ -56,7 +56,7 @@ COMMLIB_DEVICE void rotate(const RotateArgs& args) {
   __shared__ Bits32 words[kWarpsPerBlock][12];
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const Size at = (static_cast<Size>(blockIdx.x) * kWarpsPerBlock + static_cast<Size>(warp)) * kPiece;
-  if (at >= args.numel) return;  // a whole warp
+  if (at >= args.numel) return;  // uniform in a warp
   const int m = args.numel - at < kPiece ? static_cast<int>(args.numel - at) : kPiece;
   const float* const x = args.x + at;
   float* const out = args.out + at;
@@ -82,7 +82,7 @@ COMMLIB_DEVICE void rotate(const RotateArgs& args) {
     for (int i = 0; i < kPieceValues; ++i) v[i] = from_bits(to_bits(v[i]) ^ signs[i]);
   }
 
-  // Pairs at a distance of 1 and 2 are in a lane, of 4 to 64 in two lanes, of 128 in a lane again.
+  // Pairs at distances 1 and 2 are within a lane, 4 to 64 in two lanes, 128 within a lane.
 #pragma unroll
   for (int half = 1; half < kPiece; half *= 2) {
     float next[kPieceValues];

@@ -1,21 +1,21 @@
-// topk and threshold: exact, in the order of the indices, the same whatever the device and its timing.
+// topk and threshold: exact, in the order of the indices, deterministic on every device.
 //
 // [Note: top-k by digits] The threshold is found digit by digit, of 12, 10 and 9 bits of the magnitude, the highest
-// first: a histogram of a digit among the elements that have the digits found so far says where the k-th largest lies.
-// The first histogram also says how many elements begin with its digit or a larger one; nearly always that is little
-// more than k, and they are copied, so that the tensor itself is read twice: by the first histogram and by that copy.
-// Where there are too many of them (nearly equal magnitudes), each later pass reads the tensor. The device decides; the
-// host knows nothing.
+// first. A histogram of a digit, over the elements with the digits found so far, locates the k-th largest. The first
+// histogram also gives the number of elements with its digit or a larger one. That is usually little more than k, and
+// they are copied, so that the tensor itself is read only twice: by the first histogram and by that copy. If there are
+// too many of them (nearly equal magnitudes), each later pass reads the tensor. The device decides this, without the
+// host.
 //
-// [Note: look-back] Compaction in one pass (Merrill and Garland, 2016): blocks take tiles in ascending order, publish
-// their own counts, and look back at the tiles before until they find one that knows the sum of all before it. Tiles
-// are taken by a counter, so whoever is waited for already runs. Only integers are summed.
+// [Note: look-back] Compaction in one pass (Merrill and Garland, 2016): thread blocks take tiles in ascending order,
+// publish their own counts, and look back at earlier tiles until they find one with the sum of all before it. A counter
+// assigns the tiles, so every tile that is waited for is already running. Only integers are summed.
 #pragma once
 
 #include "sparse_kernels.h"
 
-constexpr int kCopies = 2;  // of the histogram: neighbouring lanes seldom wait for each other
-constexpr int kItems = 16;  // elements of a thread
+constexpr int kCopies = 2;  // of the histogram, so that neighboring lanes seldom wait for each other
+constexpr int kItems = 16;  // elements per thread
 constexpr int kSelectTile = kThreads * kItems;
 
 struct Digit {
@@ -26,7 +26,7 @@ COMMLIB_DEVICE Digit digit_of(int pass) {
   return pass == 0 ? Digit{19, 12} : (pass == 1 ? Digit{9, 10} : Digit{0, 9});
 }
 
-// The sum over the threads before this one, and over all in `total`.
+// Returns the sum over the threads before this one, and the sum over all threads in `total`.
 COMMLIB_DEVICE Bits32 sum_before(Bits32 x, Bits32* warps, Bits32& total) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   Bits32 sum = x;
@@ -47,7 +47,7 @@ COMMLIB_DEVICE Bits32 sum_before(Bits32 x, Bits32* warps, Bits32& total) {
   return before + sum - x;
 }
 
-// By the last block of a histogram: finds the digit and makes the histogram ready for the next one.
+// Called by the last block of a histogram: finds the digit and prepares the histogram for the next one.
 COMMLIB_DEVICE void choose_digit(const SparseArgs& args, Digit digit, bool is_first, Bits32* warps) {
   constexpr int kPerThread = kBins / kThreads;
   Selection& selection = *args.selection;
@@ -63,7 +63,7 @@ COMMLIB_DEVICE void choose_digit(const SparseArgs& args, Digit digit, bool is_fi
   }
   Bits32 total;
   Bits32 above = sum_before(own, warps, total);
-  if (above < wanted && wanted - above <= own) {  // one thread
+  if (above < wanted && wanted - above <= own) {  // true for one thread
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       if (above < wanted && wanted - above <= counts[i]) {
@@ -120,7 +120,7 @@ COMMLIB_DEVICE void find_digit(const SparseArgs& args) {
 // --- compaction ------------------------------------------------------------------------------------------------------
 
 struct Counts {
-  Bits32 sure, tied;  // elements that are taken; elements that are taken while there are places for them
+  Bits32 sure, tied;  // elements that are taken; ties, which are taken while there are places
 };
 
 COMMLIB_DEVICE Bits32 sum_of_warp(Bits32 x) {
@@ -129,7 +129,7 @@ COMMLIB_DEVICE Bits32 sum_of_warp(Bits32 x) {
   return x;
 }
 
-// By one warp: publishes a tile's counts and returns those of all tiles before it.
+// Called by one warp: publishes a tile's counts and returns those of all tiles before it.
 COMMLIB_DEVICE Counts look_back(Status* status, unsigned tile, Counts own, int lane) {
   volatile Status* const table = status;
   if (lane == 0) {
@@ -142,7 +142,7 @@ COMMLIB_DEVICE Counts look_back(Status* status, unsigned tile, Counts own, int l
   long long last = static_cast<long long>(tile) - 1;
   for (bool is_known = false; !is_known; last -= kWarp) {
     const long long i = last - lane;
-    unsigned flag = 2;  // before the first tile there is nothing
+    unsigned flag = 2;  // there is nothing before the first tile
     while (i >= 0 && (flag = table[i].flag) == 0) __nanosleep(64);
     __threadfence();
     const unsigned known = __ballot_sync(kAllLanes, flag == 2);
@@ -161,10 +161,10 @@ COMMLIB_DEVICE Counts look_back(Status* status, unsigned tile, Counts own, int l
   return before;
 }
 
-// What is compacted, and into what.
+// The input and output of a compaction.
 enum class Goal {
-  kCandidates,  // what begins with the first digit or a larger one, into the room for candidates
-  kTopK,        // the payload, of the candidates or of the tensor
+  kCandidates,  // elements with the first digit or a larger one, to the candidates
+  kTopK,        // the payload, from the candidates or the tensor
   kThreshold,   // the payload: the first elements that reach the threshold
 };
 
@@ -179,7 +179,7 @@ COMMLIB_DEVICE bool can_load_vectors(const SparseArgs& args, Size first, Size co
          (!kHasFeedback || is_aligned(args.residual, 16));
 }
 
-// v and e of a lane's items; +0 past the end.
+// Loads v and e of a lane's items; +0 past the end.
 template <class In, bool kHasFeedback>
 COMMLIB_DEVICE void load_items(const SparseArgs& args, Size first, Size count, float* v, float* e) {
   const auto* const x = static_cast<const typename In::Storage*>(args.x);
@@ -209,7 +209,7 @@ COMMLIB_DEVICE void load_candidates(const SparseArgs& args, Size first, Size cou
   }
 }
 
-// The new residuals of a lane's items, of which those in `sent` are sent.
+// Writes the new residuals of a lane's items; those in `sent` are sent.
 template <class In>
 COMMLIB_DEVICE void write_rests(const SparseArgs& args, Size first, Size count, const float* v, const float* e,
                                 unsigned sent) {
@@ -232,9 +232,9 @@ COMMLIB_DEVICE void write_rests(const SparseArgs& args, Size first, Size count, 
   }
 }
 
-// Which of a lane's items are taken, and how many of the warp's 512 come before each four.
+// The taken items of a lane, and the number of the warp's 512 items before each group of four.
 struct Ranks {
-  unsigned sure, tied;  // a bit for each item
+  unsigned sure, tied;  // one bit per item
   Counts before[kItems / 4];
   Counts all;  // of the warp
 };
@@ -268,7 +268,7 @@ COMMLIB_DEVICE Ranks rank_items(const float* v, Size first, Size count, Bits32 l
   return ranks;
 }
 
-// The counts of all elements before those of this warp. `room` is shared by the block.
+// Returns the counts of all elements before those of this warp. `room` is shared by the block.
 COMMLIB_DEVICE Counts count_before(const SparseArgs& args, Status* status, unsigned tile, Counts warp_all, bool is_last,
                                    Counts* room) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -299,7 +299,7 @@ template <class In, bool kHasFeedback, Goal kGoal>
 COMMLIB_DEVICE void compact_tile(const SparseArgs& args, unsigned tile, bool is_last, bool has_candidates, Size count,
                                  Counts* room) {
   const Selection& selection = *args.selection;
-  Bits32 least = args.threshold, limit = args.places;  // how many of those that are tied are taken
+  Bits32 least = args.threshold, limit = args.places;  // `limit`: number of ties that are taken
   if constexpr (kGoal == Goal::kCandidates) least = selection.prefix << digit_of(0).shift, limit = args.capacity;
   if constexpr (kGoal == Goal::kTopK) least = selection.prefix, limit = selection.wanted;
   const Size first = static_cast<Size>(tile) * kSelectTile + static_cast<Size>(threadIdx.x / kWarp * (kItems * kWarp)) +

@@ -1,4 +1,4 @@
-// What the kernels of the sparse codecs share: their argument, values with error feedback, and the kernels that need no
+// Common code of the sparse codec kernels: their argument, values with error feedback, and the kernels that need no
 // order.
 #pragma once
 
@@ -7,22 +7,22 @@
 constexpr Bits32 kUnusedIndex = 0xFFFFFFFFu;
 constexpr int kBins = 4096;
 
-// A tile's place in the running sums of [Note: look-back].
+// A tile's state in the running sums of [Note: look-back].
 struct Status {
-  unsigned flag;            // 0: nothing yet, 1: `own` is there, 2: `total` too
-  Bits32 own[2], total[2];  // of this tile; of this and all before
+  unsigned flag;            // 0: empty, 1: `own` is valid, 2: `total` is valid, too
+  Bits32 own[2], total[2];  // of this tile; of this and all earlier tiles
 };
 
-// What the kernels of one encoding leave for the next ones; zeros at first.
+// State that the kernels of one encoding pass on; initially zeros.
 struct Selection {
   unsigned histogram[kBins];
   unsigned blocks_done;
   unsigned tickets[2];      // of the two compactions
-  Bits32 prefix;            // the digits of the threshold that are known
-  Bits32 wanted;            // places for elements that begin with these digits
-  unsigned has_candidates;  // whether what may be named fits into the room for it
+  Bits32 prefix;            // the known digits of the threshold
+  Bits32 wanted;            // places for elements that start with these digits
+  unsigned has_candidates;  // whether the candidates fit into their memory
   Bits32 num_candidates;
-  Bits32 num_used;  // places of a payload
+  Bits32 num_used;  // used places of the payload
 };
 
 struct SparseArgs {
@@ -31,14 +31,14 @@ struct SparseArgs {
   Byte* out;
   Selection* selection;
   Status* status[2];  // of the two compactions
-  Bits32* indices;    // room for candidates: their indices and their bits
+  Bits32* indices;    // memory for candidates: their indices and their bits
   Bits32* bits;
   Random random;
   Size numel;
-  Size values_at;  // where the values begin in the payload
-  Size nbytes;     // of the payload
+  Size values_at;  // offset of the values in the payload
+  Size nbytes;     // size of the payload
   Bits32 places;
-  Bits32 capacity;   // of the room for candidates
+  Bits32 capacity;   // maximum number of candidates
   Bits32 threshold;  // bits of a magnitude
   float beta;
   float gamma;
@@ -64,13 +64,13 @@ COMMLIB_DEVICE float value_at(const SparseArgs& args, Size i) {
   return canonical(kHasFeedback ? x + args.beta * args.residual[i] : x);
 }
 
-// The residual of an element of which nothing was sent.
+// Returns the residual of an element that was not sent.
 COMMLIB_DEVICE float rest_of(const SparseArgs& args, float v, float e) {
   const float rest = v * args.gamma;
   return is_finite(v) ? rest : e;
 }
 
-// Of one that was sent, whose value is finite.
+// Returns the residual of an element that was sent and is finite.
 COMMLIB_DEVICE float rest_of_sent(const SparseArgs& args) {
   return 0.0f * args.gamma;
 }
@@ -99,7 +99,7 @@ COMMLIB_DEVICE void choose_at_random(const SparseArgs& args) {
   }
 }
 
-// The residuals as if nothing was sent.
+// Updates all residuals as if nothing was sent.
 template <class In>
 COMMLIB_DEVICE void keep_all(const SparseArgs& args) {
   for (Size i = thread_of_grid(); i < args.numel; i += threads_of_grid()) {
@@ -108,7 +108,7 @@ COMMLIB_DEVICE void keep_all(const SparseArgs& args) {
   }
 }
 
-// Those of the elements that the payload names; after `keep_all`.
+// Updates the residuals of the elements in the payload; after `keep_all`.
 COMMLIB_DEVICE void clear_sent(const SparseArgs& args) {
   for (Size j = thread_of_grid(); j < args.places; j += threads_of_grid()) {
     if (is_finite(from_bits(values_of(args)[j]))) args.residual[indices_of(args)[j]] = rest_of_sent(args);
@@ -117,7 +117,7 @@ COMMLIB_DEVICE void clear_sent(const SparseArgs& args) {
 
 // --- threshold -------------------------------------------------------------------------------------------------------
 
-// The places that the compaction left unused.
+// Fills the places that the compaction left unused.
 COMMLIB_DEVICE void fill_unused(const SparseArgs& args) {
   if (blockIdx.x == 0) zero_sparse_gaps(args, static_cast<int>(threadIdx.x));
   for (Size j = args.selection->num_used + thread_of_grid(); j < args.places; j += threads_of_grid()) {
@@ -131,17 +131,17 @@ COMMLIB_DEVICE void fill_unused(const SparseArgs& args) {
 struct SparseDecodeArgs {
   const Byte* inputs;
   float* out;
-  unsigned* damage;  // the number of a damaged payload, counted from 1, is left here
+  unsigned* damage;  // receives the number of a damaged payload, counted from 1
   Size numel;
   Size values_at;
-  Size nbytes;  // of a payload
+  Size nbytes;  // size of a payload
   Bits32 places;
   unsigned num_inputs;
   float divisor;
   float weight;
 };
 
-constexpr int kRange = 4096;  // elements that a block of threads sums at once
+constexpr int kRange = 4096;  // elements that a thread block sums at once
 constexpr int kSearches = kThreads / 2;
 
 COMMLIB_DEVICE const Bits32* indices_of_input(const SparseDecodeArgs& args, unsigned input) {
@@ -152,13 +152,13 @@ COMMLIB_DEVICE const float* values_of_input(const SparseDecodeArgs& args, unsign
   return reinterpret_cast<const float*>(args.inputs + input * args.nbytes + args.values_at);
 }
 
-// Whether place `j` keeps the order: below the end and above the place before, or unused.
+// Returns whether place `j` is in order: below the end and above the place before, or unused.
 COMMLIB_DEVICE bool is_in_order(const Bits32* indices, Size j, Size numel) {
   const Bits32 index = indices[j];
   return index == kUnusedIndex || (index < numel && (j == 0 || indices[j - 1] < index));
 }
 
-// The first place whose index is at least `least`.
+// Returns the first place whose index is at least `least`.
 COMMLIB_DEVICE Bits32 find_place(const Bits32* indices, Bits32 places, Size least) {
   Bits32 low = 0, high = places;
   while (low < high) {
@@ -172,9 +172,9 @@ COMMLIB_DEVICE Bits32 find_place(const Bits32* indices, Bits32 places, Size leas
   return low;
 }
 
-// out = sum of the payloads / divisor. A block of threads owns a range of the output and adds to it payload by payload,
-// so that sums are in the order of the ranks without atomics. Of a damaged payload it reads no place outside and writes
-// no element outside; which of its values count is not defined.
+// out = sum of the payloads / divisor. A thread block owns a range of the output and adds payload by payload, so that
+// sums are in the order of the ranks without atomics. For a damaged payload it accesses no place and no element out of
+// bounds, but its values are undefined.
 COMMLIB_DEVICE void sum_sparse(const SparseDecodeArgs& args) {
   __shared__ float sums[kRange];
   __shared__ Bits32 bounds[kThreads];
@@ -195,7 +195,7 @@ COMMLIB_DEVICE void sum_sparse(const SparseDecodeArgs& args) {
       const float* const values = values_of_input(args, first + j);
       const Size end = bounds[2 * j + 1];
       for (Size place = bounds[2 * j] + static_cast<Size>(thread); place < end; place += kThreads) {
-        const Size element = indices[place] - base;  // huge where it is below
+        const Size element = indices[place] - base;  // huge if it is below `base`
         if (element < static_cast<Size>(length)) sums[element] = canonical(sums[element] + (values[place] + 0.0f));
       }
       __syncthreads();
@@ -212,7 +212,7 @@ COMMLIB_DEVICE void sum_sparse(const SparseDecodeArgs& args) {
   }
 }
 
-// out += weight * payload. Places that are out of order are left out.
+// out += weight * payload. Places that are out of order are skipped.
 COMMLIB_DEVICE void add_sparse(const SparseDecodeArgs& args) {
   const Bits32* const indices = indices_of_input(args, 0);
   const float* const values = values_of_input(args, 0);

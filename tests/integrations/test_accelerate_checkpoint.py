@@ -316,7 +316,7 @@ def test_missing_files_other_algorithms_and_other_models_are_refused() -> None:
             Run("randomk").accelerator.load_state(str(folder))
         more = Run("topk")
         more.accelerator.prepare_model(seeded(Mlp), evaluation_mode=True)
-        with raises_on_every_rank(ConfigError, "1 models, and 2 were prepared"):
+        with raises_on_every_rank(ConfigError, "1 models, but 2 were prepared"):
             more.accelerator.load_state(str(folder))
         dist.barrier()
         if dist.get_rank() == 0:

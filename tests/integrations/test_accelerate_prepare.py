@@ -234,7 +234,7 @@ def test_wrong_uses_are_refused() -> None:
         new_accelerator("topk", kwargs_handlers=[handler])
     odd = new_accelerator()
     del odd._models
-    with raises_on_every_rank(ConfigError, "keeps no list _models", "pip install 'accelerate=="):
+    with raises_on_every_rank(ConfigError, "has no list _models", "pip install 'accelerate=="):
         integration.use(odd, "topk")
     late = new_accelerator()
     late.prepare(seeded(Mlp))

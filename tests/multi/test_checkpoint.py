@@ -370,7 +370,7 @@ def test_optimizers_whose_state_no_stand_in_can_make_say_so() -> None:
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters())
     commlib.wrap(model, "allreduce", optimizer=optimizer)
-    with pytest.raises(ConfigError, match="LBFGS: its state is made in a step that asks for more than gradients"):
+    with pytest.raises(ConfigError, match="LBFGS: its state is created in a step that needs more than gradients"):
         commlib.Checkpoint(model, optimizer).state_dict()
     assert not optimizer.state
     commlib.Checkpoint(model).state_dict()  # as the error says: without it, or after a step of it

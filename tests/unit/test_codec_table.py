@@ -95,5 +95,5 @@ def test_a_cuda_struct_of_another_shape_does_not_compile(tmp_path: Path) -> None
     row = codec_table.BlockRow(4, "int4", 64, 4, struct="Int4")
     text = f'#include "{emulator.HERE / "cuda_on_cpu.h"}"\n#include "block_codecs.h"\n'
     emulator.compile_to(tmp_path / "right.so", text + "".join(map(codec_asserts, BLOCK_ROWS)), emulator.FLAGS)
-    with pytest.raises(AssertionError, match=r"int4\.portion: expected 64, as commlib/kernels/codec_table"):
+    with pytest.raises(AssertionError, match=r"int4\.portion: expected 64, as in commlib/kernels/codec_table"):
         emulator.compile_to(tmp_path / "wrong.so", text + codec_asserts(row), emulator.FLAGS)

@@ -164,7 +164,7 @@ def test_without_a_place_for_the_cache_it_compiles(
 
 
 def test_a_source_that_does_not_compile_is_an_error_with_the_compiler_s_message(compiler: nvrtc.Nvrtc) -> None:
-    with pytest.raises(CodecError, match=r"NVRTC does not compile decode<Nonsense>(.|\n)*Nonsense.*undefined"):
+    with pytest.raises(CodecError, match=r"NVRTC cannot compile decode<Nonsense>(.|\n)*Nonsense.*undefined"):
         cuda.cubin(Kernel("decode_kernels.h", "decode<Nonsense>", "DecodeArgs"), "sm_90")
 
 

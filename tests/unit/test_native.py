@@ -307,7 +307,7 @@ def test_a_plan_that_makes_no_sense_is_refused():
         native.PackPlan([4, 4], torch.float32, offsets=[0])
     with pytest.raises(ConfigError, match="negative"):
         native.PackPlan([4], torch.float32, offsets=[-1])
-    with pytest.raises(ConfigError, match=r"No kernel takes torch\.int32"):
+    with pytest.raises(ConfigError, match=r"No kernel supports torch\.int32"):
         native.PackPlan([4], torch.int32)
 
 
