@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commlib.network import bagua
+from commlib.simulation import bagua
 
 _SHOWN_BYTES = (2**16, 2**20, 2**24)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
@@ -35,7 +36,6 @@ BELOW = {
     "engine": {*_PIECES, "algorithms"},
     "simulation": {*_TRAINING, "network"},
     "wrap": {*_TRAINING, "network", "simulation", "pipelining"},
-    "predictions": {"errors", "codecs", "transport", "primitives", "algorithms", "network", "simulation"},
     "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
@@ -54,10 +54,10 @@ BELOW = {
     },
     "__main__": {"cli"},
 }
-# Files of the top layer that `wrap` is made of; and the one of `network` that is no data but computes.
+# Files of the top layer that `wrap` is made of.
 PLACED = dict.fromkeys(
     ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "tuner", "verify"], "wrap"
-) | {"network.bagua": "predictions"}
+)
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:
@@ -143,6 +143,66 @@ def _strongly_connected(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str
     for node in graph:
         if node not in index:
             yield from visit(node)
+
+
+def late_attributes(package: Path = PACKAGE) -> list[str]:
+    """The attributes that a method sets and the construction does not: neither `__init__`, nor a method that it calls.
+
+    What a class declares in its body counts as set, and so does what a base of the package sets.
+    """
+    nodes = {
+        node.name: node
+        for path in sources(package)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    return sorted(
+        f"{name}.{attribute}"
+        for name, node in nodes.items()
+        for attribute in {a for m in _methods(node).values() for a in _set_in(m)} - _set_at_construction(node, nodes)
+    )
+
+
+def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+
+
+def _set_in(method: ast.FunctionDef) -> set[str]:
+    targets: list[ast.expr] = []
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign):
+            targets += node.targets
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            targets.append(node.target)
+    flat = [part for each in targets for part in (each.elts if isinstance(each, ast.Tuple) else [each])]
+    return {each.attr for each in flat if _is_of_self(each)}
+
+
+def _is_of_self(node: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _set_at_construction(node: ast.ClassDef, nodes: Mapping[str, ast.ClassDef]) -> set[str]:
+    found = set(_methods(node))
+    for each in node.body:
+        if isinstance(each, ast.Assign | ast.AnnAssign):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            found |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    for base in node.bases:
+        inner = base.value if isinstance(base, ast.Subscript) else base
+        name = inner.id if isinstance(inner, ast.Name) else getattr(inner, "attr", "")
+        if name in nodes and nodes[name] is not node:
+            found |= _set_at_construction(nodes[name], nodes)
+    methods, todo = _methods(node), ["__init__", "__new__", "__post_init__"]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name in methods and name not in seen:
+            seen.add(name)
+            found |= _set_in(methods[name])
+            calls = [each.func for each in ast.walk(methods[name]) if isinstance(each, ast.Call)]
+            todo += [each.attr for each in calls if _is_of_self(each)]
+    return found
 
 
 def classes(package: Path = PACKAGE) -> list[tuple[str, int, int]]:

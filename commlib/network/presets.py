@@ -35,7 +35,7 @@ def _v100_cluster(name: str, bandwidth_gbps: float) -> Network:
         efficiency=_TCP_EFFICIENCY,
         ceiling_gbps=_NCCL_TCP_GBPS,
         source=f"{_BAGUA}; {_NVLINK2}; {_TCP_LATENCY}; efficiency: the data in a frame of 1,500 bytes; ceiling: the "
-        "rate of NCCL over TCP, fitted to BAGUA's figures (commlib/network/bagua.py)",
+        "rate of NCCL over TCP, fitted to BAGUA's figures (commlib/simulation/bagua.py)",
     )
 
 

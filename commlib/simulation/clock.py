@@ -91,6 +91,8 @@ class VirtualDriver(Driver):
         spans: Spans of the traced ranks.
     """
 
+    _current: Round  # the round that advances
+
     def __init__(
         self, links: Links, meter: Meter, device: Device, pace: np.ndarray, traced: tuple[int, ...], roles: Roles
     ) -> None:

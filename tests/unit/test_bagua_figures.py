@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from commlib.errors import ConfigError
-from commlib.network import bagua
+from commlib.simulation import bagua
 from tests.thin import fast
 
 IMPOSSIBLE = bagua.impossible()

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.structure import BELOW, PACKAGE, circles, loaded_by_import, module_name, part_of, sources, upward_imports
+from tests.structure import (
+    BELOW,
+    PACKAGE,
+    circles,
+    late_attributes,
+    loaded_by_import,
+    module_name,
+    part_of,
+    sources,
+    upward_imports,
+)
 
 SOURCES = sources()
 
@@ -93,3 +103,21 @@ def test_importing_does_no_work():
             importlib.import_module(f"commlib.{part}")
     assert threading.active_count() == before
     assert not dist.is_initialized()
+
+
+def test_all_attributes_are_set_at_construction():
+    assert late_attributes() == []
+
+
+def test_an_attribute_that_is_set_later_is_found(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").write_text(
+        "class Base:\n"
+        "    declared: int\n"
+        "    def __init__(self):\n        self.own, self.other = 1, 2\n        self.helper()\n"
+        "    def helper(self):\n        self.helped = 1\n"
+        "class Derived(Base):\n"
+        "    def later(self):\n        self.own = self.helped = self.declared = self.late = 3\n"
+    )
+    assert late_attributes(package) == ["Derived.late"]

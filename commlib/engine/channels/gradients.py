@@ -101,6 +101,8 @@ class GradientChannel(OpenChannel):
     algorithm: Algorithm
     progress: Progress
     is_idle: bool
+    _is_own: bool  # whether the algorithm uses this channel after its warm-up
+    _blank: Algorithm  # a copy of the algorithm that communicates gradients, without buffers, for measurements
 
     def __init__(self, line: Line, device: torch.device, settings: Settings) -> None:
         self.line = line
@@ -119,6 +121,7 @@ class GradientChannel(OpenChannel):
         self._exchange: Background | None = None
         self.watch_steps: Callable[[bool], object] = lambda _: None
         self._warm_up = AllReduce()
+        self._loss_scale: LossScale | None = None
         self._set = BucketSet(parks=is_cuda)
         self._parameters: Sequence[Parameter] = ()
         own = weakref.ref(self.backward)
@@ -130,8 +133,7 @@ class GradientChannel(OpenChannel):
         self.keeper = self.algorithm = algorithm
         self.progress = progress
         self.is_idle = (self.line.comm.world_size == 1 and declared.rests_alone) or not progress.ever_syncs_gradients
-        self._is_own = isinstance(declared, Gradients)  # otherwise only the warm-up uses this channel
-        # A copy of the algorithm that communicates gradients, without buffers, for measurements.
+        self._is_own = isinstance(declared, Gradients)
         self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
         scaler = self._settings.scaler
         shares_scale = scaler is not None and scaler.is_enabled() and declared.keeps_replicas_alike

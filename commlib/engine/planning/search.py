@@ -63,6 +63,7 @@ class PlanSearch:
         self.pending: Plan | None = None
         self._parameters: Sequence[Parameter] = ()
         self._has_copies = False
+        self.readiness = Readiness(0, device)
         self._trials: Trials | None = None
         self._wants_to_settle = False
         self._wish: torch.Tensor | None = None  # of the round under way: whether any rank wants to

@@ -76,6 +76,9 @@ class _ThroughLeaders(Algorithm):
 class BytePS(_ThroughLeaders):
     """Parameter servers on the same machines: each node pushes chunks to the other nodes and pulls the sums."""
 
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+
     @override
     def setup(self, context: Context) -> None:
         assert context.comm.nodes is not None
@@ -117,6 +120,10 @@ class ByteGrad(_ThroughLeaders):
 class QAdam(ByteGrad):
     """BAGUA's QAdam after its warm-up: communicates the momentum instead of the gradients."""
 
+    def __init__(self, codec: BlockCodec | None = None) -> None:
+        super().__init__(codec)
+        self._momenta: dict[int, torch.Tensor] = {}
+
     @override
     def setup(self, context: Context) -> None:
         super().setup(context)
@@ -135,6 +142,9 @@ class Decentralized(_ThroughLeaders):
 
     channel = Weights(hierarchical=True)
 
+    def __init__(self) -> None:
+        self._peers: dict[int, torch.Tensor] = {}
+
     @override
     def setup(self, context: Context) -> None:
         self._peers = {bucket.index: torch.empty_like(bucket.flat) for bucket in context.buckets}
@@ -152,10 +162,14 @@ class LowPrecisionDecentralized(_ThroughLeaders):
 
     channel = Weights(hierarchical=True)
 
+    def __init__(self) -> None:
+        self._codec = UInt8MinMax()  # one scale per bucket: a reduction by the whole device
+        self._replicas: dict[int, list[torch.Tensor]] = {}
+        self._payloads: dict[int, list[torch.Tensor]] = {}
+
     @override
     def setup(self, context: Context) -> None:
-        codec = UInt8MinMax()  # one scale per bucket: a reduction by the whole device
-        self._codec = codec
+        codec = self._codec
         self._replicas = {b.index: [torch.empty_like(b.flat) for _ in range(4)] for b in context.buckets}
         self._payloads = {
             b.index: [b.flat.new_empty(codec.payload_bytes(b.flat.numel()), dtype=torch.uint8) for _ in range(3)]
