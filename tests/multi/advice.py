@@ -581,7 +581,7 @@ def no_closure() -> None:
     trains(model, optimizer, 8)
 
 
-@follows("and commlib.wrap was given")
+@follows("but commlib.wrap was given")
 def told_of_the_other() -> None:
     model, optimizer = made(algorithm=algorithms.LocalSGD(period=2))
     trains(model, optimizer)
