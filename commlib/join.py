@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank does that has none left, so that the others can go on (torch's `Join`)."""
+"""Uneven inputs (torch's `Join`): a rank without data takes part in the rounds of the ranks that still train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.transport.base import Communication, Communicator
 
 
 class Shadowed(Protocol):
-    """The wrapped model, in whose forwards a rank that has joined takes part.
+    """The wrapped model that a joined rank shadows.
 
     Attributes:
         engine: Its engine.
@@ -21,19 +21,19 @@ class Shadowed(Protocol):
     engine: Engine
 
     def agree_on_state(self) -> None:
-        """What a forward does after state was loaded."""
+        """Check loaded state, as a forward does after state was loaded."""
         ...
 
     def broadcast_model(self, source: int = 0) -> None:
-        """Copy parameters and buffers of rank `source` to all ranks."""
+        """Copy the parameters and buffers of rank `source` to all ranks."""
         ...
 
 
 class JoinState:
-    """Who still has data, as the ranks tell each other at each forward inside a `Join` context.
+    """The ranks that still have data, exchanged at each forward inside a `Join` context.
 
     Attributes:
-        source: The lowest rank that still has data: whose buffers count.
+        source: The lowest rank that still has data. Its buffers are copied to all ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -49,25 +49,25 @@ class JoinState:
         return self.config.enable
 
     def set_config(self, config: Any, joinable: Any) -> None:
-        """Take what `Join` sets."""
+        """Store the configuration that `Join` sets."""
         self.config = config
         self._joinable = joinable if config.enable else None
 
     def hook(self, model: Shadowed, divides_by_initial: bool) -> JoinHook:
-        """Return the hook for a `Join` context that begins."""
+        """Return the hook for a `Join` context that is being entered."""
         self._divides_by_initial = divides_by_initial
         return _ShadowHook(self, model)
 
     def announce(self, engine: Engine, syncs: bool) -> None:
-        """Tell the ranks that have joined whether this iteration will communicate."""
+        """Notify the ranks that have joined whether this iteration communicates."""
         Join.notify_join_context(self._joinable)
         self.exchange(engine, True, syncs)
 
     def exchange(self, engine: Engine, active: bool, syncs: bool) -> bool:
-        """Tell the others, and return whether any rank communicates in this iteration."""
+        """Exchange the flags with all ranks. Returns whether any rank communicates in this iteration."""
         own = torch.tensor([active, syncs], dtype=torch.uint8, device=engine.device)
         everyone = own.new_empty(2 * self._comm.world_size)
-        engine.line.run("the exchange of who still has data", _gather(everyone, own, self._comm))
+        engine.line.run("the exchange of which ranks still have data", _gather(everyone, own, self._comm))
         table = everyone.view(-1, 2).tolist()
         ranks = [rank for rank, row in enumerate(table) if row[0]]
         self.source = engine.gradients.buffers.source = ranks[0] if ranks else 0
@@ -75,7 +75,7 @@ class JoinState:
         return any(row[1] for row in table)
 
     def leave(self, engine: Engine) -> None:
-        """The context has ended: everyone counts again."""
+        """Reset at the end of the context: all ranks count again."""
         self.config = _JoinConfig.construct_disabled_join_config()
         self._joinable = None
         self._comm.num_active = self._comm.world_size

@@ -1,13 +1,13 @@
 """The methods that a wrapped model's class gains.
 
-[Note: object and class] A wrapped model is the user's object with a class of its own that derives from his. The class
-only adds methods. What belongs to the wrapping is kept for the object, by `registry`: another object of that class,
-which a method of the model made by `type(self)(...)`, is an ordinary model.
+[Note: object and class] A wrapped model is the user's object. Its class is replaced by a new class that derives from
+the user's and only adds methods. State of the wrapping is kept per object, in `registry`. Another object of that class,
+created by a method of the model with `type(self)(...)`, is an ordinary model.
 
-[Note: the type] Python cannot say "a Net that also has no_sync": there are no intersections of types. For pyright and
-mypy, `WrappedModel[Net]` comes nearest. It knows what `Parallel` adds, and that `module` is a `Net`. It derives from
-`Any` and so goes wherever a `Net` is asked for. Its other attributes are `Any`, as a `Net`'s own cannot be listed;
-`nn.Module` would make them `Tensor | Module`, which nobody may call: neither `own_method` nor `no_sync`.
+[Note: the type] Python has no intersection types, so "a Net that also has no_sync" cannot be expressed. For pyright and
+mypy, `WrappedModel[Net]` is the closest type. It declares the methods of `Parallel`, and `module` as a `Net`. It
+derives from `Any`, so it is accepted wherever a `Net` is. Its other attributes are `Any`, because a `Net`'s own cannot
+be listed. Deriving from `nn.Module` alone would type them as `Tensor | Module`, which cannot be called.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from commlib.errors import ConfigError
 from commlib.replica import REFUSAL, Again, Copy, Replica, Wrapped, bare_of, begin_forward, find, registry, wrapped_of
 
-#: What torch.compile says where it was to trace more than the user's forward.
+#: The reason that torch.compile reports if it would trace more than the user's forward.
 UNTRACED = (
-    "a wrapped model announces its backward around its forward, which cannot be part of a graph. Where fullgraph=True "
-    "is wanted, compile the model, not the function that calls it"
+    "a wrapped model announces its backward around its forward, which cannot be part of a graph. To use "
+    "fullgraph=True, compile the model, not the function that calls it"
 )
 
 #: The class of a user's model.
 M = TypeVar("M", bound=nn.Module)
 
-#: What a wrapped model's class has for itself, so that the user's must not have it.
+#: Names that a wrapped model's class defines, so the user's class must not.
 NAMES = ("no_sync", "require_backward_grad_sync", "join", "join_hook", "join_device", "join_process_group")
 
 
 class _Refusal:
-    """Stands where `DistributedDataParallel` looks for names to ignore, and says that it must not wrap this model."""
+    """Raises when `DistributedDataParallel` reads the names to ignore, since DDP must not wrap this model."""
 
     def __iter__(self) -> Iterator[str]:
         raise ConfigError(f"DistributedDataParallel would be around {REFUSAL}")
 
 
-@Joinable.register  # not a base: `Joinable` derives from `ABC`, which gives objects another layout than a module's
+@Joinable.register  # not a base class: `Joinable` derives from `ABC`, whose object layout differs from a module's
 class Parallel:
-    """What a wrapped model's class gains; `super()` is the user's class. Each wrapped model has a class of its own."""
+    """Methods that a wrapped model's class gains. Each wrapped model has its own class; `super()` is the user's."""
 
     _ddp_params_and_buffers_to_ignore = _Refusal()
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Leave the user's `__init_subclass__` out: he has made no class."""
+        """Skip the user's `__init_subclass__`, since the user has not defined this class."""
 
     @property
     def module(self) -> Any:
-        """The model as an object of its original class, sharing everything with this one; a submodule so named wins."""
+        """The model as an object of its original class, sharing all state. A submodule `module` takes precedence."""
         own = self.__dict__.get("_modules", {}).get("module")
         wrapped = registry.get(self)
         if own is None and wrapped is None:
@@ -66,7 +66,7 @@ class Parallel:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backwards are synchronised, as in DDP; `no_sync` sets it for a while."""
+        """Whether the next backwards are synchronised, as in DDP. `no_sync` sets it temporarily."""
         wrapped = registry.get(self)
         if wrapped is None:
             raise AttributeError("require_backward_grad_sync")
@@ -78,12 +78,12 @@ class Parallel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of forwards made inside accumulate locally; the next backward outside synchronises them."""
+        """Accumulate gradients of forwards inside the block locally. The next backward outside synchronises them."""
         before = _require_sync(self, False)
         try:
             yield
         finally:
-            _require_sync(self, before)  # a copy may have been wrapped meanwhile
+            _require_sync(self, before)  # a copy may have been wrapped inside the block
 
     def join(
         self,
@@ -91,7 +91,7 @@ class Parallel:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Train with uneven inputs: a rank that runs out takes part without data. See `torch.distributed` `Join`."""
+        """Train with uneven inputs: a rank that runs out takes part without data. See `torch.distributed`'s `Join`."""
         joinable = cast("Joinable", self)
         return Join(
             [joinable],
@@ -104,19 +104,20 @@ class Parallel:
         """Return the hook that shadows this model's collectives once the rank has joined.
 
         Raises:
-            ConfigError: The algorithm makes rounds for which a rank without data could not stand in.
+            ConfigError: The algorithm's rounds require data on every rank.
         """
         replica = _joined(self)
         if not all(channel.allows_join for channel in replica.engine.channels):
             raise ConfigError(
-                f"join: in the rounds of {replica.engine.algorithm.name!r} over weights nobody can stand in for a rank "
-                "that has no data left. Give all ranks as many optimizer steps, or use an algorithm on gradients"
+                f"join: the rounds of {replica.engine.algorithm.name!r} over weights need every rank, and one that has "
+                "run out of data cannot take part. Give all ranks as many optimizer steps, or use an algorithm on "
+                "gradients"
             )
         return replica.join.hook(replica, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """The device of `Join`'s own collectives."""
+        """The device on which `Join` runs its own collectives."""
         return _joined(self).engine.device
 
     @property
@@ -140,10 +141,10 @@ class Parallel:
         _joined(self).join.set_config(config, self)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load weights; those that an algorithm kept of earlier ones (anchors, outer momentum) start anew.
+        """Load weights. State that an algorithm keeps of earlier weights (anchors, outer momentum) is reset.
 
         Raises:
-            ConfigError: The names are DDP's, with `module.` before each.
+            ConfigError: The names are DDP's, with the prefix `module.`.
         """
         wrapped = registry.get(self)
         _refuse_names_of_ddp(self, args[0] if args else kwargs.get("state_dict"))
@@ -165,14 +166,14 @@ class Parallel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrapped = registry.get(self)
-        if wrapped is None:  # an ordinary object, of a class that cannot be named
+        if wrapped is None:  # an ordinary object of a class that pickle cannot find by name
             original = type(self)._commlib_class  # pyright: ignore[reportAttributeAccessIssue]
             return bare_of(cast("nn.Module", self), original).__reduce_ex__(protocol)
         return copy_of, (wrapped.bare, wrapped.again)
 
 
 def _refuse_names_of_ddp(model: Any, state: Any) -> None:
-    """Raise where all names in a state begin as DDP's: with `strict=False` nothing would be loaded, in silence."""
+    """Raise if all names in a state have DDP's prefix. With `strict=False`, nothing would be loaded, silently."""
     has_prefix = isinstance(state, Mapping) and state and all(str(name).startswith("module.") for name in state)
     if has_prefix and "module" not in model._modules:
         raise ConfigError(
@@ -182,7 +183,7 @@ def _refuse_names_of_ddp(model: Any, state: Any) -> None:
 
 
 def extend(model: nn.Module, wrapped: Wrapped) -> None:
-    """Give the model, an object of the user's class, the methods of `Parallel`; see [Note: object and class]."""
+    """Give the model, an object of the user's class, the methods of `Parallel`. See [Note: object and class]."""
     cls = wrapped.original_class
     members: dict[str, Any] = {
         **{name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")},
@@ -192,21 +193,21 @@ def extend(model: nn.Module, wrapped: Wrapped) -> None:
     }
     if issubclass(cls, torch.fx.GraphModule):
         members["recompile"] = _recompile
-    # Not by calling the metaclass: nobody's registry of classes is to hear of it.
+    # Bypass the metaclass call, so that registries of classes do not see the new class.
     make = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
     model.__class__ = make(type(cls), cls.__name__, (Parallel, cls), members)
     registry.put(model, wrapped)
 
 
 def _announcing(cls: type, name: str) -> Callable[..., Any]:
-    """Return `__call__` or `forward` of a wrapped model's class: the user's, ready for a synchronised backward.
+    """Return `__call__` or `forward` for a wrapped model's class: the user's, preceded by commlib's preparation.
 
-    torch.compile traces what it calls, and neither itself nor commlib's work before and after: traced once, that would
-    never be done again.
+    torch.compile traces the user's method that is called inside, but not commlib's work before and after it. Traced
+    work would run only once.
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = getattr(super(Parallel, self) if issubclass(type(self), Parallel) else self, name)  # it may be unwrapped
+        own = getattr(super(Parallel, self) if issubclass(type(self), Parallel) else self, name)  # possibly unwrapped
         replica = begin_forward(self)
         if replica is None:
             return own(*args, **kwargs)
@@ -225,7 +226,7 @@ def _announcing(cls: type, name: str) -> Callable[..., Any]:
 
 
 def _recompile(self: Any) -> Any:
-    """Let torch.fx write the code that it generates to the class that it made, not to the wrapped model's."""
+    """Let torch.fx write its generated code to the class that it created, not to the wrapped model's class."""
     extended = type(self)
     self.__class__ = extended._commlib_class
     try:
@@ -235,7 +236,7 @@ def _recompile(self: Any) -> Any:
 
 
 def restore_class(model: nn.Module) -> None:
-    """Make a wrapped model or a copy an ordinary object of the user's class again."""
+    """Turn a wrapped model or a copy back into an ordinary object of the user's class."""
     wrapped = registry.get(model)
     if wrapped is not None:
         registry.discard(model)
@@ -243,14 +244,14 @@ def restore_class(model: nn.Module) -> None:
 
 
 def as_made_by_the_user(model: Any) -> None:
-    """Give an object that is not wrapped, but was made by a wrapped model's class, the user's class."""
+    """Restore the user's class of an object that is not wrapped, but was created by a wrapped model's class."""
     original = getattr(type(model), "_commlib_class", None)
     if original is not None and registry.get(model) is None:
         model.__class__ = original
 
 
 def copy_of(bare: nn.Module, again: Again) -> nn.Module:
-    """Make an object that was copied or unpickled a copy of a wrapped model. Local."""
+    """Turn an object that was copied or unpickled into a copy of a wrapped model. Local."""
     if registry.get(bare) is None:
         extend(bare, Copy(bare, again))
     return bare
@@ -258,14 +259,14 @@ def copy_of(bare: nn.Module, again: Again) -> nn.Module:
 
 @torch._disable_dynamo
 def _require_sync(model: Any, value: bool) -> bool:
-    """Say whether the next backwards are synchronised; returns what was so before."""
+    """Set whether the next backwards are synchronised. Returns the previous value."""
     wrapped = wrapped_of(model)
     before, wrapped.require_sync = wrapped.require_sync, value
     return before
 
 
 def _joined(model: Any) -> Replica:
-    """Return what belongs to a wrapped model; a copy is wrapped now, as all ranks come here together."""
+    """Return the `Replica` of a wrapped model. A copy is wrapped first, since all ranks call this together."""
     wrapped = wrapped_of(model)
     return wrapped.join_ranks() if isinstance(wrapped, Copy) else wrapped
 
@@ -283,7 +284,7 @@ if TYPE_CHECKING:
             ...
 
         def no_sync(self) -> contextlib.AbstractContextManager[None]:
-            """Let gradients of forwards made inside accumulate locally."""
+            """Accumulate gradients of forwards inside the block locally."""
             ...
 
         def join(

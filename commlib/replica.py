@@ -1,8 +1,8 @@
-"""What belongs to a wrapped model, or to a copy of one: what its forward does beside the user's.
+"""The state of a wrapped model, or of a copy of one, and the work that its forward does in addition to the user's.
 
-[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, by whatever means the user's
-class has for it, and is a `Copy`: it communicates nothing until its first forward with gradients, in which it is
-wrapped.
+[Note: copies] A copy (by `deepcopy`, pickle, `AveragedModel`) is made of the bare object, with the copy methods of the
+user's class, and is represented by a `Copy`. It communicates nothing until its first forward with gradients, which
+wraps it.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from commlib.weak import WeakMembers
 if TYPE_CHECKING:
     from commlib.tuner import Tuner
 
-#: Wraps a copy of a wrapped model as that was; pickled with the copy.
+#: Wraps a copy of a wrapped model with the same options. Pickled with the copy.
 Again = Callable[[nn.Module], Any]
 
 
-#: Why no other wrapper may be around a wrapped model.
+#: The reason why no other wrapper may contain a wrapped model, for messages.
 REFUSAL = (
     "a model that commlib has wrapped, and gradients would be averaged twice. Train the wrapped model itself, or wrap "
-    "the bare one: commlib.unwrap(model) (a trainer that wraps models by itself must be told not to: "
-    "accelerate by commlib.integrations.accelerate.use(accelerator, ...) before prepare; in place of "
-    "transformers.Trainer take commlib.integrations.transformers.Trainer)"
+    "the bare one: commlib.unwrap(model). For trainers that wrap models themselves: with accelerate, call "
+    "commlib.integrations.accelerate.use(accelerator, ...) before prepare; instead of transformers.Trainer, use "
+    "commlib.integrations.transformers.Trainer"
 )
 
 
 class Replica:
-    """What belongs to one wrapped model: its engine, its buffers, and what its forward does beside the user's.
+    """The state of one wrapped model: its engine, its buffers, and the work of its forward beyond the user's.
 
     Args:
-        engine: Communicates for it.
+        engine: The engine that communicates for the model.
         model: The model, not extended yet.
-        ignored: Names of parameters and buffers that are left alone.
-        broadcast_buffers: Whether rank 0's buffers are everyone's after each synchronised backward.
+        ignored: Names of parameters and buffers that are not communicated.
+        broadcast_buffers: Whether rank 0's buffers are copied to all ranks after each synchronised backward.
         group: The user's process group.
-        again: Wraps a copy as this model was.
+        again: Wraps a copy with the options of this model.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Replica:
         again: Again,
     ) -> None:
         self.engine = engine
-        self.group: Callable[[], Any] = weakref.ref(group)  # does not keep a destroyed group's threads
+        self.group: Callable[[], Any] = weakref.ref(group)  # weak, so that a destroyed group's threads can end
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.original_class = model.__class__
         self.ignored = ignored
@@ -104,17 +104,17 @@ class Replica:
             self.engine.gradients.backward.expect()
 
     def communicate(self) -> None:
-        """Communicate the gradients as they are: those of the last micro-batch of a pipeline's step."""
+        """Communicate the gradients as they are, after the last micro-batch of a pipeline's step."""
         if not self.engine.gradients.is_idle:
             self.engine.gradients.communicate()
 
     def begin_forward(self) -> Replica:
-        """Before a forward of training: see `before_forward`. Returns itself."""
+        """Call `before_forward`. Returns itself."""
         self.before_forward()
         return self
 
     def before_forward(self) -> None:
-        """Before a forward with gradients: begin a step, with the model as it is."""
+        """Begin a step before a forward with gradients, after adopting changes of the model."""
         engine = self.engine
         if not torch.is_grad_enabled():
             return
@@ -127,10 +127,10 @@ class Replica:
                 self.tuner.forward_begins()
         if self.join.enabled:
             self.join.announce(engine, self.require_sync)
-        self.agree_on_state()  # in which a rank that has joined takes part once that is announced
+        self.agree_on_state()  # after the announcement, since a joined rank takes part in it
 
     def _follow_model(self) -> None:
-        """Check that the model is as the engine knows it, or may become so."""
+        """Check that the model matches the engine's view of it, or adopt the changes."""
         engine = self.engine
         self._refuse_other_wrappers()
         gradients = engine.gradients
@@ -150,14 +150,14 @@ class Replica:
         verify.check_steps([self.engine.parameters[0].param])
         if _is_in_distributed_autograd():
             raise ConfigError(
-                "torch.distributed.autograd keeps gradients in contexts of its own, where commlib does not see them. "
-                "Call the model outside of dist_autograd.context(), and loss.backward()"
+                "torch.distributed.autograd keeps gradients in its own contexts, which commlib does not see. Call the "
+                "model outside of dist_autograd.context(), and loss.backward()"
             )
 
     def agree_on_state(self) -> None:
-        """If state or weights were loaded, check that all ranks did so, after the same step. Collective then."""
+        """If state or weights were loaded, check that all ranks loaded them after the same step. Collective then."""
         engine = self.engine
-        if engine.has_loaded and self.bare.training:  # one rank alone may evaluate what it has loaded
+        if engine.has_loaded and self.bare.training:  # one rank alone may evaluate the model that it has loaded
             if engine.comm.world_size > 1:
                 verify.agree_on_state(engine.transport, checkpoints.places(engine))
             engine.has_loaded = False
@@ -166,7 +166,7 @@ class Replica:
         return verify.Structure(self.bare, {id(p.param) for p in self.engine.parameters}, self.ignored)
 
     def _adopt_parameters(self) -> None:
-        """Parameters were unfrozen, moved, cast or frozen for good: check that all ranks agree, and plan anew."""
+        """Adopt parameters that were unfrozen, moved, cast or frozen for good. Checks that ranks agree, and replans."""
         engine = self.engine
         self._reshard()
         known = {parameter.name for parameter in engine.parameters} - engine.gradients.idle_parameters.leave_out()
@@ -179,7 +179,7 @@ class Replica:
             error = found
         try:
             verify.agree(engine.transport, lambda: verify.describe(self.bare, parameters, self.ignored, {}), error)
-        except ConfigError:  # alike on all ranks, and nothing has changed
+        except ConfigError:  # raised on all ranks, and nothing has changed
             raise
         except BaseException as error:
             engine.line.abandon(error)
@@ -189,7 +189,7 @@ class Replica:
 
     @torch._disable_dynamo
     def after_forward(self, output: Any) -> None:
-        """Have the outputs' gradients announce the backward."""
+        """Let the gradients of the outputs announce the backward."""
         if not torch.is_grad_enabled() or self.engine.gradients.is_idle:
             return
         self._end_forward()
@@ -203,11 +203,11 @@ class Replica:
         return self.structure.buffers(self.bare, self.ignored)
 
     def _copied_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers that are to be rank 0's on all ranks."""
+        """Return the buffers that are copied from rank 0."""
         return [local_of(buffer.data) for buffer in self.engine.gradients.buffers.tensors()]
 
     def broadcast_model(self, source: int = 0) -> None:
-        """Copy parameters and buffers of rank `source` to all ranks."""
+        """Copy the parameters and buffers of rank `source` to all ranks."""
         self._reshard()
         parameters = [local_of(p.data) for name, p in self.bare.named_parameters() if name not in self.ignored]
         self._broadcast("the broadcast of parameters and buffers", [*parameters, *self._copied_buffers()], source)
@@ -217,12 +217,12 @@ class Replica:
             self.engine.line.run(what, broadcast_all(tensors, self.engine.comm, source))
 
     def _reshard(self) -> None:
-        model = self.model()  # FSDP2 does not know the bare one
+        model = self.model()  # FSDP2 does not know the bare object
         if model is not None:
             reshard(model)
 
     def drain(self) -> None:
-        """Take the results of rounds in the background now."""
+        """Apply the results of pending background rounds now."""
         self._reshard()
         self.engine.drain()
 
@@ -236,10 +236,10 @@ class Replica:
 
 
 class Copy:
-    """What belongs to a copy of a wrapped model until its first forward with gradients; see [Note: copies].
+    """The state of a copy of a wrapped model until its first forward with gradients. See [Note: copies].
 
     Attributes:
-        again: Wraps it.
+        again: Wraps the copy.
         require_sync: Whether the first backwards are synchronised.
     """
 
@@ -252,11 +252,11 @@ class Copy:
 
     @property
     def bare(self) -> nn.Module:
-        """The copy as an object of the user's class: made for each use, as it would keep the parameters of the copy."""
+        """The copy as an object of the user's class. Rebuilt for each use, since it would keep the parameters alive."""
         return bare_of(self.model(), self.original_class)
 
     def begin_forward(self) -> Replica | None:
-        """Before a forward: where it may train beside other ranks, wrap it first."""
+        """Wrap the copy before a forward that may train together with other ranks."""
         return self.join_ranks().begin_forward() if self._may_train() else None
 
     def _may_train(self) -> bool:
@@ -268,7 +268,7 @@ class Copy:
         """Wrap the copy. Collective.
 
         Raises:
-            ConfigError: It cannot be: it needs an optimizer, or there is no process group.
+            ConfigError: The copy needs an optimizer, or there is no process group.
         """
         model = self.model()
         self.again(model)
@@ -281,22 +281,23 @@ class Copy:
 Wrapped = Replica | Copy
 
 
-#: Where the class that a model was given for itself keeps the model's reference, and what belongs to it.
+#: Attribute of a wrapped model's own class that holds a reference to the model, and its state.
 _ENTRY = "_commlib_entry"
 
 
 class Registry:
-    """What belongs to each wrapped model and each copy of one, as long as the model is there.
+    """The `Replica` of each wrapped model and the `Copy` of each copy, for as long as the model exists.
 
-    It is kept by the class that the model was given for itself. So a model whose attributes lead back to it (FSDP2's
-    do, and those that a trainer is among) makes a cycle with it, which the collector frees; a table here would hold it.
+    The entry is stored in the class that was created for the model. If attributes of the model lead back to it (as with
+    FSDP2 or a trainer), they form a reference cycle, which the garbage collector frees. A table in this object would
+    keep the model alive.
     """
 
     def __init__(self) -> None:
         self._replicas: WeakMembers[Replica] = WeakMembers(locks.lock("replicas", is_of_process=True))
 
     def put(self, model: nn.Module, wrapped: Wrapped) -> None:
-        """Note what belongs to a model."""
+        """Store the state of a model."""
         cls, watch = type(model), None
         if isinstance(wrapped, Replica):
             self._replicas.add(wrapped)
@@ -305,12 +306,12 @@ class Registry:
         type.__setattr__(cls, _ENTRY, (weakref.ref(model), wrapped, watch))
 
     def get(self, model: Any) -> Wrapped | None:
-        """Return what belongs to this very object; None for its bare one, too."""
+        """Return the state of this object. None for its bare object."""
         entry = getattr(type(model), _ENTRY, None)
         return entry[1] if entry is not None and entry[0]() is model else None
 
     def discard(self, model: nn.Module) -> None:
-        """Forget a model."""
+        """Remove a model."""
         wrapped = self.get(model)
         if isinstance(wrapped, Replica):
             self._replicas.discard(wrapped)
@@ -318,12 +319,12 @@ class Registry:
             _forget(cls)
 
     def replicas(self) -> Iterator[Replica]:
-        """Yield what belongs to each wrapped model."""
+        """Yield the `Replica` of each wrapped model."""
         yield from self._replicas.alive()
 
 
 def _forget(cls: type) -> None:
-    """Let go of what belongs to the model of this class, now and not when the class is collected."""
+    """Release the state of the model of this class now, not when the class is collected."""
     entry = vars(cls).get(_ENTRY)
     if entry is not None:
         type.__delattr__(cls, _ENTRY)
@@ -332,7 +333,7 @@ def _forget(cls: type) -> None:
 
 
 def _forget_class_of(reference: Callable[[], type | None]) -> None:
-    """Let go of what belongs to a model that was dropped."""
+    """Release the state of a model that was freed."""
     if (cls := reference()) is not None:
         _forget(cls)
 
@@ -341,24 +342,24 @@ registry = Registry()
 
 
 def bare_of(model: nn.Module, cls: type) -> nn.Module:
-    """Return an object of class `cls` that shares everything with the model."""
+    """Return an object of class `cls` that shares all state with the model."""
     bare = object.__new__(cls)
     bare.__dict__ = model.__dict__
     return bare
 
 
 def find(model: Any) -> Wrapped | None:
-    """Return what belongs to a wrapped model or a copy of one; None for any other object."""
+    """Return the `Replica` of a wrapped model or the `Copy` of a copy. None for any other object."""
     return registry.get(model) if isinstance(model, nn.Module) else None
 
 
 def replicas() -> Iterator[Replica]:
-    """Yield what belongs to each wrapped model of this process."""
+    """Yield the `Replica` of each wrapped model of this process."""
     return registry.replicas()
 
 
 def replica_of(model: Any) -> Replica:
-    """Return what belongs to a wrapped model.
+    """Return the `Replica` of a wrapped model.
 
     Raises:
         ConfigError: The model is not wrapped, or is a copy that has not trained yet.
@@ -367,13 +368,13 @@ def replica_of(model: Any) -> Replica:
     if isinstance(wrapped, Copy):
         raise ConfigError(
             f"the {type(model).__name__} is a copy of a wrapped model, which is wrapped in its first forward with "
-            "gradients; call commlib.wrap(model, ...) to have it done now"
+            "gradients; call commlib.wrap(model, ...) to wrap it now"
         )
     return wrapped
 
 
 def wrapped_of(model: Any) -> Wrapped:
-    """Return what belongs to a wrapped model or a copy of one.
+    """Return the `Replica` of a wrapped model or the `Copy` of a copy.
 
     Raises:
         ConfigError: The model is neither.
@@ -385,24 +386,24 @@ def wrapped_of(model: Any) -> Wrapped:
 
 
 def inside_compiled(model: Any) -> Any:
-    """Return the model itself, or, of what `torch.compile` made of a wrapped model, that one."""
-    inner = getattr(model, "_orig_mod", None)  # as its parameters' names begin
+    """Return the model inside if `model` is the output of `torch.compile` on a wrapped model, else `model`."""
+    inner = getattr(model, "_orig_mod", None)  # the prefix of its parameters' names
     return model if find(model) is not None or find(inner) is None else inner
 
 
 @torch._disable_dynamo
 def begin_forward(model: nn.Module) -> Replica | None:
-    """Make a wrapped model ready for a forward, and return to whom its outputs are to be shown.
+    """Prepare a wrapped model for a forward. Returns the `Replica` that announces the backward through the outputs.
 
-    None where there is nothing to do: no step of training, or a call from within another (recursion, or `forward` from
-    `__call__`).
+    Returns None if there is nothing to do: the forward is not a step of training, or it is nested in another one
+    (recursion, or `forward` called by `__call__`).
     """
     wrapped = registry.get(model)
     return None if wrapped is None or wrapped.is_running or is_local() else wrapped.begin_forward()
 
 
 def is_local() -> bool:
-    """Return whether a forward now is no step of training: traced, transformed, or run again by backward."""
+    """Return whether a forward now is not a step of training: traced, transformed, or recomputed by backward."""
     if torch._C._current_graph_task_id() != -1 or _functorch.peek_interpreter_stack() is not None:
         return True
     if (

@@ -1,4 +1,4 @@
-"""What `wrap` finds out on one rank before it meets the others."""
+"""The checks of `wrap` on one rank, and the comparison between ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger("commlib")
 
 
 def tuner() -> Any:
-    """Import what "auto" needs, and nothing else does: the tuner, and with it the simulator."""
+    """Import the tuner, and with it the simulator. Only "auto" needs them."""
     from commlib import tuner
 
     return tuner
 
 
 class SetUp:
-    """What one rank finds out by itself before it meets the others; an error is kept, to be raised on all of them."""
+    """The checks of `wrap` on one rank. Keeps the first error, so that all ranks raise together."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class SetUp:
             self.error = error
 
     def agree(self, transport: TorchTransport, options: dict[str, Any], error: Exception | None) -> None:
-        """Check that all ranks have the same of what they must have in common; connect a sharded model's. Collective.
+        """Check that all ranks have the same model and options, and connect the island of a sharded model. Collective.
 
         Args:
-            transport: Carries it.
-            options: Of `wrap`, by name.
-            error: What else is wrong on this rank.
+            transport: The communicator.
+            options: The options of `wrap`, by name.
+            error: A further error on this rank, if any.
 
         Raises:
-            ConfigError: They have not, or one of them has an error; on every rank.
+            ConfigError: The ranks differ, or one of them has an error. Raised on every rank.
         """
         verify.agree(transport, lambda: self.pairs(options), self.error or error)
         assert self.algorithm is not None
@@ -100,7 +100,7 @@ class SetUp:
             transport.join_island(island)
 
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield what must be alike on all ranks."""
+        """Yield the (name, value) pairs that must be identical on all ranks."""
         assert self.algorithm is not None
         options = {**options, **verify.algorithm_options(self.algorithm), "ignored_parameters": sorted(self.ignored)}
         if self.scaler is not None and self.algorithm.channel.keeps_replicas_alike:
@@ -114,11 +114,11 @@ def _check_wrappable(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("model: a ScriptModule cannot be wrapped; wrap the Python module, then torch.compile it")
     taken = [name for name in NAMES if hasattr(type(model), name)]
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # which has its own words below
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)  # has its own message below
     if taken and find(model) is None and not is_ddp:
         raise ConfigError(
-            f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own, which a wrapped model's "
-            "class needs for itself, as DDP's. Rename it, or wrap a module around the model"
+            f"model: {type(model).__name__} has {', '.join(map(repr, taken))} of its own. A wrapped model's class "
+            "defines these names, as DDP does. Rename them, or wrap a module around the model"
         )
     for name, module in model.named_modules():
         what = f"its submodule {name!r}" if name else "the model"
@@ -126,8 +126,8 @@ def _check_wrappable(model: Any) -> None:
             raise ConfigError(f"{what} is wrapped already. Call commlib.unwrap first, or wrap only the outer module")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ConfigError(
-                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead; where a trainer "
-                "made it, have it make none (Ray Train: prepare_model(model, parallel_strategy=None))"
+                f"{what} is a DistributedDataParallel. Wrap the bare module (its .module) instead. If a trainer "
+                "created the DDP, disable that (Ray Train: prepare_model(model, parallel_strategy=None))"
             )
 
 
@@ -136,8 +136,8 @@ def _check_notowned(parameters: Sequence[Any]) -> None:
     twice = [parameter.name for parameter in parameters if id(parameter.param) in owned]
     if twice:
         raise ConfigError(
-            f"parameters that another wrapped model communicates: {name_some(twice)}. Call commlib.unwrap on that "
-            "model, and wrap one module that holds both, both = torch.nn.ModuleList([one, other]), with all "
+            f"another wrapped model already communicates these parameters: {name_some(twice)}. Call commlib.unwrap on "
+            "that model, and wrap one module that holds both, both = torch.nn.ModuleList([one, other]), with all "
             "optimizers; call commlib.expect_backward(both) before each backward that is to be synchronised"
         )
 
@@ -145,10 +145,11 @@ def _check_notowned(parameters: Sequence[Any]) -> None:
 def check_optimizer(
     algorithm: Algorithm, optimizer: Any, parameters: Sequence[Any], is_warming_up: bool = True
 ) -> None:
-    """Refuse an optimizer (as `optimizers.resolve` returned it) with which the algorithm cannot run.
+    """Refuse an optimizer (as returned by `optimizers.resolve`) that the algorithm cannot run with.
 
     Raises:
-        ConfigError: It needs one, or one that has all parameters, or one that trains at the weights.
+        ConfigError: The algorithm needs an optimizer, or one that holds all parameters, or one that trains at the point
+            that is evaluated.
     """
     algorithm.check_optimizer(optimizer, is_warming_up)
     needed = algorithm.channel.needs_optimizer
@@ -159,25 +160,25 @@ def check_optimizer(
     if not algorithm.channel.keeps_replicas_alike and optimizers.has_points(optimizer):
         raise ConfigError(
             f"optimizer: {optimizers.names_of(optimizer)} trains at another point than the one that is evaluated (it "
-            f"has train() and eval()), and {algorithm.name!r} would average one of them over the ranks and not the "
-            "other. Use an algorithm on gradients"
+            f"has train() and eval()), and {algorithm.name!r} would average only one of them over the ranks. Use an "
+            "algorithm on gradients"
         )
     missing = optimizers.left_out(optimizer, [(parameter.name, parameter.param) for parameter in parameters])
     if missing and needed:
         raise ConfigError(
-            f"optimizer: {name_some(missing)} are in no group of it, so {algorithm.name!r} would not know of their "
-            "steps. Pass all optimizers, as a list, or freeze the parameters that none of them trains"
+            f"optimizer: {name_some(missing)} are in no group of the optimizer, so {algorithm.name!r} would not "
+            "see their steps. Pass all optimizers, as a list, or freeze the parameters that none of them trains"
         )
     if missing:
-        _log.warning("optimizer: %s are in no group of it; their learning rate counts as the first group's", missing)
+        _log.warning("optimizer: %s are in no group of the optimizer; its first group's learning rate is used", missing)
 
 
 def _check_repeatable(algorithm: Algorithm) -> None:
-    """Where runs are to repeat themselves, refuse what depends on clocks."""
+    """Refuse algorithms that depend on clocks if deterministic algorithms are requested."""
     depends = not algorithm.channel.keeps_step or isinstance(algorithm, Auto)
     if not depends or not torch.are_deterministic_algorithms_enabled():
         return
-    message = f"the algorithm {algorithm.name!r} depends on clocks, so no two runs are alike"
+    message = f"the algorithm {algorithm.name!r} depends on clocks, so runs are not reproducible"
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise ConfigError(f"{message}, and torch.use_deterministic_algorithms is on. Choose another algorithm")
     _log.warning("%s, though torch.use_deterministic_algorithms is on", message)

@@ -1,4 +1,4 @@
-"""Set-up checks: what one rank can see of its model, and that all ranks have the same one."""
+"""Set-up checks: of the model on one rank, and that all ranks have the same model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from commlib.transport.base import Transport
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> set[str]:
-    """Return the names of the parameters and buffers meant by `ignored` (names or parameters).
+    """Return the names of the parameters and buffers that `ignored` (names or parameters) selects.
 
     Raises:
         ConfigError: One of them is not in the model.
@@ -66,8 +66,8 @@ def parameters_of(model: nn.Module, ignored: set[str], known: Collection[str] = 
 
     Args:
         model: The model.
-        ignored: Names of parameters that are left alone.
-        known: Names of those that are communicated whether or not they require a gradient now.
+        ignored: Names of parameters that are not communicated.
+        known: Names of parameters that are communicated whether or not they currently require a gradient.
     """
     sparse = {
         id(module.weight)
@@ -82,10 +82,10 @@ def parameters_of(model: nn.Module, ignored: set[str], known: Collection[str] = 
 
 
 def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
-    """Check what one rank can see by itself.
+    """Check the parameters on one rank.
 
     Raises:
-        ConfigError: No parameters, uninitialised ones, or several devices.
+        ConfigError: There are no parameters, uninitialised ones, or several devices.
     """
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to communicate")
@@ -106,10 +106,10 @@ def check_model(model: Any, parameters: Sequence[Parameter]) -> None:
 
 
 def check_steps(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters that torch lets an optimizer step within backward, before their gradients are communicated.
+    """Refuse parameters whose optimizer steps within backward, before their gradients are communicated.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: There are such parameters.
     """
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
         raise ConfigError(
@@ -119,17 +119,17 @@ def check_steps(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ranks: Collection[int]) -> None:
-    """Check that what is sharded is sharded among other ranks than these, which are to communicate.
+    """Check that sharded parameters are sharded over other ranks than those of the group.
 
     Args:
         model: The model.
-        ignored: Names of parameters and buffers that are left alone.
+        ignored: Names of parameters and buffers that are not communicated.
         algorithm: The algorithm.
-        ranks: The global ranks of the group, this one among them.
+        ranks: The global ranks of the group, including this one.
 
     Raises:
-        ConfigError: A parameter or buffer is a wrapper of tensors other than a DTensor; or a DTensor on a mesh with
-            more than one of the ranks, or under an algorithm that cannot take it; or FSDP2 leaves a parameter whole.
+        ConfigError: A parameter or buffer wraps other tensors and is not a DTensor. Or a DTensor is on a mesh with more
+            than one of the ranks, or the algorithm does not support it. Or FSDP2 leaves a parameter unsharded.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     wrapped = [(name, each) for name, each in named if name not in ignored and _is_wrapper(each)]
@@ -142,9 +142,9 @@ def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ran
     among = [name for name, each in wrapped if len(ranks_of(each) & set(ranks)) > 1]
     if among:
         raise ConfigError(
-            f"{name_some(among)} are DTensors, as fully_shard and tensor parallelism make them, on a mesh that has "
-            f"several ranks of the group {sorted(ranks)}, which is to hold replicas. Shard on one dimension of a mesh "
-            "and pass the other: fully_shard(model, mesh=mesh['shard']), then commlib.wrap(model, ..., "
+            f"{name_some(among)} are DTensors (of fully_shard or tensor parallelism) on a mesh that has several ranks "
+            f"of the group {sorted(ranks)}, whose ranks must hold replicas. Shard on one dimension of a mesh and pass "
+            "the other: fully_shard(model, mesh=mesh['shard']), then commlib.wrap(model, ..., "
             "process_group=mesh['replicate'])"
         )
     trained = {n: p for n, p in model.named_parameters() if n not in ignored and p.requires_grad}
@@ -152,8 +152,8 @@ def check_sharded(model: nn.Module, ignored: set[str], algorithm: Algorithm, ran
         _check_island(model, trained, algorithm)
     if wrapped and not algorithm.channel.has_rounds:
         raise ConfigError(
-            f"{name_some([name for name, _ in wrapped])} are DTensors, and {algorithm.name!r} runs itself, on whole "
-            "parameters. Use an algorithm on gradients, or one that averages weights in rounds"
+            f"{name_some([name for name, _ in wrapped])} are DTensors, and {algorithm.name!r} runs without rounds, on "
+            "whole parameters. Use an algorithm on gradients, or one that averages weights in rounds"
         )
 
 
@@ -161,22 +161,23 @@ def _check_island(model: nn.Module, trained: dict[str, nn.Parameter], algorithm:
     whole = [name for name, each in trained.items() if not is_sharded(each)]
     if whole and is_by_fsdp(model):
         raise ConfigError(
-            f"{name_some(whole)} are not sharded, and other parameters are by fully_shard. The ranks of an island have "
-            "different gradients for them, which neither FSDP2 nor commlib would average. Call fully_shard(model, ...) "
-            "on the whole model last; or average them yourself and name them in ignored_parameters"
+            f"{name_some(whole)} are not sharded, while fully_shard has sharded other parameters. The ranks of an "
+            "island have different gradients for them, which neither FSDP2 nor commlib would average. Call "
+            "fully_shard(model, ...) on the whole model last; or average them yourself and name them in "
+            "ignored_parameters"
         )
     if algorithm.channel.keeps_replicas_alike:
         _check_divide_factors(divide_factors(model), algorithm)
     if isinstance(algorithm, Auto):
         raise ConfigError(
             f"{name_some([name for name, each in trained.items() if is_sharded(each)])} are DTensors, and 'auto' would "
-            "choose for each part of them by itself. Name one algorithm"
+            "choose separately for each of their shards. Name one algorithm"
         )
     copies = copied(trained)
     if copies and algorithm.channel.has_rounds and not algorithm.channel.keeps_step:
         raise ConfigError(
-            f"{name_some(copies)}: several ranks of an island have the same part, and with {algorithm.name!r} their "
-            "copies would part, as its rounds end by the clock. Use an algorithm whose rounds keep step"
+            f"{name_some(copies)}: several ranks of an island hold the same shard, and their copies would diverge with "
+            f"{algorithm.name!r}, whose rounds end by the clock. Use an algorithm whose rounds keep step"
         )
 
 
@@ -190,14 +191,14 @@ def _check_divide_factors(factors: set[float | None], algorithm: Algorithm) -> N
     if given and getattr(algorithm, "op", None) != "sum":
         raise ConfigError(
             f"FSDP2's set_gradient_divide_factor({given[0]:g}) is for sums over all ranks, and {algorithm.name!r} "
-            "takes the mean over the islands, so that gradients would be as many times smaller as there are islands. "
-            "Do not set the factor, which gives the mean over all ranks; or use an algorithm with op='sum', such as "
+            "takes the mean over the islands, so gradients would be too small by a factor of the number of islands. Do "
+            "not set the factor, to get the mean over all ranks; or use an algorithm with op='sum', such as "
             "commlib.algorithms.AllReduce(op='sum')"
         )
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no memory of its own, but other tensors in its place."""
+    """Return whether a tensor has no memory of its own, but wraps other tensors."""
     if type(tensor) in (torch.Tensor, nn.Parameter) or is_lazy(tensor) or tensor.is_meta:
         return False
     return is_traceable_wrapper_subclass(tensor) or (tensor.numel() > 0 and not tensor.data_ptr())
@@ -206,7 +207,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 def describe(
     model: nn.Module, parameters: Sequence[Parameter], ignored: set[str], options: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield everything that must be alike on all ranks, as (what, value) pairs in order."""
+    """Yield everything that must be identical on all ranks, as ordered (name, value) pairs."""
     for name, value in sorted(options.items()):
         yield f"option {name}", repr(value)
     for parameter in parameters:
@@ -217,9 +218,9 @@ def describe(
 
 
 def algorithm_options(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what ranks must have in common of an algorithm: its class, its arguments, its channel.
+    """Return the settings of an algorithm that ranks must have in common: its class, its arguments, its channel.
 
-    Public attributes that are plain, codecs or dataclasses are there, too: they may have been set after it was made.
+    Includes public attributes that are plain values, codecs or dataclasses, since they may be set after construction.
     """
     public = {k: v for k, v in vars(algorithm).items() if not k.startswith("_") and k not in algorithm.may_differ}
     shown = (str, int, float, bool, type(None), BlockCodec, SparseCodec)
@@ -236,16 +237,16 @@ def agree(
     error: Exception | None,
     what: str = "wrap",
 ) -> None:
-    """Check that no rank has an error and that all have the same pairs. Collective; raises alike on every rank.
+    """Check that no rank has an error and that all have the same pairs. Collective. Raises on every rank.
 
     Args:
-        transport: Carries the digests, and the pairs themselves only where they differ.
-        pairs: Yields this rank's pairs, anew at each call.
-        error: What is wrong on this rank already.
-        what: Which function the ranks are in.
+        transport: Carries the digests, and the pairs themselves only if they differ.
+        pairs: Yields this rank's pairs, from the start at each call.
+        error: An earlier error of this rank.
+        what: The function that the ranks are in.
 
     Raises:
-        ConfigError: Some rank's own error, or a difference: which item, and which ranks have what.
+        ConfigError: A rank has an error, or the pairs differ. Names the item, and the value on each rank.
     """
     digest = hashlib.sha256()
     for pair in pairs() if error is None else ():
@@ -260,7 +261,7 @@ def agree(
     failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
     if failed:
         rank, text = next(iter(failed.items()))
-        raise ConfigError(f"rank {transport.rank}: {what} failed on ranks {sorted(failed)}; rank {rank} says: {text}")
+        raise ConfigError(f"rank {transport.rank}: {what} failed on ranks {sorted(failed)}; on rank {rank}: {text}")
     if len({digest for _, digest in reports}) > 1:
         difference = _difference(transport.gather_objects(list(pairs())))
         transport.part()
@@ -271,28 +272,28 @@ def agree(
 
 
 def agree_on_state(transport: Transport, pairs: Iterable[tuple[str, str]]) -> None:
-    """Check that all ranks have loaded state of the same step; else they would wait for one another, or drift apart.
+    """Check that all ranks have loaded state of the same step. Otherwise they would deadlock or drift apart.
 
     Args:
         transport: Carries the pairs.
-        pairs: What must be alike, by what it is.
+        pairs: (name, value) pairs that must be identical.
 
     Raises:
-        ConfigError: They have not; alike on every rank.
+        ConfigError: They differ. Raised on every rank.
         PeerTimeout: A rank has loaded nothing.
     """
-    what = "the comparison of what was loaded, as load_state_dict (the model's or commlib's) is called on every rank,"
+    what = "the comparison of loaded state (load_state_dict, the model's or commlib's, must be called on every rank)"
     rows = [[tuple(pair) for pair in row] for row in transport.gather_apart(list(pairs), what)]
     if any(row != rows[0] for row in rows):
         transport.part()
         raise ConfigError(
-            f"rank {transport.rank}: the states that were loaded differ between ranks ({_difference(rows)}). Load on "
-            "every rank what was saved after the same step"
+            f"rank {transport.rank}: the loaded states differ between ranks ({_difference(rows)}). Load the state that "
+            "was saved after the same step on every rank"
         )
 
 
 def _difference(by_rank: Sequence[Sequence[tuple]]) -> str:
-    """Say where the ranks' descriptions differ first."""
+    """Describe the first difference between the ranks' pairs."""
     lengths = [len(pairs) for pairs in by_rank]
     for items in itertools.zip_longest(*by_rank, fillvalue=("nothing", "")):
         if len(set(items)) == 1:
@@ -311,11 +312,11 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 class Structure:
-    """The model's parameters and buffers as they were, to notice cheaply at each forward that they changed.
+    """A snapshot of the model's parameters and buffers, to detect changes cheaply at each forward.
 
     Args:
         model: The model.
-        known: The identities of the parameters that are communicated.
+        known: The identities of the communicated parameters.
         ignored: Names of parameters that may change.
     """
 
@@ -338,7 +339,7 @@ class Structure:
 
     def buffers(self, model: nn.Module, ignored: Collection[str]) -> list[torch.Tensor]:
         """Return the buffers whose names are not ignored, tied ones once."""
-        # This runs in every step: only after a change there is a walk through the model.
+        # Runs in every step, so the model is walked only after a change.
         if not any(self._buffer_tables):
             return []
         entries = list(itertools.chain.from_iterable(map(dict.values, self._buffer_tables)))
@@ -349,7 +350,7 @@ class Structure:
         return self._buffers
 
     def _is_same(self) -> bool:
-        # This runs before every forward: a few passes in C over all entries.
+        # Runs before every forward: a few passes in C over all entries.
         entries = itertools.chain.from_iterable(map(dict.values, self._filled))
         if list(map(len, self._tables)) != self._lengths:
             return False
@@ -358,18 +359,18 @@ class Structure:
         return all(now is then or _is_gathered(now, then) for now, then in zip(entries, self._entries, strict=True))
 
     def was_unfrozen(self) -> bool:
-        """Return whether a parameter that was frozen, and is not communicated, requires a gradient now."""
+        """Return whether a parameter that was frozen, and is not communicated, now requires a gradient."""
         return any(parameter.requires_grad for parameter in self._frozen)
 
     def check(self, model: nn.Module, parameters: Sequence[Parameter]) -> None:
-        """Raise where parameters were added or replaced, or some of those that are communicated removed.
+        """Raise if parameters were added or replaced, or communicated parameters were removed.
 
         Args:
             model: The model.
-            parameters: Those that are communicated.
+            parameters: The communicated parameters.
 
         Raises:
-            ConfigError: Names them.
+            ConfigError: Names the parameters.
         """
         if self._is_same() or self._are_lent():
             return
@@ -378,7 +379,7 @@ class Structure:
         added = [name for name, parameter in now.items() if id(parameter) not in before and name not in self._ignored]
         removed = [parameter.name for parameter in parameters if id(parameter.param) not in kept]
         if not added and not removed:
-            self.__init__(model, self._known, self._ignored)  # modules moved about, with the same parameters
+            self.__init__(model, self._known, self._ignored)  # modules were moved, with the same parameters
             return
         changes = [f"added: {name_some(added)}"] if added else []
         changes += [f"removed: {name_some(removed)}"] if removed else []
@@ -388,7 +389,7 @@ class Structure:
         )
 
     def _are_lent(self) -> bool:
-        """Return whether other tensors take the parameters' places for one call only (`torch.func.functional_call`)."""
+        """Return whether other tensors replace the parameters for one call only (`torch.func.functional_call`)."""
         entries = itertools.chain.from_iterable(map(dict.values, self._filled))
         if any(isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter) for each in entries):
             return True
@@ -399,9 +400,9 @@ class Structure:
 
 
 def _is_gathered(now: Any, then: Any) -> bool:
-    """Return whether `now` is what FSDP2 has put in the place of a sharded parameter for a while.
+    """Return whether `now` is a tensor that FSDP2 has temporarily put in the place of a sharded parameter.
 
-    That is the whole, or with `reshard_after_forward=<int>` a part on another mesh of the same ranks.
+    This is the whole parameter or, with `reshard_after_forward=<int>`, a shard on another mesh of the same ranks.
     """
     if not (is_sharded(then) and isinstance(now, nn.Parameter) and now.shape == then.shape):
         return False

@@ -1,4 +1,4 @@
-"""`wrap`: makes a model train in parallel, in place; and what the wrapped model offers."""
+"""`wrap`, which makes a model train in parallel in place, and the functions that act on a wrapped model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 
-#: `wrap` warns of an algorithm that is known to lose more than this with the optimizer.
+#: `wrap` warns if the algorithm's measured loss with the optimizer's class is worse than this, relative to all-reduce.
 _WARNED_OF = 0.1
 
 
@@ -57,45 +57,46 @@ def wrap(
 ) -> WrappedModel[M]:
     """Make `model` train in parallel over the ranks of a process group, in place.
 
-    Collective: every rank of the group calls it with the same model and options. The same object comes back; its
-    class gains `no_sync()`, `join()` and `module`, and its parameters' names and `state_dict` stay as they are.
-    Gradients are communicated while backward runs, and are final when `backward()` returns. `param.grad` is then a view
-    of a buffer that commlib owns.
+    Collective: every rank of the group calls it with the same model and options. Returns the same object. The object's
+    class gains `no_sync()`, `join()` and `module`. Parameter names and `state_dict` do not change. Gradients are
+    communicated while backward runs and are final when `backward()` returns. `param.grad` is then a view of a buffer
+    that commlib owns.
 
     Args:
-        model: The model, on its device; changed in place.
+        model: The model, on its device. Modified in place.
         algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` instance with options, which is
             copied.
-        optimizer: Required by algorithms that act on weights or optimizer state. Where it is given, its steps are what
-            warm-ups, periods and schedules count. Of a list (Muon beside AdamW) a step ends when each has made one.
-            What a proxy such as accelerate's passes its steps to is found.
+        optimizer: Required by algorithms that act on weights or optimizer state. If given, warm-ups, periods and
+            schedules count its steps. With a list (Muon and AdamW), a step ends when each optimizer has made one. A
+            proxy (such as accelerate's) is resolved to the optimizer that it wraps.
         process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
-        bucket_cap_mb: Size of a bucket in MiB. None lets commlib measure and plan the buckets.
-        broadcast_buffers: Whether rank 0's buffers are copied to all ranks at the end of each synchronised backward, so
-            that all have DDP's in the next forward. No forward copies any.
-        init_sync: Whether rank 0's parameters and buffers are copied to all ranks now.
-        ignored_parameters: Parameters, or names of parameters and buffers, that commlib leaves alone.
-        scaler: The `GradScaler`, for algorithms that keep residuals and for those that act on weights: a step that it
-            skips on one rank counts on all.
-        timeout: Seconds (or a timedelta) that a collective waits for its peers; None takes the group's. It holds once
-            all ranks are here. Until then `wrap` waits as long as the group's own timeout, as DDP's constructor does,
-            or as long as this one, if that is longer; for a rank that dies it waits no longer.
-        unannounced: What becomes of a backward that stays local because neither a forward of the wrapped model nor
+        bucket_cap_mb: Bucket size in MiB. None lets commlib measure and plan the buckets.
+        broadcast_buffers: Whether to copy rank 0's buffers to all ranks at the end of each synchronised backward, so
+            that every rank has the same buffers as with DDP in the next forward. No forward copies buffers.
+        init_sync: Whether to copy rank 0's parameters and buffers to all ranks now.
+        ignored_parameters: Parameters, or names of parameters and buffers, that commlib does not communicate.
+        scaler: The `GradScaler`, for algorithms that keep residuals or act on weights. A step that it skips on one rank
+            counts on all ranks.
+        timeout: Seconds (or a timedelta) that a collective waits for its peers. None uses the group's timeout. It
+            applies once all ranks have arrived. Until then, `wrap` waits for the longer of this timeout and the group's
+            own, as DDP's constructor does. It does not wait for a rank that has died.
+        unannounced: How to treat a backward that stays local because neither a forward of the wrapped model nor
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
-        **ddp: Further arguments of `DistributedDataParallel`, such as `device_ids` and `find_unused_parameters`, where
-            they ask for what commlib does anyway; the others are refused (docs/reference/ddp_arguments.md has all).
+        **ddp: Further arguments of `DistributedDataParallel`, such as `device_ids` and `find_unused_parameters`.
+            Accepted if they request behaviour that commlib has anyway, refused otherwise (see
+            docs/reference/ddp_arguments.md).
 
     Returns:
-        `model` itself, typed as what it was and as a `WrappedModel`.
+        `model` itself, typed as its own class and as a `WrappedModel`.
 
     Raises:
-        ConfigError: No process group; or, alike on every rank: an unknown algorithm, a model that cannot be wrapped, is
-            wrapped already, or differs between ranks.
-        PeerTimeout: A rank did not come within the group's timeout, or did not take part within the timeout.
-        PeerFailure: A rank died meanwhile.
+        ConfigError: There is no process group. Or, on every rank: the algorithm is unknown, or the model cannot be
+            wrapped, is already wrapped, or differs between ranks.
+        PeerTimeout: A rank did not arrive within the group's timeout, or did not take part within the timeout.
+        PeerFailure: A rank died during the call.
         TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
-    closing.drain()  # what was dropped is gone before connections are made anew
+    closing.drain()  # free dropped models before new connections are created
     group = resolve_group(ddp_arguments.group(process_group, ddp))
     ranks = torch.distributed.get_process_group_ranks(group)
     setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
@@ -111,7 +112,7 @@ def wrap(
         if transport.rank == 0 and transport.world_size > 1:
             _warn_of_losses(setup.algorithm, setup.optimizer)
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
-        own = copy.deepcopy(setup.algorithm)  # what it remembers is this model's
+        own = copy.deepcopy(setup.algorithm)  # its state belongs to this model
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
         engine.gradients.backward.refuses_unannounced = unannounced == "error"
@@ -126,7 +127,7 @@ def wrap(
             unannounced=unannounced,
         )
         for module in model.modules():
-            if isinstance(waiting := find(module), Copy):  # for its first training: this model takes care of it now
+            if isinstance(waiting := find(module), Copy):  # a copy that has not trained: this model now handles it
                 restore_class(module)
                 undo.callback(extend, module, waiting)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
@@ -144,14 +145,15 @@ def wrap(
 
 
 def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
-    """Warn the caller of `wrap` where the algorithm is known to learn far less with the optimizer."""
+    """Warn the caller of `wrap` if the algorithm is known to learn much less with this optimizer."""
     kind = optimizers.kind_of(optimizer)
     found = None if optimizer is None else loses_with(algorithm, kind)
-    catches_up = isinstance(algorithm.channel, Weights)  # a loss after few steps says little of rare averages
+    catches_up = isinstance(algorithm.channel, Weights)  # infrequent averages lower the loss only after many steps
     if found is not None and found.loss > _WARNED_OF and not catches_up:
         text = (
-            f"{algorithm.name}: {found}, measured by `{found.command}`. Look at the loss, or take what kept up there: "
-            f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"
+            f"{algorithm.name}: {found}, measured by `{found.command}`. Check the loss, or use an algorithm that "
+            f"matched all-reduce in these runs: {', '.join(keeping_up(kind))}. Warnings of the class "
+            "commlib.LossWarning can be ignored"
         )
         warnings.warn(text, LossWarning, stacklevel=3)
 
@@ -163,8 +165,9 @@ def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
     """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
 
-    Every rank calls it. Background rounds are taken first; gradients and parameters stay. A copy of a wrapped model
-    becomes an ordinary model. Of what `torch.compile` made of a wrapped model, the model inside is unwrapped.
+    Every rank calls it. Results of pending background rounds are applied first. Gradients and parameters stay as they
+    are. A copy of a wrapped model becomes an ordinary model. If `model` is the output of `torch.compile` on a wrapped
+    model, the inner model is unwrapped.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -179,7 +182,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Return what the wrapped model has communicated. Local; prints as a table of its buckets.
+    """Return the communication statistics of a wrapped model. Local. Prints as a table of its buckets.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -193,10 +196,11 @@ def stats(model: nn.Module) -> Stats:
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the communication's state on this rank: the algorithm's own, its phase, and the bucket plan.
+    """Return the communication state of this rank: the algorithm's state, its phase, and the bucket plan.
 
-    Save it beside `model.state_dict()`, per rank; with it a resumed run is bit-identical to one that never stopped.
-    While bucket plans are still tried, this ends it: from the next round on all ranks stay with that round's plan.
+    Save it with `model.state_dict()`, per rank. A run resumed from both is bit-identical to an uninterrupted one. If
+    bucket plans are still being tried, the call ends the trials: from the next round on, all ranks keep that round's
+    plan.
 
     Raises:
         ConfigError: The model is not wrapped.
@@ -208,17 +212,17 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take over what `state_dict` returned. Every rank loads its own (`Algorithm.portable`: or any rank's).
+    """Load the state that `state_dict` returned. Every rank loads its own, or any rank's if `Algorithm.portable`.
 
-    Rounds in the background come to nothing, so it may be called in the middle of a training too, to go back to an
-    earlier state: on all ranks after the same step. Local, but for such rounds, which are waited for, and for `auto`,
-    which makes connections for the algorithm that was chosen: every rank calls it then. The next forward in training
-    mode checks that all ranks have loaded state of the same step, and raises `ConfigError` on all of them if not.
+    May be called in the middle of training to return to an earlier state, on all ranks after the same step. Results of
+    pending background rounds are dropped. The call is local, with two exceptions: it waits for background rounds, and
+    with `auto` it connects the ranks for the chosen algorithm, so every rank must call it. The next forward in training
+    mode checks that all ranks have loaded state of the same step, and raises `ConfigError` on every rank if not.
 
     Raises:
-        ConfigError: The model is not wrapped, or the state is of another algorithm or model, or of options with which
-            this run cannot go on from it, or, where it is not the same on all ranks (`Algorithm.portable`), of another
-            rank or world size. Nothing was changed then, and the training can go on.
+        ConfigError: The model is not wrapped. Or the state belongs to another algorithm or model, was saved with
+            incompatible options, or, unless `Algorithm.portable`, belongs to another rank or world size. Nothing has
+            changed in these cases, and training can continue.
     """
     replica = replica_of(model)
     if replica.tuner is not None and state.get("algorithm") not in (None, replica.engine.algorithm.name):
@@ -229,40 +233,40 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def synchronize(model: nn.Module, optimizer: bool = False) -> None:
-    """Make the model the same on all ranks: the consensus of the replicas. Collective.
+    """Give all ranks the same model: the consensus of the replicas. Collective.
 
-    Background rounds are taken first. Algorithms on gradients keep replicas alike, so only buffers are copied then;
-    for the others the parameters become their mean over the ranks.
+    Results of pending background rounds are applied first. Algorithms on gradients keep replicas identical, so only
+    buffers are copied. With all other algorithms, the parameters become their mean over the ranks.
 
     Args:
         model: A wrapped model.
-        optimizer: Whether the state of the optimizer given to `wrap` becomes the same, too: the mean of floating-point
-            tensors, and rank 0's counters (numbers, tensors of one element or of integers).
+        optimizer: Whether to synchronise the state of the optimizer given to `wrap` as well: floating-point tensors
+            become their mean, and counters (numbers, tensors of one element or of integers) are copied from rank 0.
 
     Raises:
-        ConfigError: The model is not wrapped; or `optimizer` is asked for and none was given, or the ranks' states are
-            of different parameters or shapes.
+        ConfigError: The model is not wrapped. Or `optimizer` is True and no optimizer was given to `wrap`, or the
+            ranks' states differ in parameters or shapes.
         TransportError: A rank did not take part.
     """
     replica_of(model).synchronize(optimizer)
 
 
 def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
-    """Follow the steps of another optimizer than the one given to `wrap`, from the next step on. Collective.
+    """Count the steps of another optimizer than the one given to `wrap`, from the next step on. Collective.
 
-    Every rank calls it between two steps, with an optimizer of the same class. Steps that were made stay counted, so
-    that warm-ups and periods go on. What an algorithm keeps of gradients or weights (residuals, anchors, momentum)
-    stays. What the old optimizer kept stays with it: copy it with `load_state_dict` first if the new one is to go on
-    from there. Rounds in the background are waited for; of asynchronous ones the result is dropped. Algorithms that run
-    by themselves are synchronised, as by `synchronize`.
+    Every rank calls it between two steps, with an optimizer of the same class. Completed steps stay counted, so
+    warm-ups and periods continue. State that the algorithm keeps of gradients or weights (residuals, anchors, momentum)
+    is kept. The old optimizer's state is not transferred: copy it with `load_state_dict` first if the new optimizer is
+    to continue from it. Pending background rounds are waited for, and the results of asynchronous ones are dropped.
+    Models of algorithms that run without rounds are synchronised, as by `synchronize`.
 
     Args:
         model: A wrapped model.
         optimizer: As in `wrap`: an optimizer, a proxy of one, or a sequence of those.
 
     Raises:
-        ConfigError: The model is not wrapped; or, on every rank: the algorithm cannot go on with the optimizer, or its
-            class differs between ranks. The old one is followed then.
+        ConfigError: The model is not wrapped. Or, on every rank: the algorithm cannot continue with the optimizer, or
+            its class differs between ranks. The steps of the old one are then still counted.
         CommlibError: The communication has ended.
     """
     replica = replica_of(model)
@@ -281,16 +285,17 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
     engine.set_optimizer(found)
 
 
-@torch._disable_dynamo  # a graph would leave it out
+@torch._disable_dynamo  # a compiled graph would omit the call
 def expect_backward(model: nn.Module) -> None:
-    """Let the next backward be a synchronised one, whatever begins it.
+    """Mark the next backward as a synchronised one, wherever it starts.
 
-    For backwards that no output of `model(...)` announces: one made inside of `forward`, of submodules called by
-    themselves, of `model.module`, of losses kept elsewhere. Call it on all ranks before that backward; inside
-    `no_sync()` that stays local. What a forward does, as taking in unfrozen parameters, happens here too.
+    Needed for a backward that no output of `model(...)` announces: one inside of `forward`, of submodules called
+    directly, of `model.module`, or of losses kept elsewhere. Call it on all ranks before that backward. Inside
+    `no_sync()`, the backward stays local. The call also does the work of a forward, such as including unfrozen
+    parameters.
 
     Raises:
-        ConfigError: The model is not wrapped, or differs from what was wrapped; or gradients are not enabled.
+        ConfigError: The model is not wrapped or has changed since, or gradients are not enabled.
         CommlibError: The communication has ended.
     """
     if not torch.is_grad_enabled():
@@ -300,9 +305,9 @@ def expect_backward(model: nn.Module) -> None:
 
 
 def _timeouts(timeout: Any, group: Any, setup: SetUp) -> tuple[timedelta, timedelta, Exception | None]:
-    """Return the timeout of collectives and that of the set-up, and what was wrong with `timeout`.
+    """Return the timeout of collectives, the timeout of the set-up, and an error if `timeout` is invalid.
 
-    All ranks are told of that together, so the group's serves until then.
+    All ranks raise the error together, so the group's timeout is used until then.
     """
     longest = as_timedelta(None, group, setup.device)
     try:
@@ -313,10 +318,10 @@ def _timeouts(timeout: Any, group: Any, setup: SetUp) -> tuple[timedelta, timede
 
 
 def wrap_copy(model: nn.Module, algorithm: Algorithm, **options: Any) -> None:
-    """Wrap a copy of a wrapped model, with the options of that one. Collective.
+    """Wrap a copy of a wrapped model, with the options of the original. Collective.
 
     Raises:
-        ConfigError: Its algorithm needs an optimizer, which no copy has.
+        ConfigError: The algorithm needs an optimizer, and copies have none.
     """
     if algorithm.channel.needs_optimizer:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Work that is begun now and waited for later."""
+"""Work that runs on a thread of its own and is joined later."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Background:
-    """A thread that does one piece of work.
+    """A thread that runs one function.
 
     Args:
-        name: Of the thread.
-        work: What is to be done. Every wait in it must have a limit of its own.
+        name: The thread's name.
+        work: The function to run. Every wait in it must have a timeout.
     """
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
@@ -27,7 +27,7 @@ class Background:
             self._error = error
 
     def join(self) -> None:
-        """Wait for the end of the work, and raise what it raised."""
+        """Wait for the function to return, and raise its error, if any."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""The bits of tensors as integers, to compare values without rounding and without a wait for each."""
+"""The bits of tensors as integers, to compare values without rounding and with a single device synchronization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def sums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the sum of the bits of each tensor; the device is waited for once."""
+    """Return the sum of the bits of each tensor. Synchronizes with the device once."""
     if not tensors:
         return []
     found = [as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]

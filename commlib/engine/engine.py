@@ -1,4 +1,4 @@
-"""The engine of one wrapped model: a session over the channels that it communicates by."""
+"""The engine of one wrapped model: its communication channels, and the steps of its optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("commlib")
 
 
 def _has_tensors(state: Any) -> bool:
-    """Return whether there is a tensor in nested mappings and sequences."""
+    """Return whether nested mappings and sequences contain a non-empty tensor."""
     if isinstance(state, Mapping):
         return any(map(_has_tensors, state.values()))
     if isinstance(state, list | tuple):
@@ -42,24 +42,24 @@ def _has_tensors(state: Any) -> bool:
 
 
 class Engine(Observer):
-    """A model's channels, and the steps of its optimizer.
+    """The channels of a model, and the steps of its optimizer.
 
-    The channel of gradients is always there; beside it may be one of what else the algorithm communicates.
+    There is always a channel of gradients. If the algorithm communicates anything else, a second channel carries it.
 
     Args:
-        parameters: The parameters to communicate, in the model's order; all on one device, at least one.
-        transport: The communicator, used by nothing else.
-        algorithm: What is communicated, and how.
-        cap_bytes: A fixed bucket size instead of a planned one.
+        parameters: The parameters to communicate, in the model's order. At least one, all on one device.
+        transport: The communicator, for the engine's exclusive use.
+        algorithm: The algorithm.
+        cap_bytes: A fixed bucket size in bytes. None plans the size.
         optimizer: The user's optimizer, if given.
         scaler: The user's GradScaler, if given.
 
     Attributes:
         gradients: The channel of gradients.
-        channels: All channels; the last one carries out the algorithm.
-        progress: Which step it is.
-        pace: What a step takes.
-        has_loaded: Whether state was loaded of which it is not known yet that all ranks have the same.
+        channels: All channels. The last one carries out the algorithm.
+        progress: Counts the steps.
+        pace: Mean bytes and seconds of a step.
+        has_loaded: Whether state was loaded, and the ranks have not yet compared it.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Engine(Observer):
         self._observe()
 
     def _observe(self, in_backward: bool = False) -> None:
-        """Look at steps of any optimizer, where another one's matter; also within a backward with hooks of the user's.
+        """Observe the steps of all optimizers where they matter: if the algorithm follows steps, or inside a backward.
 
-        Not always: in a step that is compiled it would be a further break of the graph.
+        Not always, since the hook would add a graph break to a compiled step.
         """
         if in_backward or self._follows_steps:
             observe(self)
@@ -97,7 +97,7 @@ class Engine(Observer):
             ignore(self)
 
     def _follow_steps(self) -> None:
-        """Count the steps of the optimizer and the scaler that are set."""
+        """Count the steps of the current optimizer and scaler."""
         own, tensors = weakref.ref(self), [parameter.param for parameter in self.parameters]
         self._steps = Steps(
             self.optimizer,
@@ -110,7 +110,7 @@ class Engine(Observer):
 
     @property
     def transport(self) -> Transport:
-        """The communicator of gradients, and of what is done once."""
+        """The communicator of gradients and of set-up."""
         return self.line.transport
 
     @property
@@ -125,7 +125,7 @@ class Engine(Observer):
 
     @property
     def comm(self) -> Communicator:
-        """The group, as algorithms on gradients see it."""
+        """The group, as seen by algorithms on gradients."""
         return self.line.comm
 
     def _use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
@@ -145,10 +145,10 @@ class Engine(Observer):
         self._changes, self._loads = UncountedChanges(tensors), Loads(tensors)
 
     def open(self, connect: Callable[[], Transport]) -> None:
-        """Open the channel beside that of gradients, if the algorithm has one. Collective.
+        """Open the second channel, if the algorithm has one. Collective.
 
         Args:
-            connect: Makes a communicator for it. Collective.
+            connect: Creates a communicator for it. Collective.
 
         Raises:
             ConfigError: The algorithm cannot run on this model, optimizer or group.
@@ -158,14 +158,14 @@ class Engine(Observer):
             self.channels.append(beside)
 
     def replace(self, algorithm: Algorithm, connect: Callable[[], Transport]) -> None:
-        """Change the algorithm; `connect` as in `open`. Collective, and not within a backward."""
+        """Change the algorithm. `connect` is as in `open`. Collective, not within a backward."""
         with self.line.wholly():
             self._close_beside()
             self._use(algorithm, self.parameters)
             self.open(connect)
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Follow the steps of another optimizer from now on. Collective, and not within a backward."""
+        """Follow the steps of another optimizer from now on. Collective, not within a backward."""
         self._steps.close()
         self._enclosing.close()
         self._settings = dataclasses.replace(self._settings, optimizer=optimizer)
@@ -178,7 +178,7 @@ class Engine(Observer):
             self._observe()
 
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        """Communicate these parameters from now on, with a plan that starts anew. Collective, not within a backward."""
+        """Communicate these parameters from now on, and restart planning. Collective, not within a backward."""
         for channel in self.channels:
             channel.allow_change()
         with self.line.wholly():
@@ -188,7 +188,7 @@ class Engine(Observer):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the algorithm's rounds are what they will be: no plan is tried any more."""
+        """Whether the algorithm's rounds no longer change: no bucket plans are being tried."""
         return self.channels[-1].is_settled
 
     def has_moved(self) -> bool:
@@ -196,7 +196,7 @@ class Engine(Observer):
         return any(channel.has_moved() for channel in self.channels)
 
     def check(self) -> None:
-        """Raise what ended the communication, if anything did."""
+        """Raise the error that ended the communication, if any."""
         for channel in self.channels:
             channel.line.check()
 
@@ -204,21 +204,21 @@ class Engine(Observer):
 
     @property
     def _follows_steps(self) -> bool:
-        """Whether steps that the optimizer does not make would change what is communicated from now on."""
+        """Whether the communication depends on the given optimizer's steps from now on."""
         declared = self.algorithm.channel
         return self.optimizer is not None and (
             declared.needs_optimizer or (declared.follows_steps and self.progress.step < declared.steady_step)
         )
 
     def look_for_uncounted_changes(self) -> None:
-        """Before a forward of training: raise where the weights change and no given optimizer steps.
+        """Raise before a training forward if the weights change although no given optimizer steps.
 
         Raises:
-            ConfigError: They do; see [Note: evidence] in `unseen.py`.
+            ConfigError: They do. See [Note: evidence] in `unseen.py`.
         """
         if not self._follows_steps:
             return
-        if self._steps.in_step:  # whose closure this forward is in
+        if self._steps.in_step:  # this forward is in its closure
             self._changes.expect_change()
         if self._changes.at_forward(self._steps.num_seen):
             raise ConfigError(
@@ -227,12 +227,12 @@ class Engine(Observer):
             )
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer is about to step: refuse a step that comes too early, or that is not counted.
+        """Refuse a step of any optimizer that comes too early or is not counted.
 
         Raises:
-            ConfigError: It is such a one; see [Note: evidence] in `unseen.py`.
+            ConfigError: The step is refused. See [Note: evidence] in `unseen.py`.
         """
-        if self.line.error is not None:  # which the next forward raises
+        if self.line.error is not None:  # raised by the next forward
             return
         is_early = self.gradients.backward.is_communicating
         is_given = any(optimizer is each for each in all_of(self.optimizer))
@@ -243,10 +243,10 @@ class Engine(Observer):
         if is_early:
             raise ConfigError(
                 f"rank {self.comm.rank}: {name} makes a step inside of backward, before the gradients have been "
-                "communicated, so that each rank would step with its own. Make the step after backward"
+                "communicated, so each rank would step with its own gradients. Make the step after backward"
             )
         raise ConfigError(
-            f"rank {self.comm.rank}: a step of {name} over parameters of the wrapped model, and commlib.wrap was given "
+            f"rank {self.comm.rank}: {name} steps parameters of the wrapped model, but commlib.wrap was given "
             f"{self._names}. {self._why_that_matters}"
         )
 
@@ -264,8 +264,8 @@ class Engine(Observer):
     @property
     def _why_that_matters(self) -> str:
         return (
-            f"The algorithm {self.algorithm.name!r} follows the steps of the optimizer that it was given: its rounds, "
-            "warm-ups and periods would not come. Call commlib.set_optimizer(model, optimizer) with the "
+            f"The algorithm {self.algorithm.name!r} follows the steps of the optimizer given to it, so its rounds, "
+            "warm-ups and periods would not advance. Call commlib.set_optimizer(model, optimizer) with the "
             "torch.optim.Optimizer that makes the steps, or a list of them, on all ranks"
         )
 
@@ -291,11 +291,11 @@ class Engine(Observer):
     @property
     def _watches_enclosing(self) -> bool:
         declared = self.algorithm.channel
-        return declared.has_rounds and not declared.keeps_replicas_alike  # else others may change the weights any time
+        return declared.has_rounds and not declared.keeps_replicas_alike  # else weights may change at any time
 
     @in_plain_mode
     def drain(self) -> None:
-        """Take what is in the background, if that waits for nobody."""
+        """Apply pending background results that do not require waiting for another rank's next call."""
         self.settle_weights()
         for channel in self.channels:
             with channel.line.wholly():
@@ -312,10 +312,10 @@ class Engine(Observer):
 
     @in_plain_mode
     def synchronize_optimizer(self) -> None:
-        """Give all ranks the same optimizer's state. Collective.
+        """Give all ranks the same optimizer state. Collective.
 
         Raises:
-            ConfigError: No optimizer is known, or the ranks' states have no mean.
+            ConfigError: No optimizer was given, or the ranks' states have no mean.
         """
         if self.optimizer is None:
             raise ConfigError("synchronize(optimizer=True): commlib.wrap was given no optimizer")
@@ -323,49 +323,49 @@ class Engine(Observer):
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """The user loads weights in the block."""
+        """Track weights that the user loads in the block."""
         self._loads.begin()
         yield
         self._loads.end()
         self._changes.expect_change()
-        if not self.algorithm.channel.has_rounds:  # its peers ask this rank at any time
+        if not self.algorithm.channel.has_rounds:  # peers may request this rank's weights at any time
             self.settle_weights()
 
     def forget_loads(self) -> None:
-        """Whatever is kept of the weights is loaded now: that they were is no matter any more."""
+        """Forget earlier loads of weights, since state that belongs to the weights is being loaded now."""
         self._loads.settle()
         self._lacks_state, self._has_state = False, True
 
     def tell_of_loads(self) -> None:
-        """Before a synchronised backward: say once where weights were loaded, and no state of the communication."""
+        """Warn once, before a synchronised backward, if weights were loaded without communication state."""
         lacks, self._lacks_state = self._lacks_state, False
         if not lacks or self._has_told_of_loads or self.comm.rank != 0 or self.comm.world_size == 1:
             return
         if not self.algorithm.channel.keeps_replicas_alike:
             what = (
-                "ranks have weights of their own between rounds, so what one rank has saved of them is not the mean "
+                "each rank has its own weights between rounds, so the weights that one rank has saved are not the mean "
                 "of all. Call commlib.synchronize(model) on all ranks before one of them saves the model"
             )
         elif _has_tensors(self.channels[-1].keeper.state_dict()):
             what = (
-                "what it keeps of earlier gradients (residuals, momentum) starts from zero. Save "
+                "the state that it keeps of earlier gradients (residuals, momentum) starts from zero. Save "
                 "commlib.state_dict(model) on each rank, or commlib.Checkpoint, to resume it"
             )
         else:
             return
         self._has_told_of_loads = True
         _log.warning(
-            "weights were loaded into a model wrapped with %r, and no state of it: %s", self.algorithm.name, what
+            "weights were loaded into a model wrapped with %r without its state: %s", self.algorithm.name, what
         )
 
     def settle_weights(self) -> None:
-        """Let algorithms that keep something of earlier weights start anew, if others were loaded that stay."""
+        """Reset state that algorithms keep of earlier weights, if other weights were loaded and are kept."""
         if self._loads.settle():
             self._begin_anew()
 
     @in_plain_mode
     def _begin_anew(self) -> None:
-        self._lacks_state = not self._has_state  # else it was loaded before the weights
+        self._lacks_state = not self._has_state  # true if the state was loaded before the weights
         for channel in self.channels:
             channel.weights_were_loaded()
         declared = self.algorithm.channel
@@ -378,7 +378,7 @@ class Engine(Observer):
             self.channels.pop().close()
 
     def close(self) -> None:
-        """Remove every hook and give up the driver and the communicators. Harmless when called twice."""
+        """Remove every hook and release the driver and the communicators. Idempotent."""
         ignore(self)
         self._steps.close()
         self._enclosing.close()

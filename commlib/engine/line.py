@@ -1,8 +1,8 @@
-"""A line: a communicator and the driver of its rounds, until an error ends it.
+"""A line: a communicator, the driver of its rounds, and the error that ended it.
 
-[Note: wholly] Buckets, parameters and algorithms change on all ranks at the same place of the program. Where a change
-fails on one rank, it cannot go on with what it had, as the others have changed: the communication ends, here at once
-and at the peers as this rank aborts its communicators.
+[Note: wholly] Buckets, parameters and algorithms change on all ranks at the same point of the program. If a change
+fails on one rank, the rank cannot return to its old state, because the other ranks have changed. So the communication
+ends: on this rank at once, and on its peers when this rank aborts its communicators.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from commlib.transport.base import Communication, Communicator, Transport
 
 
 class Line:
-    """What carries rounds.
+    """Carries rounds until an error ends it.
 
     Args:
-        transport: The communicator, used by nothing else.
+        transport: The communicator, for the line's exclusive use.
         driver: Runs the rounds.
-        wants_nodes: Whether `comm.nodes` is to be there. Collective then.
-        ends_with: Another line, whose error ends this one too.
+        wants_nodes: Whether to set `comm.nodes`. Collective if so.
+        ends_with: Another line, whose error also ends this one.
 
     Attributes:
-        comm: The group, as algorithms see it.
-        error: What ended the line, if anything did; see [Note: kept errors] in `errors.py`.
-        when_ended: Called with that error, each with a copy, once.
+        comm: The group, as seen by algorithms.
+        error: The error that ended the line, or None. See [Note: kept errors] in `errors.py`.
+        when_ended: Functions called once with that error, each with a copy.
     """
 
     def __init__(
@@ -49,43 +49,43 @@ class Line:
             self.find_nodes()
 
     def find_nodes(self) -> None:
-        """Let algorithms know the nodes. Collective, the first time."""
+        """Set `comm.nodes` for algorithms. Collective on the first call."""
         if self.comm.nodes is None:
             self.comm.nodes = self.transport.split_by_node()
 
     @in_plain_mode
     def run(self, what: str, communication: Communication) -> None:
-        """Run one communication on its own, now, and wait for it; `what` names it in errors."""
+        """Run one communication now and wait for it. `what` names it in errors."""
         self.check()
         with self.wholly():
             self.driver.run(self.transport, [Task(lambda: what, lambda: communication)])
 
     def check(self) -> None:
-        """Raise what ended the line, if anything did.
+        """Raise the error that ended the line, if any.
 
         Raises:
-            CommlibError: It names that error, which is its cause, and is a `TransportError` of the same kind and ranks
-                if that was one: where only streams wait for collectives, nothing else tells the user of it.
+            CommlibError: Names that error, which is its cause. A `TransportError` of the same kind and ranks if the
+                cause was one: if only streams wait for collectives, nothing else reports it to the user.
         """
         if self.error is not None:
             raise restated(
                 self.error,
-                f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot go on: "
+                f"rank {self.comm.rank}: this model's communication ended with an earlier error and cannot continue: "
                 f"{self.error}",
             ) from self.error
 
     def check_streams(self) -> None:
-        """Raise what ended collectives that only streams wait for: what these have done since is void.
+        """Raise the error of a collective that only streams wait for. Results computed on them since are invalid.
 
         Raises:
-            CommlibError: As `check`.
+            CommlibError: As in `check`.
         """
         if (failure := self.transport.failure) is not None:
             self.abandon(failure)
             self.check()
 
     def abandon(self, error: BaseException) -> None:
-        """End the line for good. Peers that wait for this rank are told by its abort."""
+        """End the line permanently. Peers that wait for this rank are notified by its abort."""
         if self.error is not None:
             return
         self.keep(error)
@@ -94,12 +94,12 @@ class Line:
         self.transport.abort()
 
     def keep(self, error: BaseException) -> None:
-        """Take note of what has ended the line, and is raised now."""
+        """Store an error that has ended the line and is being raised."""
         self.error = kept(error)
 
     @contextlib.contextmanager
     def wholly(self) -> Iterator[None]:
-        """End the line where a change fails; see [Note: wholly]."""
+        """End the line if a change inside the block fails. See [Note: wholly]."""
         try:
             yield
         except BaseException as error:
@@ -107,5 +107,5 @@ class Line:
             raise
 
     def close(self) -> None:
-        """Give the communicator up. Harmless when called twice."""
+        """Release the communicator. Idempotent."""
         self.transport.close()

@@ -1,10 +1,10 @@
-"""Weights that the user loads: for good, or until he has evaluated them.
+"""Detects whether weights that the user loads are kept or only swapped in temporarily.
 
-[Note: swapped weights] Algorithms that keep something of the weights (anchors, outer momentum, rounds in the
-background) begin anew from weights that were loaded, on all ranks. But some loads end where they began: a rank loads an
-average of its weights, evaluates it, and loads its own again. So what a load means is settled when the weights are next
-trained or communicated. Weights that are then what they were before the first load were only swapped, and nothing
-begins anew; no other rank has to do the same.
+[Note: swapped weights] Algorithms that keep state of the weights (anchors, outer momentum, background rounds) reset it
+when weights are loaded, on all ranks. But some loads are undone: a rank loads an average of its weights, evaluates it,
+and loads its own weights again. So loads are evaluated only when the weights are next trained or communicated. If the
+weights then equal those before the first load, they were only swapped. Nothing is reset, and other ranks need not do
+the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from commlib.sharding.local import local_of
 
 
 class Loads:
-    """What was loaded since the weights were settled last; see [Note: swapped weights].
+    """Loads since the last `settle`. See [Note: swapped weights].
 
     Args:
-        parameters: The model's.
+        parameters: The model's parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -31,16 +31,16 @@ class Loads:
         self._have_differed = False
 
     def begin(self) -> None:
-        """Weights are about to be loaded."""
+        """Record the weights before a load."""
         if self._before is None:
             self._before = self._digest()
 
     def end(self) -> None:
-        """They have been."""
+        """Record whether a load has changed the weights."""
         self._have_differed = self._have_differed or self._digest() != self._before
 
     def settle(self) -> bool:
-        """Return whether weights were loaded that are not what they were before, after all loads."""
+        """Return whether weights were loaded and are not just swapped back. Resets the record."""
         if self._before is None:
             return False
         were_swapped = self._have_differed and self._digest() == self._before

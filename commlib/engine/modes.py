@@ -1,8 +1,8 @@
-"""In which of torch's modes the engine works where the user calls it.
+"""The torch modes that the engine runs in.
 
-[Note: modes] Users evaluate and save within `torch.no_grad()` or `torch.inference_mode()`. A tensor that is made within
-the latter can be written nowhere else any more, and what the engine makes, such as buffers that a first exchange needs,
-lives on. So whatever may make some is done outside of that mode, and without autograd.
+[Note: modes] Users evaluate and save inside `torch.no_grad()` or `torch.inference_mode()`. A tensor that is created in
+inference mode cannot be written outside of it, but tensors of the engine, such as buffers for a first exchange, must
+stay usable. So functions that may create such tensors run outside of inference mode, and without autograd.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_plain_mode(function: F) -> F:
-    """Run a function without autograd and outside of inference mode; see [Note: modes]."""
+    """Run a function without autograd and outside of inference mode. See [Note: modes]."""
     return torch.inference_mode(False)(torch.no_grad()(function))

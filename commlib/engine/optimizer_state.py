@@ -1,7 +1,7 @@
-"""The state of the user's optimizer: whether ranks have the same, and how they come to have it.
+"""The state of the user's optimizer: its comparison and synchronisation between ranks.
 
-Optimizers that each rank has only a part of, as ZeRO's, keep state of different parameters on different ranks. So what
-is compared is the state of parameters that several ranks have some for.
+Sharded optimizers such as ZeRO keep state of different parameters on different ranks. So only the state of parameters
+for which several ranks have state is compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def entries(optimizer: Any, parameters: Sequence[Parameter]) -> list[Entry]:
 
 
 def digests(optimizer: Any, parameters: Sequence[Parameter]) -> dict[str, str]:
-    """Return, for each parameter that has state, words that are the same where the state has the same bits."""
+    """Return a string for each parameter that has state. Equal strings mean bit-identical state."""
     found = [] if optimizer is None else entries(optimizer, parameters)
     tensors = [value for _, _, value in found if isinstance(value, torch.Tensor) and value.numel()]
     by_place = iter(sums(tensors))
@@ -45,14 +45,14 @@ def digests(optimizer: Any, parameters: Sequence[Parameter]) -> dict[str, str]:
 
 
 def agree(transport: Transport, own: dict[str, str]) -> None:
-    """Check that ranks have the same state for parameters that they both have state for. Collective.
+    """Check that ranks have the same state for each parameter that several of them have state for. Collective.
 
     Args:
         transport: Carries the digests.
-        own: What `digests` returned.
+        own: The result of `digests` on this rank.
 
     Raises:
-        ConfigError: They have not; on every rank.
+        ConfigError: The states differ. Raised on every rank.
     """
     everyone = transport.gather_objects(own)
     first: dict[str, str] = {}
@@ -62,20 +62,20 @@ def agree(transport: Transport, own: dict[str, str]) -> None:
             transport.part()
             raise ConfigError(
                 f"rank {transport.rank}: the ranks' optimizers have different state, for example for {different[0]!r} "
-                f"on rank {other}, as training with local steps leaves it, so replicas would drift apart. Call "
+                f"on rank {other}, as after training with local steps, so replicas would drift apart. Call "
                 "commlib.synchronize(model, optimizer=True) on all ranks before commlib.unwrap(model), or load the "
                 "same state into all"
             )
 
 
 def synchronize(line: Line, optimizer: Any, parameters: Sequence[Parameter]) -> None:
-    """Give all ranks the same state: the mean of floating-point tensors, rank 0's counters. Collective.
+    """Give all ranks the same state: the mean of floating-point tensors, and rank 0's counters. Collective.
 
-    Counters are numbers, tensors of one element and tensors of integers; where a parameter has a tensor of integers, as
-    quantized state has, all its state is rank 0's.
+    Counters are numbers, tensors of one element and tensors of integers. If a parameter has a tensor of integers, as
+    quantized state does, all its state is copied from rank 0.
 
     Raises:
-        ConfigError: Ranks have state of other kinds or shapes; on every rank, and nothing has changed.
+        ConfigError: The ranks' states differ in kinds or shapes. Raised on every rank, and nothing has changed.
     """
     found = entries(optimizer, parameters)
     gather = line.transport.gather_objects

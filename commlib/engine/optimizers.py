@@ -1,4 +1,4 @@
-"""The user's optimizers: what of a proxy is one, several as one, and what counts as a step of theirs."""
+"""The user's optimizers: finding the one inside a proxy, joining several, and detecting steps."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
 
-#: Names of classes, in capitals, whose steps are in proportion to the gradient.
+#: Class names, in capitals, of optimizers whose steps are proportional to the gradient.
 _SGD = ("SGD", "ASGD", "LARS")
 
 
 class Joint:
-    """Several optimizers, such as Muon beside AdamW, seen as one: for algorithms that read groups or state."""
+    """Several optimizers, such as Muon and AdamW, as one, for algorithms that read groups or state."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, the first optimizer's first."""
+        """The groups of all optimizers, in order."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The state of all, by parameter."""
+        """The state of all optimizers, by parameter."""
         return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
 
 
 def resolve(optimizer: Any) -> Any:
-    """Return the optimizer meant by `optimizer`: None, an optimizer, a proxy of one, or a sequence of those.
+    """Return the optimizer for `optimizer`: None, an optimizer, a proxy of one, or a sequence of those.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: `optimizer` is something else.
     """
     if optimizer is None:
         return None
@@ -54,14 +54,14 @@ def resolve(optimizer: Any) -> Any:
 
 
 def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers of what `resolve` returned."""
+    """Return the optimizers in the result of `resolve`."""
     if optimizer is None:
         return ()
     return optimizer.optimizers if isinstance(optimizer, Joint) else (optimizer,)
 
 
 def scale_of(scaler: Any) -> dict[str, float]:
-    """Return what a GradScaler's losses are scaled with, and how that changes: the same on ranks that keep in step."""
+    """Return a GradScaler's scale and the numbers that govern its changes. Equal on ranks that keep in step."""
     if not scaler.is_enabled():
         return {}
     getters = ("get_scale", "get_growth_factor", "get_backoff_factor", "get_growth_interval", "_get_growth_tracker")
@@ -69,25 +69,25 @@ def scale_of(scaler: Any) -> dict[str, float]:
 
 
 def names_of(optimizer: Any) -> str:
-    """Return the names of the classes of what `resolve` returned, for messages."""
+    """Return the class names of the optimizers in the result of `resolve`, for messages."""
     return ", ".join(type(each).__name__ for each in all_of(optimizer)) or "no optimizer"
 
 
 def has_points(optimizer: Any) -> bool:
-    """Return whether one of what `resolve` returned keeps the weights at one point in training and at another else.
+    """Return whether an optimizer in the result of `resolve` trains and evaluates at different weights.
 
-    Schedule-free optimizers do, between their methods `train` and `eval`, which torch's optimizers do not have.
+    Schedule-free optimizers switch between them with their methods `train` and `eval`, which torch's do not have.
     """
     return any(callable(getattr(each, "eval", None)) for each in all_of(optimizer))
 
 
 def kind_of(optimizer: Any) -> str:
-    """Return "sgd", "muon" or "adam" for what `resolve` returned; "adam" is the cautious side.
+    """Return "sgd", "muon" or "adam" for the result of `resolve`. "adam" is the conservative choice.
 
-    What counts is how a step depends on the size of a gradient: in proportion for SGD (and its subclasses, ASGD, LARS),
-    not at all for what divides by the root of mean squares or takes a sign: Adam and its like, RMSprop, Lion. An
-    optimizer that is not known, or not given, may be one of these. It is "muon" where one of several is Muon, which has
-    the matrices, and so almost all parameters.
+    The kind depends on how a step scales with a gradient's size. It is proportional for SGD (and its subclasses, ASGD,
+    LARS). It is independent of the size for optimizers that divide by the root of mean squares or take a sign, such as
+    Adam, RMSprop and Lion. An optimizer that is unknown or not given may be one of these. The result is "muon" if one
+    of several optimizers is Muon, which trains the matrices, and so almost all parameters.
     """
     found = all_of(optimizer)
     if any(_has_base(each, {"MUON"}) for each in found):
@@ -106,13 +106,13 @@ def left_out(optimizer: Any, named: Sequence[tuple[str, torch.Tensor]]) -> list[
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer itself, or the one that a proxy (accelerate's, Lightning's) passes its steps to."""
+    """Return the optimizer itself, or the one that a proxy (accelerate's, Lightning's) forwards its steps to."""
     given = optimizer
     for _ in range(8):
         attributes = getattr(optimizer, "__dict__", {})
         is_whole = isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes
         inner = attributes.get("optimizer", attributes.get("_optimizer"))
-        calls_hooks = hasattr(type(optimizer).step, "hooked") if is_whole else False  # a proxy's step need not
+        calls_hooks = hasattr(type(optimizer).step, "hooked") if is_whole else False  # a proxy may not call hooks
         if is_whole and (calls_hooks or not isinstance(inner, torch.optim.Optimizer)):
             return optimizer
         if inner is None:
@@ -125,21 +125,21 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 class Steps:
-    """Tells of the user's steps: each begins with the first of his optimizers, and ends when each has made one.
+    """Reports the user's steps. A step begins with the first optimizer, and ends when each optimizer has made one.
 
-    A step that a `GradScaler` skips counts where the scaler is known: it calls no hook of the optimizer, so its method
-    `step` is watched. Nothing else of the optimizers' and the scaler's is changed.
+    A step that a `GradScaler` skips counts if the scaler is known. The scaler then calls no hook of the optimizer, so
+    its method `step` is replaced. Nothing else of the optimizers and the scaler is changed.
 
     Args:
-        optimizer: What `resolve` returned.
+        optimizer: The result of `resolve`.
         scaler: The user's GradScaler, or None.
         begins: Called before the step, with whether it is given a closure.
         ends: Called when the step has ended.
 
     Attributes:
         in_step: Whether one of the optimizers is within its `step`, which may call the model again.
-        num_seen: How many steps any of them has made, or was kept from making by the scaler.
-        scaler: The user's GradScaler, if its steps are watched.
+        num_seen: Number of steps of all optimizers, including those that the scaler skipped.
+        scaler: The user's GradScaler, if its steps are observed.
     """
 
     def __init__(
@@ -181,25 +181,25 @@ class Steps:
             self._num_partial = 0
             self._has_begun = False
             self._ends()
-        elif str(self._num_partial).rstrip("0") == "8":  # 8, 80, 800, ...: a GAN's may take turns
+        elif str(self._num_partial).rstrip("0") == "8":  # 8, 80, 800, ...: optimizers of a GAN may alternate
             idle = [type(each).__name__ for idx, each in enumerate(self._optimizers) if idx not in self._done]
             _log.warning(
                 "of the optimizers given to commlib.wrap, %s made no step while the others made %d: a step ends when "
-                "each has made one, so rounds, warm-ups and periods do not come. Call commlib.set_optimizer(model, "
+                "each has made one, so rounds, warm-ups and periods do not advance. Call commlib.set_optimizer(model, "
                 "optimizers) with those that step",
                 ", ".join(idle),
                 self._num_partial,
             )
 
     def skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that an optimizer, if it is one of these, was kept from making."""
+        """Count a step that the scaler skipped, if the optimizer is one of these."""
         for idx, each in enumerate(self._optimizers):
             if each is optimizer:
                 self._before((), {})
                 self._after(idx)
 
     def close(self) -> None:
-        """Remove the hooks. Harmless when called twice."""
+        """Remove the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -220,7 +220,7 @@ def _after(steps: Callable[[], Steps | None], idx: int, *_: Any) -> None:
         alive._after(idx)
 
 
-#: Whom the scalers whose `step` is watched tell of steps that they leave out; several models may share a scaler.
+#: Objects to notify of steps that a scaler skips. Several models may share a scaler.
 _watchers: WeakMembers[Steps] = WeakMembers(locks.lock("optimizers", is_of_process=True))
 
 
@@ -236,12 +236,12 @@ def _unwatch(scaler: Any, steps: Steps) -> None:
 
 
 def _told_by(scaler: Any) -> list[Steps]:
-    """Return who is told of the steps that a scaler leaves out."""
+    """Return the objects to notify of the steps that a scaler skips."""
     return [steps for steps in _watchers.alive() if steps.scaler is scaler]
 
 
 def _step(reference: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the scaler's step, and tell of it where the optimizer made none."""
+    """Make the scaler's step, and report a skipped step if the optimizer made none."""
     scaler, plain = reference(), _plain(optimizer)
     made: list[None] = []
     hook = plain.register_step_post_hook(lambda *_: made.append(None))

@@ -1,4 +1,4 @@
-"""What a step takes on average: bytes, seconds, and seconds in which communication was waited for."""
+"""Means per step: bytes sent, seconds, and seconds of waiting for communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-#: Steps that a mean is of, at most; and where a cycle of the algorithm is longer, at most so many of it.
+#: Maximum number of steps in a mean, and maximum for an algorithm with a longer cycle.
 _STEPS, _MOST_STEPS = 64, 4096
 
 
@@ -22,10 +22,10 @@ class Means(NamedTuple):
     """Means over the last steps, in whole cycles of the algorithm.
 
     Attributes:
-        num_steps: How many steps; 0 before there are two.
-        bytes: Sent per step.
-        seconds: From the end of one step to the end of the next.
-        waited_s: Of these, how long the thread that trains waited for communication (on CUDA: the host).
+        num_steps: Number of steps. 0 before there are two.
+        bytes: Bytes sent per step.
+        seconds: Seconds from the end of one step to the end of the next.
+        waited_s: Seconds of these that the training thread waited for communication (on CUDA: the host).
     """
 
     num_steps: int = 0
@@ -38,7 +38,7 @@ class Pace:
     """Keeps the counters of the last steps.
 
     Args:
-        cycle: Steps after which the algorithm's communication begins anew (`Channel.cycle`).
+        cycle: Steps after which the algorithm's communication repeats (`Channel.cycle`).
     """
 
     def __init__(self, cycle: int) -> None:
@@ -46,11 +46,11 @@ class Pace:
         self._marks: deque[Mark] = deque(maxlen=max(1, _STEPS // self._cycle) * self._cycle + 1)
 
     def note(self, sent_bytes: float, waited_s: float) -> None:
-        """A step has ended; the counters are what they are since `wrap`."""
+        """Record the counters, accumulated since `wrap`, at the end of a step."""
         self._marks.append(Mark(time.perf_counter(), sent_bytes, waited_s))
 
     def means(self) -> Means:
-        """Return the means; of less than a cycle where there were no more steps."""
+        """Return the means. Covers less than a cycle if fewer steps were recorded."""
         steps = len(self._marks) - 1
         steps -= steps % self._cycle if steps >= self._cycle else 0
         if steps < 1:

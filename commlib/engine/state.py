@@ -14,13 +14,13 @@ from commlib.errors import ConfigError
 from commlib.sharding.local import places_of
 
 _FORMAT = 2
-#: What every state has, whatever the algorithm and the steps so far.
+#: Entries of every state, independent of the algorithm and the step.
 _ENTRIES = ("plan", "hook_counts", "num_rounds", "num_weight_rounds", "step", "state")
 
 
 @in_plain_mode
 def save(engine: Engine) -> dict[str, Any]:
-    """Return the engine's state on this rank; see `commlib.state_dict`."""
+    """Return the engine's state on this rank. See `commlib.state_dict`."""
     engine.drain()
     saved: dict[str, Any] = {
         "format": _FORMAT,
@@ -39,11 +39,11 @@ def save(engine: Engine) -> dict[str, Any]:
 
 @in_plain_mode
 def load(engine: Engine, state: dict[str, Any]) -> None:
-    """Take over what `save` returned; see `commlib.load_state_dict`.
+    """Load the state that `save` returned. See `commlib.load_state_dict`.
 
     Raises:
-        ConfigError: The state is of another format, algorithm or model, or of options with which this run cannot go on
-            from it, or, where it is not the same on all ranks, of another rank or world size. Nothing was changed then.
+        ConfigError: The state has another format, algorithm or model, or was saved with incompatible options, or,
+            unless it is the same on all ranks, belongs to another rank or world size. Nothing has changed then.
     """
     rank = engine.comm.rank
     expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
@@ -57,7 +57,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
                 f"{value!r}. Load the file of this rank, written by a run of the same algorithm and world size"
             )
     if missing := [entry for entry in _ENTRIES if entry not in state]:
-        raise ConfigError(f"rank {rank}: the saved communication state is not whole: it has no {missing[0]!r}")
+        raise ConfigError(f"rank {rank}: the saved communication state is incomplete: it has no {missing[0]!r}")
     keeper = engine.channels[-1].keeper
     keeper.check_state_dict(state["state"])
     try:
@@ -77,7 +77,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def places(engine: Engine) -> Iterator[tuple[str, str]]:
-    """Yield what of a state that was loaded must be alike on all ranks, by what it is."""
+    """Yield the (name, value) pairs of loaded state that must be identical on all ranks."""
     yield "optimizer step", str(engine.progress.step)
     if engine.scaler is not None and engine.algorithm.channel.keeps_replicas_alike:
         yield "loss scale", str(scale_of(engine.scaler))

@@ -1,4 +1,4 @@
-"""What `commlib.stats` returns."""
+"""The statistics that `commlib.stats` returns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class BucketStats:
     """One bucket of the plan.
 
     Attributes:
-        index: Its place in the plan.
-        num_parameters: How many parameters it holds.
-        numel: How many elements.
-        nbytes: Bytes of its values; of the dense parameter, where gradients are sparse.
-        dtype: Their dtype.
+        index: Position in the plan.
+        num_parameters: Number of parameters.
+        numel: Number of elements.
+        nbytes: Bytes of its values. For a sparse bucket, bytes of the dense parameter.
+        dtype: The values' dtype.
         parameters: The parameters' names, in the bucket's order.
         ready_s: Seconds from the start of backward until its last gradient is ready, as recorded on rank 0; or None.
         wire_bytes: Bytes that this rank sent for it in the last round over gradients.
-        seconds: From its start to its end in that round (on CUDA: as issued by the host).
+        seconds: Duration of its communication in that round (on CUDA: as issued by the host).
     """
 
     index: int
@@ -40,37 +40,38 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """The communication of one wrapped model, as this rank sees it.
+    """The communication of one wrapped model, as measured on this rank.
 
-    A round is one synchronisation: of gradients in a backward, of weights after an optimizer step, or one exchange of
-    an algorithm that runs by itself. Bytes are those of the verbs' optimal formulas, or of the payloads that an
-    algorithm sends by itself.
+    A round is one synchronisation of gradients in a backward or of weights after an optimizer step, or one exchange of
+    an algorithm that runs without rounds. Bytes are computed with the optimal formula of each collective, or from the
+    payloads of algorithms that send without collectives.
 
     Attributes:
         algorithm: The algorithm's name.
         world_size: The number of ranks.
-        plan: "initial", "trial", "planned", "fixed" (also where no gradient is communicated), "settled" (by a
-            checkpoint) or "restored".
-        num_buckets: How many buckets of gradients the plan has.
-        rounds: How many rounds there were whose result this rank has taken, however many steps or backwards it made.
-        wire_bytes: Bytes that this rank has sent since `wrap`, set-up included, in rounds of every kind.
-        wire_bytes_per_step: Bytes that it sends per optimizer step (without an optimizer, per synchronised backward).
-            Where every step has a round over gradients, those of the last one, flags of unused parameters included;
-            else the mean over the last steps, in whole periods of the algorithm. 0 before there are such.
-        raw_bytes_per_step: What an all-reduce of the gradients would send per step, dense and in the parameters' own
-            dtypes, those whose gradients are sparse included; 0 before there is a step.
-        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`; 1.0 where nothing was sent. Below 1 where indices
-            and values of sparse gradients are more than the dense gradient.
-        step_s: Seconds per step, the mean over the last steps, whatever is done between them; 0.0 before there are two.
-        waited_share: The part of `step_s` in which the thread that trains waited for communication (on CUDA: the host).
-        consensus_distance: The L2 distance between this rank's weights and what the last round over weights, or the
-            last `commlib.synchronize`, made of them: from the mean where all ranks are averaged, from that of the
-            neighbours on a graph. Where every step waits for a round, it is measured in every tenth. None for
-            algorithms on gradients, whose replicas are alike, for those that run by themselves, and before any round.
+        plan: "initial", "trial", "planned", "fixed" (also if no gradient is communicated), "settled" (by a checkpoint)
+            or "restored".
+        num_buckets: Number of gradient buckets in the plan.
+        rounds: Number of rounds whose result this rank has applied, independent of the number of steps or backwards.
+        wire_bytes: Bytes that this rank has sent since `wrap`, in rounds of every kind and in set-up.
+        wire_bytes_per_step: Bytes that this rank sends per optimizer step (without an optimizer, per synchronised
+            backward). If every step has a round over gradients, the bytes of the last one, including flags of unused
+            parameters. Otherwise the mean over the last steps, in whole periods of the algorithm. 0 before the first
+            such round or step.
+        raw_bytes_per_step: Bytes per step of an all-reduce of all gradients, dense and in the parameters' dtypes.
+            Sparse gradients count as dense ones. 0 before the first step.
+        compression_ratio: `raw_bytes_per_step / wire_bytes_per_step`. 1.0 if nothing was sent. Below 1 if indices and
+            values of sparse gradients exceed the dense gradient.
+        step_s: Mean seconds per step over the last steps, including everything between them. 0.0 before two steps.
+        waited_share: Fraction of `step_s` that the training thread waited for communication (on CUDA: the host).
+        consensus_distance: L2 distance between this rank's weights and the result of the last round over weights, or of
+            the last `commlib.synchronize`: the mean of all ranks or, on a graph, of the neighbours. If every step waits
+            for a round, it is measured in every tenth step. None for algorithms on gradients, whose replicas are
+            identical, for algorithms without rounds, and before the first round.
         exposed_s: Seconds that the last round over gradients kept the training thread waiting at the end of backward
-            (on CUDA: host time only); 0.0 where there was none.
-        cost: What a bucket was measured to cost, on rank 0; None where the plan was not measured.
-        buckets: One entry per bucket of gradients.
+            (on CUDA: host time only). 0.0 if it did not wait.
+        cost: The measured cost of a bucket, on rank 0. None if the plan was not measured.
+        buckets: One entry per gradient bucket.
     """
 
     algorithm: str
@@ -100,9 +101,9 @@ class Stats:
                 f"  per step: {self.wire_bytes_per_step / 1e6:.2f} MB sent per rank (compression "
                 f"x{self.compression_ratio:.2f}){exposed}"
             )
-        else:  # before the first round over weights: what set-up has sent
+        else:  # before the first round over weights: bytes of set-up
             lines.append(f"  since wrap: {self.wire_bytes / 1e6:.2f} MB sent per rank")
-        if self.step_s and not self.buckets:  # no round over gradients whose end is waited for
+        if self.step_s and not self.buckets:  # no round over gradients that backward waits for
             lines.append(
                 f"  {self.step_s * 1e3:.1f} ms a step, {self.waited_share:.0%} of it waiting for communication"
             )
@@ -120,10 +121,10 @@ class Stats:
         return "\n".join(lines)
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
-        """Return the plain numbers, for a logger, each name with `prefix` before it.
+        """Return the numeric fields, for a logger, with `prefix` before each name.
 
-        All are ints or floats, so TensorBoard's `add_scalar` takes each. What is no number is left out: `algorithm`,
-        `plan`, the buckets, and what is None (`consensus_distance`, and the two figures of `cost`).
+        All values are ints or floats, so TensorBoard's `add_scalar` accepts them. Omits `algorithm`, `plan`, the
+        buckets, and fields without a value (`consensus_distance`, and the two numbers of `cost`).
         """
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.cost is not None:
@@ -132,7 +133,7 @@ class Stats:
 
 
 def collect(engine: Engine) -> Stats:
-    """Return what the engine communicated so far."""
+    """Return the statistics of the engine's communication so far."""
     gradients, channels = engine.gradients, engine.channels
     last, means = gradients.last, engine.pace.means()
     declared, world_size = engine.algorithm.channel, engine.comm.world_size
@@ -144,7 +145,7 @@ def collect(engine: Engine) -> Stats:
     return Stats(
         algorithm=engine.algorithm.name,
         world_size=world_size,
-        plan="fixed" if gradients.is_idle else gradients.plan.kind,  # rounds over weights have buckets of one size
+        plan="fixed" if gradients.is_idle else gradients.plan.kind,  # buckets of rounds over weights have a fixed size
         num_buckets=len(gradients.buckets),
         rounds=sum(each.num_rounds for each in channels),
         wire_bytes=round(sum(each.bytes_sent for each in channels)),
@@ -161,7 +162,7 @@ def collect(engine: Engine) -> Stats:
 
 
 def of_copy(algorithm: str, world_size: int) -> Stats:
-    """Return those of a copy of a wrapped model, which has not communicated yet."""
+    """Return the statistics of a copy of a wrapped model, which has not communicated yet."""
     return Stats(
         *(algorithm, world_size, "initial", 0, 0, 0, 0, 0, 1.0, 0.0, 0.0),
         consensus_distance=None,
@@ -172,7 +173,7 @@ def of_copy(algorithm: str, world_size: int) -> Stats:
 
 
 def _dense_bytes(engine: Engine) -> int:
-    """Return the bytes of all gradients, as dense tensors, without what a buffer has between them."""
+    """Return the bytes of all gradients as dense tensors, without padding."""
     return sum(parameter.part.nbytes for parameter in engine.parameters)
 
 

@@ -1,15 +1,15 @@
-"""Steps that the optimizers given to `wrap` do not make, or that come too early.
+"""Detects steps that the optimizers given to `wrap` do not make, and steps that come too early.
 
-[Note: evidence] Warm-ups, periods and rounds over weights follow the steps of the optimizers that were given. If others
-make the steps, rounds stop; if the given one is a part of another, rounds come in the middle of a step. Both raise, on
-evidence only:
+[Note: evidence] Warm-ups, periods and rounds over weights follow the steps of the given optimizers. If other optimizers
+make the steps, rounds stop. If the given optimizer is part of another one, rounds run in the middle of a step. Both
+cases raise an error, but only on evidence:
 
-    another optimizer steps parameters of the model; torch's global hooks tell of every `torch.optim.Optimizer`
+    another optimizer steps parameters of the model (torch's global hooks report every `torch.optim.Optimizer`)
     the weights have changed after each of `NUM_CHANGES` forwards in a row, and no given optimizer has stepped
     an object's `step` calls the given optimizer's, and then changes the weights itself
 
-A step inside of a backward whose gradients are still to be communicated raises as well: it takes a rank's own gradient.
-Accumulated backwards, steps that a scaler skips, and weights that are swapped, clipped or loaded are none of these.
+A step inside a backward whose gradients are not yet communicated raises as well, since it uses a rank's own gradient.
+Accumulated backwards, steps that a scaler skips, and weights that are swapped, clipped or loaded do not raise.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from commlib.engine.bits import as_integers
 from commlib.sharding.local import local_of
 from commlib.weak import WeakMembers
 
-#: Forwards in a row after each of which the weights have changed.
+#: Number of consecutive forwards after which the weights must have changed to raise an error.
 NUM_CHANGES = 8
 
-#: How many of a model's parameters are looked at, and how many elements of each, to see whether weights have changed.
+#: Maximum number of parameters that are sampled, and maximum number of elements along the last dimension of each.
 _NUM_WATCHED, _NUM_ELEMENTS = 8, 64
-#: In how many steps of an optimizer around the given one it is looked whether it changes the weights after that.
+#: Number of steps of an enclosing optimizer in which it is checked for changes of the weights after the given step.
 _NUM_PROBED = 20
-#: How many frames above a step an optimizer around it is looked for.
+#: Number of frames above a step that are searched for an enclosing optimizer.
 _NUM_FRAMES = 12
 
 
 class Sample:
-    """Some elements of a model's parameters, to see whether its weights have changed.
+    """A sample of the elements of a model's parameters, to detect changes of its weights.
 
     Args:
-        parameters: The model's.
+        parameters: The model's parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._watched = parameters[:: -(-len(parameters) // _NUM_WATCHED)]
 
     def take(self) -> list[torch.Tensor]:
-        """Return copies of the elements; the device is not waited for."""
+        """Return copies of the sampled elements, without waiting for the device."""
         return [_some(local_of(parameter.data)) for parameter in self._watched]
 
 
 def are_alike(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [] bool, on the device: whether two samples have the same bits."""
+    """Return [] bool, on the device: whether two samples are bit-identical."""
     if [each.shape for each in one] != [each.shape for each in other]:
         return torch.tensor(False, device=one[0].device)
     return torch.stack([(a == b).all() for a, b in zip(one, other, strict=True)]).all()
 
 
 def _some(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of some elements, spread over the tensor."""
+    """Return the bits of elements that are spread over the tensor."""
     values = torch.view_as_real(values) if values.is_complex() else values
     for dim in range(values.dim()):
         stride = -(-values.shape[dim] // _NUM_ELEMENTS) if dim == values.dim() - 1 else -(-values.shape[dim] // 2)
@@ -73,10 +73,10 @@ def _some(values: torch.Tensor) -> torch.Tensor:
 
 
 class UncountedChanges:
-    """Notices weights that change from forward to forward while no given optimizer steps; see [Note: evidence].
+    """Detects weights that change from forward to forward while no given optimizer steps. See [Note: evidence].
 
     Args:
-        parameters: The model's.
+        parameters: The model's parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -84,15 +84,15 @@ class UncountedChanges:
         self.expect_change()
 
     def expect_change(self) -> None:
-        """Weights have been changed by something else: begin anew from here on."""
+        """Restart the detection after a known change of the weights."""
         self._num_steps: int | None = None
         self._seen: list[list[torch.Tensor]] = []
 
     def at_forward(self, num_steps: int) -> bool:
-        """Look, at every forward of training.
+        """Check the weights at a training forward.
 
         Args:
-            num_steps: That given optimizers have made.
+            num_steps: Number of steps that the given optimizers have made.
 
         Returns:
             Whether the weights have changed after each of the last `NUM_CHANGES` forwards.
@@ -109,14 +109,14 @@ class UncountedChanges:
 
 
 class Observer:
-    """Is told of every step of any `torch.optim.Optimizer` of this process, before it is made."""
+    """Is called before every step of any `torch.optim.Optimizer` of this process."""
 
     def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is about to step. Raises what forbids it."""
+        """Check a step that `optimizer` is about to make. Raises an error to refuse it."""
 
 
 _observers: WeakMembers[Observer] = WeakMembers(locks.lock("observers", is_of_process=True))
-#: Torch's hook, while there are observers: in a compiled step it is a break of the graph.
+#: Torch's hook, registered while there are observers, since it breaks the graph of a compiled step.
 _hooks: list[RemovableHandle] = []
 
 
@@ -127,14 +127,14 @@ def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def observe(observer: Observer) -> None:
-    """Tell the observer of steps from now on, for as long as it is alive."""
+    """Notify the observer of steps from now on, for as long as it is alive."""
     _observers.add(observer)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 def ignore(observer: Observer) -> None:
-    """Undo `observe`. Harmless when called twice."""
+    """Undo `observe`. Idempotent."""
     _observers.discard(observer)
     if not _observers.alive():
         while _hooks:
@@ -142,19 +142,19 @@ def ignore(observer: Observer) -> None:
 
 
 def has_parameters_of(optimizer: torch.optim.Optimizer, ids: frozenset[int]) -> bool:
-    """Return whether an optimizer has one of these parameters, by identity, with a gradient."""
+    """Return whether an optimizer has one of these parameters (by identity) with a gradient."""
     return any(id(p) in ids and p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 class Enclosing:
-    """Looks whether an object whose `step` calls the given optimizer's changes the weights after it.
+    """Detects an object whose `step` calls the given optimizer's and then changes the weights.
 
-    Such are wrappers of optimizers that are not optimizers of torch's themselves, as schedule-free's is. Proxies that
-    only pass steps on, such as accelerate's, change nothing.
+    Examples are optimizer wrappers that do not derive from torch's `Optimizer`, such as schedule-free's. Proxies that
+    only forward steps, such as accelerate's, change nothing.
 
     Args:
-        optimizers: Those that were given.
-        parameters: The model's.
+        optimizers: The given optimizers.
+        parameters: The model's parameters.
         found: Called with an object that changes them.
     """
 
@@ -172,7 +172,7 @@ class Enclosing:
         self._after: list[torch.Tensor] | None = None
 
     def before_step(self) -> None:
-        """A given optimizer is about to step: see from where, in the first step."""
+        """Find the enclosing object before the first step of a given optimizer."""
         if self._outer is None and self._num_left == _NUM_PROBED:
             self._num_left -= 1
             self._outer = _caller_with_step(self._optimizers)
@@ -185,16 +185,16 @@ class Enclosing:
                     self._outer = None
 
     def is_called(self) -> None:
-        """The object's `step` is called."""
+        """Reset at the beginning of the object's `step`."""
         self._after = None
 
     def after_step(self) -> None:
-        """The given optimizers have stepped, and what commlib does after it is done."""
+        """Sample the weights after a step of the given optimizers and commlib's work."""
         if self._outer is not None:
             self._after = self._sample.take()
 
     def has_returned(self) -> None:
-        """The object's `step` has returned."""
+        """Compare the weights at the end of the object's `step`."""
         after, self._after = self._after, None
         self._num_left -= 1
         has_changed = after is not None and not bool(are_alike(after, self._sample.take()))
@@ -205,7 +205,7 @@ class Enclosing:
             self._found(outer)
 
     def close(self) -> None:
-        """Leave the object as it was. Harmless when called twice."""
+        """Restore the object's `step`. Idempotent."""
         if self._outer is not None:
             vars(self._outer).pop("step", None)
             self._outer = None
@@ -221,7 +221,7 @@ def _step_of(outer: Any, enclosing: Callable[[], Enclosing | None], *args: Any, 
 
 
 def _caller_with_step(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return the object whose method `step` has called, and that has groups of parameters as an optimizer has."""
+    """Return the calling object that has a method `step` on the stack, and parameter groups like an optimizer."""
     frame: Any = sys._getframe(1)
     for _ in range(_NUM_FRAMES):
         frame = frame.f_back

@@ -130,7 +130,7 @@ def contract_states_of_different_steps(subject: Subject) -> None:
     if subject.channel.keeps_step and dist.get_world_size() > 1:
         commlib.load_state_dict(training.model, late if is_victim() else early)
         for _ in range(2):  # also where the error was caught
-            with raises_alike(ConfigError, "states that were loaded differ", f"step {late['step']}"):
+            with raises_alike(ConfigError, "loaded states differ", f"step {late['step']}"):
                 training.step()
     commlib.load_state_dict(training.model, early)
     training.steps(3).assert_sound()

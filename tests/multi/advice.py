@@ -156,10 +156,10 @@ class Joins(Mlp):
         return "the model's own"
 
 
-@follows("Rename it, or wrap a module around the model")
+@follows("Rename them, or wrap a module around the model")
 def other_name() -> None:
     inner = seeded(Joins)
-    with refused("of its own, which a wrapped model's class needs"):
+    with refused("of its own. A wrapped model's class defines"):
         commlib.wrap(inner, optimizer=sgd(inner))
     model = nn.Sequential(inner)
     optimizer = sgd(model)
@@ -174,7 +174,7 @@ def shared_encoder() -> None:
     for head in (one[1], other[1]):
         nn.init.constant_(head.weight, 0.1)
     commlib.wrap(one, optimizer=sgd(one))
-    with refused("parameters that another wrapped model communicates"):
+    with refused("another wrapped model already communicates these parameters"):
         commlib.wrap(other, optimizer=sgd(other))
     commlib.unwrap(one)
     both = nn.ModuleList([one, other])
@@ -200,7 +200,7 @@ class TwoPoints(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-@follows("average one of them over the ranks and not the other. Use an algorithm on gradients")
+@follows("average only one of them over the ranks. Use an algorithm on gradients")
 def on_gradients() -> None:
     model = seeded(Mlp)
     optimizer = TwoPoints(model.parameters(), lr=0.05)
@@ -214,7 +214,7 @@ def all_optimizers() -> None:
     model: Any = seeded(Mlp)
     first = sgd(model.first)
     rest = torch.optim.SGD([*model.second.parameters(), *model.third.parameters()], lr=0.05)
-    with refused("would not know of their steps"):
+    with refused("would not see their steps"):
         commlib.wrap(model, "local_sgd", optimizer=first)
     commlib.wrap(model, algorithms.LocalSGD(period=2), optimizer=[first, rest])
     for step in range(4):
@@ -233,7 +233,7 @@ def all_optimizers() -> None:
 def repeatable() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with refused("no two runs are alike"):
+        with refused("runs are not reproducible"):
             made(algorithm="async_sgd")
         trains(*made(algorithm="diloco"), 60)
     finally:
@@ -581,7 +581,7 @@ def no_closure() -> None:
     trains(model, optimizer, 8)
 
 
-@follows("and commlib.wrap was given")
+@follows("but commlib.wrap was given")
 def told_of_the_other() -> None:
     model, optimizer = made(algorithm=algorithms.LocalSGD(period=2))
     trains(model, optimizer)
@@ -681,7 +681,7 @@ def own_file() -> None:
     trains(model, optimizer)
 
 
-@follows("Load on every rank what was saved after the same step")
+@follows("Load the state that was saved after the same step on every rank")
 def same_step() -> None:
     model, optimizer = made(algorithm="topk")
     saved = []
@@ -689,7 +689,7 @@ def same_step() -> None:
         trains(model, optimizer, 1)
         saved.append(copy.deepcopy(commlib.state_dict(model)))
     commlib.load_state_dict(model, saved[dist.get_rank()])
-    with refused("the states that were loaded differ"):
+    with refused("the loaded states differ"):
         mlp_loss(model, 0).backward()
     commlib.load_state_dict(model, saved[0])
     optimizer.zero_grad()
@@ -711,7 +711,7 @@ def without_prefix() -> None:
 @follows("Give all ranks as many optimizer steps, or use an algorithm on gradients")
 def joined() -> None:
     model, optimizer = made(algorithm=algorithms.LocalSGD(period=2))
-    with refused("nobody can stand in"), model.join():
+    with refused("run out of data cannot take part"), model.join():
         pass
     trains(model, optimizer, 4)
     model, optimizer = made()
@@ -724,7 +724,7 @@ def joined() -> None:
     assert_replicas_identical(model)
 
 
-@follows("call commlib.wrap(model, ...) to have it done now")
+@follows("call commlib.wrap(model, ...) to wrap it now")
 def copied() -> None:
     model, _ = made()
     twin = copy.deepcopy(model)

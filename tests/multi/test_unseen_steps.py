@@ -163,7 +163,7 @@ def test_optimizers_that_cannot_be_set_are_refused_and_the_old_one_goes_on() -> 
     other: Callable[..., Any] = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
     for optimizer, words in (
         (None, "got None"),
-        (torch.optim.SGD(model.first.parameters(), 0.1), "are in no group of it"),
+        (torch.optim.SGD(model.first.parameters(), 0.1), "are in no group of the optimizer"),
         (TwoPoints(model.parameters(), 0.1), "on gradients"),
         (other(model.parameters(), lr=0.1), "differ between ranks"),
     ):

@@ -33,7 +33,7 @@ _SINGLE = "unit/test_wrap_single.py::test_"
 #: Advice that is followed in another test, by a part of the message.
 ELSEWHERE = {
     "process_group=mesh['replicate'])": _SHARDED + "what_cannot_be_wrapped_is_refused",
-    "runs itself, on whole": _SHARDED + "what_cannot_be_wrapped_is_refused",
+    "runs without rounds, on whole": _SHARDED + "what_cannot_be_wrapped_is_refused",
     "on the whole model last": _SHARDED + "what_would_go_wrong_unseen_is_refused",
     "Name one algorithm": _SHARDED + "what_would_go_wrong_unseen_is_refused",
     "Use an algorithm whose rounds keep step": _SHARDED + "what_would_go_wrong_unseen_is_refused",
