@@ -127,7 +127,7 @@ class PlanSearch:
         def agree() -> Communication:
             yield comm.all_reduce(wish, op="max")
 
-        return [Task(lambda: "whether the plan is settled", agree, is_prompt=True, is_single=True)]
+        return [Task(lambda: "the request to settle the plan", agree, is_prompt=True, is_single=True)]
 
     def _end(self) -> None:
         """End the search at the request of a rank."""
@@ -169,7 +169,7 @@ class PlanSearch:
             self.pending = self._trials.current
 
     def _continue_trials(self) -> None:
-        """Time the step that ends now, and choose the next candidate or, at the end, the one fastest on its slowest rank."""
+        """Time this step, and choose the next candidate or finally the plan that is fastest on its slowest rank."""
         if self._trials is None or not self._trials.step_ended(self._clock.now()):
             return
         if self._trials.current is None:

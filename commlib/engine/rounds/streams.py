@@ -50,7 +50,7 @@ class StreamDriver(Driver):
     def wait(self, round_: Round) -> None:
         self._raise_error(round_)
         if not round_.done.is_set():
-            raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
+            raise CommlibError(f"{round_.describe()} never became ready; this is a bug in commlib")
         self._streams.join(range(len(round_.tasks)))
 
     @override

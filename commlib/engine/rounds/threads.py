@@ -63,7 +63,7 @@ class ThreadDriver(Driver):
                 arrived = round_.arrivals.get(timeout=limit_s)
             except queue.Empty:
                 if not round_.progressed():
-                    self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
+                    self.cancel(round_, PeerTimeout(f"{round_.describe()} did not complete within {limit_s:g} s"))
                 continue
             if arrived is not None:
                 with self._at_work:
