@@ -301,7 +301,7 @@ class Registry:
         cls, watch = type(model), None
         if isinstance(wrapped, Replica):
             self._replicas.add(wrapped)
-            end, what = functools.partial(_forget_class_of, weakref.ref(cls)), f"what belongs to a {cls.__name__}"
+            end, what = functools.partial(_forget_class_of, weakref.ref(cls)), f"the state of a {cls.__name__}"
             watch = Finalizer(model, end, what, is_ended_at_exit=False)
         type.__setattr__(cls, _ENTRY, (weakref.ref(model), wrapped, watch))
 

@@ -295,7 +295,7 @@ class Engine(Observer):
 
     @in_plain_mode
     def drain(self) -> None:
-        """Apply pending background results that do not require waiting for another rank's next call."""
+        """Take the results of background rounds, unless that may block on a peer."""
         self.settle_weights()
         for channel in self.channels:
             with channel.line.wholly():

@@ -445,12 +445,12 @@ def other_groups() -> None:
     trains(commlib.wrap(model, algorithms.OneBitAdam(warmup_steps=1), optimizer=optimizer), optimizer)
 
 
-@follows("It would be this rank's own step, before anything is communicated. Make the step after backward")
+@follows("It would step with this rank's gradient, before anything is communicated. Make the step after backward")
 def gradient_that_was_taken() -> None:
     model, optimizer = made()
     parameter = next(model.parameters())
     hook = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with refused("was there and is None now"):
+    with refused("was set, but is now None"):
         mlp_loss(model, 0).backward()
     hook.remove()
     commlib.unwrap(model)

@@ -342,7 +342,7 @@ def test_an_optimizer_in_a_hook_is_refused(algorithm: str, is_first: bool, by_ha
     if is_first:
         wrap(model, algorithm=algorithm)
     loss = mlp_loss(model, 0)
-    with raises_on_every_rank(ConfigError, "is None now" if by_hand else "inside of backward", "after backward"):
+    with raises_on_every_rank(ConfigError, "is now None" if by_hand else "inside of backward", "after backward"):
         loss.backward()
 
 

@@ -455,7 +455,7 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     model = fsdp(seeded(Net), mesh)
     with raises_on_every_rank(ConfigError, "first.weight", "DTensors", "process_group=mesh['replicate']"):
         commlib.wrap(model, "allreduce")
-    with raises_on_every_rank(ConfigError, "DTensors", "'hogwild' runs itself"):
+    with raises_on_every_rank(ConfigError, "DTensors", "'hogwild' runs without rounds"):
         wrapped(model, mesh, "hogwild", momentum(model))
     hybrid = seeded(Net)
     fully_shard(hybrid, mesh=mesh)

@@ -418,7 +418,7 @@ class Departing(SimulatedTransport):
 def test_an_error_of_all_ranks_is_raised_once_all_have_heard_of_it() -> None:
     """The first to raise ends the communicator; that end must not take the place of the error on a slower rank."""
     transport = Departing(0, 2)
-    with pytest.raises(ConfigError, match="rank 1 says: ValueError: theirs"):
+    with pytest.raises(ConfigError, match="on rank 1: ValueError: theirs"):
         verify.agree(transport, lambda: [], None)
     assert transport.num_gathered == 2
 

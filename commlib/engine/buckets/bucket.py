@@ -24,14 +24,14 @@ _address = torch.Tensor.data_ptr
 class FlatSegment(Segment):
     """A segment whose gradients become views of a part of the flat buffer.
 
-    Dividing is multiplying by the reciprocal, as DDP does: where the divisor is no power of two, a true division rounds
-    differently, and loss curves then part from DDP's by more than two bucket sizes of DDP do.
+    Division multiplies by the reciprocal, as in DDP. With a divisor that is not a power of two, a true division rounds
+    differently, and loss curves would then differ from DDP's by more than those of DDP with two bucket sizes.
 
     Args:
         bucket: The bucket.
-        slots: The parameters, whose views are set.
-        part: [numel] Their part of the flat buffer.
-        offsets: Where each parameter begins in `part`.
+        slots: The parameters, with their views set.
+        part: [numel] The segment's part of the flat buffer.
+        offsets: Index of each parameter's first element in `part`.
     """
 
     def __init__(self, bucket: Bucket, slots: Sequence[Slot], part: torch.Tensor, offsets: list[int]) -> None:
@@ -44,7 +44,7 @@ class FlatSegment(Segment):
         self._addresses = list(map(_address, self._views))
 
     def _restore_views(self) -> None:
-        """Make views again whose memory the user has exchanged: `p.grad.data = ...` does so, and keeps the object."""
+        """Rebuild views whose memory the user has replaced with `p.grad.data = ...`, which keeps the tensor object."""
         if self._are_views_in_place():
             return
         for slot, offset in zip(self.slots, self._offsets, strict=True):
@@ -58,9 +58,9 @@ class FlatSegment(Segment):
 
     @override
     def place(self) -> None:
-        """Bring the gradients into the flat buffer, divided by the bucket's predivisor, and make them views of it.
+        """Copy the gradients into the flat buffer, divided by the bucket's predivisor, and make them views of it.
 
-        A gradient that is a view already is divided where it is; a missing one counts as zeros.
+        A gradient that is already a view is divided in place. A missing gradient counts as zeros.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -88,7 +88,7 @@ class FlatSegment(Segment):
                 slot.param.grad = slot.view
 
     def scale(self, factor: float) -> None:
-        """Scale the gradients that were placed."""
+        """Scale the gathered gradients."""
         self._part.mul_(factor)
 
     def _pack_natively(self, gradients: list[torch.Tensor | None], predivisor: float) -> bool:
@@ -96,7 +96,7 @@ class FlatSegment(Segment):
             return False
         try:
             self._plan.pack(self._part, gradients, 1.0 / predivisor)
-        except ConfigError:  # an unusual layout, which torch's copy takes
+        except ConfigError:  # an unusual layout, which torch's copy supports
             return False
         return True
 
@@ -120,22 +120,22 @@ class Bucket:
     """The tensors of some parameters, one after the other in a flat buffer.
 
     Args:
-        index: Its place in the plan.
+        index: Position in the plan.
         slots: The parameters, in plan order.
         payload: [flat_numel(slots) + number of flags] Zeros, for the values and the flags.
-        group: What the algorithm calls the group of its parameters.
+        group: The algorithm's group of the parameters.
 
     Attributes:
-        index: Its place in the plan.
-        group: What the algorithm calls the group of its parameters.
+        index: Position in the plan.
+        group: The algorithm's group of the parameters.
         slots: The parameters, in plan order.
-        segments: The same, in the portions in which gradients are gathered.
-        flat: [numel] The values. Complex parameters take two real elements each.
+        segments: The same parameters, divided into the segments in which gradients are gathered.
+        flat: [numel] The values. Complex parameters occupy two real elements per element.
         payload: [numel + num_flags] `flat`, then the flags.
-        flags: [num_flags] In the plan's last bucket one number per parameter of the plan: positive after the sum where
-            any rank had a gradient; then the marks of the loss scale, if there are any. Empty in the others.
-        left: How many segments are not complete in this backward; see [Note: what is left] in `slot.py`.
-        predivisor: By what gradients are divided while they are gathered.
+        flags: [num_flags] In the plan's last bucket, one number per parameter of the plan, which is positive after the
+            sum if any rank had a gradient; then the marks of the loss scale, if any. Empty in all other buckets.
+        left: Number of incomplete segments in this backward. See [Note: pending counts] in `slot.py`.
+        predivisor: The divisor applied to gradients when they are gathered.
     """
 
     def __init__(self, index: int, slots: Sequence[Slot], payload: torch.Tensor, group: Hashable = None) -> None:
@@ -170,7 +170,7 @@ class Bucket:
 
     @property
     def parts(self) -> list[Part]:
-        """The parameters' places, for algorithms."""
+        """The positions of the parameters, for algorithms."""
         starts, _ = _offsets([slot.param for slot in self.slots])
         numels = [slot.param.numel() * (2 if slot.param.dtype.is_complex else 1) for slot in self.slots]
         return [
@@ -185,18 +185,18 @@ class Bucket:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every gradient of this round is a view of the buffer already."""
+        """Whether every gradient of this round is a view of the buffer."""
         return all(segment.is_plain for segment in self.segments)
 
     def describe(self) -> str:
-        """Name the bucket and some of its parameters."""
+        """Return the bucket's index and the names of some of its parameters."""
         return f"bucket {self.index} ({name_some([slot.name for slot in self.slots])})"
 
     def start_backward(self, predivisor: float) -> bool:
-        """Expect every gradient anew; segments that are placed early are divided by `predivisor`.
+        """Reset the counters for a backward. Segments that are gathered early are divided by `predivisor`.
 
         Returns:
-            Whether gradients have hooks of the user's, too.
+            Whether gradients have hooks of the user as well.
         """
         self.left = len(self.segments)
         self.predivisor = predivisor
@@ -204,7 +204,7 @@ class Bucket:
         return any(have_hooks)
 
     def gather(self, predivisor: float) -> None:
-        """Bring all gradients into the flat buffer, divided by `predivisor`, and count as taken.
+        """Copy all gradients into the flat buffer, divided by `predivisor`, and mark the bucket as taken.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -218,7 +218,7 @@ class Bucket:
         self.left = TAKEN
 
     def zero(self) -> None:
-        """Contribute nothing: what a rank that has joined early sends."""
+        """Fill the buffer with zeros, the contribution of a rank that has joined early."""
         self.payload.zero_()
         for segment in self.segments:
             segment.is_plain = False
@@ -227,10 +227,10 @@ class Bucket:
         self.left = TAKEN
 
     def finish(self, is_used: Sequence[bool]) -> None:
-        """Publish communicated gradients that are not views of the buffer yet.
+        """Set `param.grad` for communicated gradients that are not views of the buffer yet.
 
         Args:
-            is_used: Per slot, whether any rank had a gradient. A parameter that no rank used keeps its `grad=None`.
+            is_used: For each slot, whether any rank had a gradient. A parameter that no rank used keeps `grad=None`.
         """
         for slot, used in zip(self.slots, is_used, strict=True):
             if slot.graph_gradient is not None:
@@ -241,7 +241,7 @@ class Bucket:
                 slot.param.grad = slot.view
 
     def adopt_existing(self) -> None:
-        """Move gradients that exist (views of an earlier plan's buffers) into this bucket's buffer."""
+        """Move existing gradients (views of an earlier plan's buffers) into this bucket's buffer."""
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None and not gradient.requires_grad:
@@ -249,7 +249,7 @@ class Bucket:
                 slot.param.grad = slot.view
 
     def release(self) -> None:
-        """Let go of the buffer now: segments and views refer to each other, and a collection may be far away."""
+        """Release the buffer now. Segments and views form a reference cycle, which is collected much later."""
         self.segments.clear()
         self.flat = self.flags = self.payload = NO_VIEW
 
@@ -265,14 +265,14 @@ class Bucket:
 
 
 class SparseBucket:
-    """One parameter whose gradients are sparse; it is exchanged as indices and values, whatever the algorithm."""
+    """A parameter with sparse gradients. They are exchanged as indices and values, whatever the algorithm."""
 
     def __init__(self, index: int, slot: Slot) -> None:
         self.index = index
         self.slots = [slot]
         self.segments = [Segment(self, self.slots)]
         self.left = 1
-        self.predivisor = 1.0  # divided after the sum, all of it
+        self.predivisor = 1.0  # the whole division follows the sum
         self.result: list[torch.Tensor | None] = []
 
     @property
@@ -281,16 +281,16 @@ class SparseBucket:
         return self.slots[0].param.nbytes
 
     def describe(self) -> str:
-        """Name the bucket and its parameter."""
+        """Return the bucket's index and the name of its parameter."""
         return f"sparse bucket {self.index} ({self.slots[0].name!r})"
 
     def start_backward(self, predivisor: float) -> bool:
-        """Expect the gradient anew; see `Bucket`."""
+        """Reset the counter for a backward. See `Bucket`."""
         self.left = 1
         return self.segments[0].start_backward()
 
     def gather(self, predivisor: float) -> None:
-        """Count as taken: the gradient is sent from where it is."""
+        """Mark the bucket as taken. The gradient is sent without a copy."""
         self.left = TAKEN
 
     def gradient(self) -> torch.Tensor | None:
@@ -302,26 +302,26 @@ class SparseBucket:
         return gradient.to_sparse(1)
 
     def finish(self, divisor: float) -> None:
-        """Publish the sum, divided by `divisor`."""
+        """Set `param.grad` to the sum, divided by `divisor`."""
         total = self.result.pop()
         if total is not None:
             self.slots[0].param.grad = total if divisor == 1.0 else total / divisor
 
 
 def flat_numel(slots: Sequence[Slot]) -> int:
-    """Return how many elements the parameters take in a flat buffer."""
+    """Return the number of elements that the parameters occupy in a flat buffer."""
     return _offsets([slot.param for slot in slots])[1]
 
 
 def layout_key(param: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    """Return what parameters of one bucket must share."""
+    """Return the dtype and device that all parameters of a bucket share."""
     return (param.dtype.to_real() if param.dtype.is_complex else param.dtype), param.device
 
 
 def _offsets(params: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each parameter's first element in the flat buffer, and the buffer's length.
+    """Return the index of each parameter's first element in the flat buffer, and the buffer's length.
 
-    A complex parameter starts at an even element, which `view_as_complex` needs.
+    A complex parameter starts at an even element, as `view_as_complex` requires.
     """
     offsets, end = [], 0
     for param in params:
@@ -339,12 +339,12 @@ def _view(flat: torch.Tensor, slot: Slot, offset: int) -> torch.Tensor:
         offset = 0
     has_order = is_dense(param) and order_of(param) == slot.order
     strides = param.stride() if has_order else strides_in(param.shape, slot.order)
-    # Detached it is half the size: what autograd keeps of a view of `flat` serves nothing here.
+    # Detaching halves the view's size: the autograd metadata of a view of `flat` is not needed.
     return flat.as_strided(param.shape, strides, flat.storage_offset() + offset).detach()
 
 
 def _pack_plan(flat: torch.Tensor, slots: Sequence[Slot], offsets: list[int]) -> PackPlan | None:
-    """Return the native gather for this layout, or None where only torch can copy it."""
+    """Return the native gather for this layout, or None if only torch can copy it."""
     params = [slot.param for slot in slots]
     plain = all(not s.order and s.param.is_contiguous() and s.param.dtype == flat.dtype for s in slots)
     if flat.device.type != "cpu" or flat.dtype not in _PACKABLE or not plain:

@@ -1,4 +1,4 @@
-"""Where a model's buckets lie in memory."""
+"""The memory of a model's buckets."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Sequence
 
 import torch
 
-#: Buckets begin at multiples of so many elements: at cache lines, and where vector instructions like it.
+#: Buckets start at multiples of this many elements, to align with cache lines and vector instructions.
 _ALIGNMENT = 64
-#: Elements beyond what the first plan needs, for the gaps of plans with more buckets.
+#: Elements beyond the size of the first plan, for the padding of plans with more buckets.
 _SPARE = 64 * _ALIGNMENT
 
-#: What the tensors of a bucket share.
+#: The dtype and device of a bucket.
 Place = tuple[torch.dtype, torch.device]
 
 
 class Memory:
-    """One stretch of memory for each dtype and device, kept from plan to plan.
+    """One allocation for each dtype and device, reused by all plans.
 
-    Several plans are tried. If each had buckets of its own, the heap would keep holes where the last ones were, too
-    small for the next ones, and every change would wait for fresh pages.
+    Several plans are tried. With separate allocations, the heap would fragment: freed buckets would be too small for
+    the next plan's, and every change would allocate new pages.
     """
 
     def __init__(self) -> None:
         self._stretches: dict[Place, torch.Tensor] = {}
 
     def take(self, wanted: Sequence[tuple[Place, int]]) -> list[torch.Tensor]:
-        """Return zeros, [numel] for each (layout, numel). What was taken before must not be used any more."""
+        """Return zeros, [numel] for each (layout, numel). Invalidates all tensors that were returned before."""
         ends: Counter[Place] = Counter()
         starts = []
         for layout, numel in wanted:

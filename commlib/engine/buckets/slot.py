@@ -1,8 +1,8 @@
-"""One parameter's place in a bucket, the hook on its gradient, and the segment that it is gathered with.
+"""A parameter's slot in a bucket, its gradient hook, and the segment that it is gathered with.
 
-[Note: what is left] Gradients make slots complete, slots segments, segments buckets, and buckets a round. Each level
-has one counter, `left`: how many parts are to come in this backward; 0 once all are there, and TAKEN once the whole has
-gone on: a segment into the buffer, a bucket to the driver.
+[Note: pending counts] Gradients complete slots, slots complete segments, segments buckets, and buckets a round. Each
+level has one counter, `left`: the number of pending parts in this backward. It is 0 when all parts are complete, and
+TAKEN once the whole was passed on: a segment to the buffer, a bucket to the driver.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.errors import ConfigError
 from commlib.primitives.order import order_of
 from commlib.sharding.local import communicated
 
-#: See [Note: what is left].
+#: See [Note: pending counts].
 TAKEN = -1
 
 _NO_HOOKS: dict[int, Any] = {}
@@ -27,10 +27,10 @@ NO_VIEW = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Listener(Protocol):
-    """Who is told of gradients."""
+    """Is notified of gradients."""
 
     def on_gradient(self, slot: Slot) -> None:
-        """Take note that a parameter has its gradient in `param.grad`."""
+        """Process the gradient of a parameter, which is in `param.grad`."""
         ...
 
 
@@ -39,24 +39,24 @@ def _nobody() -> None:
 
 
 class Slot:
-    """One parameter's place in a bucket, and the hook on its gradient: a wrapped model has thousands of them.
+    """A parameter's slot in a bucket, and its gradient hook. A wrapped model has thousands of slots.
 
     Attributes:
         name: The parameter's name in the model.
-        param: The parameter; of one that is a DTensor this rank's part (`LocalPart`).
+        param: The parameter or, for a DTensor, this rank's shard (`LocalPart`).
         whole: The parameter itself.
-        idx: Its place among the engine's parameters.
-        offset: Its first element among all of theirs, taken whole.
-        order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`): stays
-            what it was here, which all ranks have checked to be alike.
-        view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, where it is dense, strides.
-        segment: What it is gathered with.
-        expected: How often the gradient hook fires in one backward; recorded in the first one.
-        left: How often it has yet to fire in this one; below 0 where it fired more often than expected.
+        idx: Index among the engine's parameters.
+        offset: Index of its first element among those of all parameters, which count as unsharded.
+        order: The order of its elements in buckets ([Note: the order of elements] in `primitives/order.py`). Fixed at
+            construction. All ranks have checked that it is identical.
+        view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, if it is dense, strides.
+        segment: The segment that it is gathered with.
+        expected: Number of times that the gradient hook fires in one backward, as recorded in the first one.
+        left: Number of times that it has yet to fire in this backward. Below 0 if it fired more often than expected.
         had_gradient: Whether this rank had a gradient for it in this round.
-        graph_gradient: The gradient that `backward(create_graph=True)` made, which must stay the same tensor.
-        listener: Whom the hook tells; it does not keep the engine alive.
-        hooks: All hooks on its gradient, the user's too, by key; {} before there are any.
+        graph_gradient: The gradient created by `backward(create_graph=True)`, whose tensor must not be replaced.
+        listener: Returns the object to notify. Does not keep the engine alive.
+        hooks: All hooks on its gradient by key, including the user's. {} before there are any.
     """
 
     __slots__ = (
@@ -81,16 +81,16 @@ class Slot:
         self.hooks: dict[int, Any] = _NO_HOOKS
 
     def hook(self, listener: Callable[[], Listener | None]) -> None:
-        """Tell the listener of every gradient from now on. The handle is not kept, only to save its 200 bytes."""
+        """Notify the listener of every gradient from now on. The handle is not kept, which saves 200 bytes."""
         self.listener = listener
         requires_grad = self.whole.requires_grad
-        self.whole.requires_grad_(True)  # else torch takes no hook
-        self.whole.register_post_accumulate_grad_hook(self)  # of a DTensor FSDP2 calls it after its reduce-scatter
+        self.whole.requires_grad_(True)  # torch refuses the hook otherwise
+        self.whole.register_post_accumulate_grad_hook(self)  # for a DTensor, FSDP2 calls it after its reduce-scatter
         self.whole.requires_grad_(requires_grad)
         self.hooks = self.whole._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
 
     def unhook(self) -> None:
-        """Undo `hook`. Harmless when called twice, or without it."""
+        """Undo `hook`. Idempotent, and has no effect without it."""
         for key in self._own_keys():
             del self.hooks[key]
 
@@ -98,28 +98,28 @@ class Slot:
         return [key for key, hook in self.hooks.items() if hook is self]
 
     def come_last(self) -> None:
-        """Run after hooks that the user has added since, as DDP's does: these may change the gradient."""
+        """Move this hook after hooks that the user has added since, as in DDP. They may change the gradient."""
         *_, last = self.hooks
         if self.hooks[last] is not self:
             for key in self._own_keys():
                 self.hooks[key] = self.hooks.pop(key)
 
     def check_taken(self) -> None:
-        """Refuse a gradient that is gone though the hook has run.
+        """Refuse a gradient that was removed after the hook has run.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: It was removed.
         """
         if self.left < self.expected and self.param.grad is None:
             raise ConfigError(
-                f"the gradient of {self.name!r} was there and is None now: something in backward took it, such as an "
-                "optimizer that steps in a hook. It would be this rank's own step, before anything is communicated. "
-                "Make the step after backward"
+                f"the gradient of {self.name!r} was set, but is now None: something in backward removed it, such as an "
+                "optimizer that steps in a hook. It would step with this rank's gradient, before anything is "
+                "communicated. Make the step after backward"
             )
 
     @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
     def __call__(self, _: torch.Tensor) -> None:
-        """Run as the hook: the gradient is in `param.grad`."""
+        """Run as the hook, with the gradient in `param.grad`."""
         listener = self.listener()
         if listener is not None:
             if self.param is not self.whole:
@@ -128,11 +128,11 @@ class Slot:
 
 
 class Holder(Protocol):
-    """A bucket, as its segments see it.
+    """The interface of a bucket to its segments.
 
     Attributes:
-        left: How many segments are not complete; see [Note: what is left].
-        predivisor: By what gradients are divided while they are gathered.
+        left: Number of incomplete segments. See [Note: pending counts].
+        predivisor: The divisor applied to gradients when they are gathered.
     """
 
     left: int
@@ -140,14 +140,15 @@ class Holder(Protocol):
 
 
 class Segment:
-    """Neighbouring parameters of a bucket that are gathered together, as soon as all of them have their gradient.
+    """Adjacent parameters of a bucket that are gathered together, as soon as all of them have their gradients.
 
-    Gathering in segments keeps few gradients alive beside the flat buffer, and copies them while they are in the cache.
+    Gathering in segments keeps few gradients alive in addition to the flat buffer, and copies them while they are in
+    the cache.
 
     Attributes:
         slots: The parameters.
-        bucket: The bucket that the segment belongs to.
-        left: How many slots have not had their gradient in this backward; see [Note: what is left].
+        bucket: The bucket of the segment.
+        left: Number of slots without their gradient in this backward. See [Note: pending counts].
     """
 
     def __init__(self, bucket: Holder, slots: Sequence[Slot]) -> None:
@@ -159,7 +160,7 @@ class Segment:
             slot.segment = self
 
     def start_backward(self) -> bool:
-        """Expect every gradient anew; return whether gradients have hooks of others, too."""
+        """Reset the counters for a backward. Returns whether gradients have other hooks as well."""
         self.left = len(self.slots)
         for slot in self.slots:
             slot.left = slot.expected
@@ -172,22 +173,22 @@ class Segment:
         return True
 
     def place(self) -> None:
-        """Bring the gradients into the bucket's buffer, if it has one, and count as taken."""
+        """Gather the gradients into the bucket's buffer, if it has one, and mark the segment as taken."""
         self.left = TAKEN
 
 
 def name_some(names: Sequence[str], limit: int = 3) -> str:
-    """Return the first names, quoted, and how many more there are."""
+    """Return the first names, quoted, and the number of further ones."""
     shown = ", ".join(map(repr, names[:limit]))
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 @contextlib.contextmanager
 def explaining_sizes(slots: Sequence[Slot]) -> Iterator[None]:
-    """Where copying fails because parameters were resized or cast, say so instead.
+    """Raise a specific error if copying fails because parameters were resized or cast.
 
     Raises:
-        ConfigError: Names them.
+        ConfigError: Names the parameters.
     """
     try:
         yield

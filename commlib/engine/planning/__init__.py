@@ -1,1 +1,1 @@
-"""Which parameters share a bucket: what is measured, predicted and tried."""
+"""Assigns parameters to buckets: measurement, prediction and trials."""

@@ -1,4 +1,4 @@
-"""What a bucket costs: measured by the algorithm's own communication of scratch buckets."""
+"""Measures the cost of a bucket with the algorithm's own communication of scratch buckets."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from commlib.engine.planning.sizes import Cost
 from commlib.engine.rounds.task import Task
 from commlib.primitives.parts import Part
 
-#: Bytes of the scratch buckets, and how many of them are in flight at once.
+#: Bytes of the scratch buckets, and number of them in flight at once.
 SCRATCH_SIZES = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
-#: A small model's scratch buckets are smaller, but not below this in the first size, and twice in each further one.
+#: A small model's scratch buckets are smaller, but at least this many bytes in the first size, doubling with each size.
 _LEAST_BYTES = 16 << 10
-#: Their sizes are multiples of this, so that each begins as a bucket of its own would.
+#: Bucket sizes are multiples of this many bytes, so that each bucket is aligned like a real one.
 _ALIGNMENT = 64
 _REPETITIONS = 5
-#: Rounds slower than this are timed twice only.
+#: Rounds slower than this are timed only twice, in seconds.
 _SLOW_S = 0.1
 
 
 def as_square(nbytes: int) -> list[tuple[int, ...]]:
-    """Return the shape of one fp32 parameter of two dimensions, as square as it may be."""
+    """Return the shape of one 2-D fp32 parameter of `nbytes`, as square as possible."""
     numel = nbytes // 4
     rows = 1 << max(0, numel.bit_length() // 2 - 1)
     return [(rows, numel // rows) if numel % rows == 0 else (1, numel)]
 
 
 class Scratch:
-    """A bucket to measure with (a `BucketView`): `flat` as the gradients of fp32 parameters of these shapes."""
+    """A bucket for measurements (a `BucketView`). `flat` holds the gradients of fp32 parameters of the given shapes."""
 
     def __init__(
         self, index: int, shapes: Sequence[tuple[int, ...]], flat: torch.Tensor, group: Hashable = None
@@ -50,7 +50,7 @@ class Scratch:
 
     @property
     def parts(self) -> list[Part]:
-        """The parameters' places."""
+        """The positions of the parameters."""
         numels = list(map(math.prod, self._shapes))
         starts = itertools.accumulate(numels, initial=0)
         before = self.index * self.flat.numel()
@@ -61,32 +61,32 @@ class Scratch:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """None."""
+        """Always empty."""
         return []
 
 
 def scratch_buckets(
     count: int, shapes: Sequence[tuple[int, ...]], device: torch.device, group: Hashable = None
 ) -> list[Scratch]:
-    """Return buckets of zeros, in one allocation: the heap rarely gives small ones back."""
+    """Return buckets of zeros in one allocation, since the heap rarely reuses small ones."""
     numel = sum(map(math.prod, shapes))
     flat = torch.zeros(count * numel, dtype=torch.float32, device=device)
-    # Slices, as buckets have them: other operations bring code of their own into memory.
+    # Slices, like real buckets. Other operations would load further code into memory.
     return [Scratch(idx, shapes, flat[idx * numel : (idx + 1) * numel], group) for idx in range(count)]
 
 
 def measure_cost(
     algorithm: Algorithm, line: Line, device: torch.device, max_bytes: int, group: Hashable = None
 ) -> Cost:
-    """Measure what a bucket costs, by the algorithm's own communication of scratch buckets on a copy of it.
+    """Measure the cost of a bucket, with a copy of the algorithm that communicates scratch buckets.
 
-    Collective: every rank must call it. Several buckets are in flight at once, as they are in backward.
+    Collective: every rank must call it. Several buckets are in flight at once, as in backward.
 
     Args:
-        algorithm: One on gradients, as it was before its first `setup`; copied, not changed.
+        algorithm: An algorithm on gradients, as before its first `setup`. It is copied, not changed.
         line: Carries the rounds.
-        device: Where the buckets are.
-        max_bytes: Scratch buckets are not much larger together, so that the peak of memory stays in backward.
+        device: The device of the buckets.
+        max_bytes: Approximate limit on the total bytes of scratch buckets, so that peak memory stays in backward.
         group: The group of the scratch buckets' parameters.
     """
     gather = line.transport.gather_objects
@@ -100,12 +100,12 @@ def measure_cost(
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
         seconds = median(gather(median(_seconds(trial, buckets, line, device) for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
-        del buckets, trial  # before the next, larger ones are made
+        del buckets, trial  # before the next, larger ones are created
     return Cost(tuple(wall))
 
 
 def _seconds(algorithm: Algorithm, buckets: Sequence[Scratch], line: Line, device: torch.device) -> float:
-    """Return how long one round of scratch buckets takes."""
+    """Return the seconds of one round of scratch buckets."""
     channel = algorithm.channel
     assert isinstance(channel, Gradients)
     begin = lambda bucket: lambda: algorithm.communicate(bucket, line.comm)  # noqa: E731

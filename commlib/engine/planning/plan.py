@@ -1,4 +1,4 @@
-"""A plan: which parameters share a bucket, in which order the buckets go; the same on all ranks."""
+"""A plan: the assignment of parameters to buckets and the order of the buckets. Identical on all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Parameter:
     """A parameter that the engine communicates.
 
     Attributes:
-        name: Its name in the model.
+        name: The parameter's name in the model.
         param: The parameter.
         sparse: Whether its gradients are sparse.
-        group: What `Algorithm.group` says of it; a bucket holds parameters of one group.
+        group: The value of `Algorithm.group` for it. All parameters of a bucket have the same group.
     """
 
     name: str
@@ -36,20 +36,20 @@ class Parameter:
 
     @property
     def part(self) -> Any:
-        """What of it is communicated: of a DTensor this rank's part."""
+        """The communicated tensor: the parameter or, for a DTensor, this rank's shard."""
         return communicated(self.param)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Buckets as lists of indices into the parameter list, and how they came about.
+    """Buckets as lists of indices into the parameter list, and the origin of the plan.
 
     Attributes:
         buckets: Indices of each bucket's parameters.
         kind: "initial", "trial" (one of several that are timed), "planned" (the fastest of them), "fixed" (by
             `bucket_cap_mb`), "settled" (by a checkpoint, before it was planned) or "restored" (from a checkpoint).
-        ready_s: Per parameter, seconds from the start of backward until its gradient was ready, on rank 0.
-        cost: What communication was measured to cost, for "trial" and "planned".
+        ready_s: For each parameter, seconds from the start of backward until its gradient was ready, on rank 0.
+        cost: The measured cost of communication, for "trial" and "planned".
     """
 
     buckets: tuple[tuple[int, ...], ...]
@@ -58,48 +58,48 @@ class Plan:
     cost: sizes.Cost | None = None
 
     def saved(self, names: Sequence[str]) -> dict[str, Any] | None:
-        """Return what a checkpoint has of the plan, with the parameters' names; None for the initial one."""
+        """Return the plan's entry in a checkpoint, with the parameters' names. None for the initial plan."""
         if self.kind == "initial":
             return None
         return {"buckets": [[names[idx] for idx in members] for members in self.buckets], "ready_s": self.ready_s}
 
 
-#: Sizes that are tried beside the predicted boundaries; the largest means one bucket.
+#: Bucket sizes to try in addition to the predicted boundaries. The largest means one bucket.
 _TRIAL_CAPS = (1 << 20, 5 << 20, 10 << 20, 25 << 20, 1 << 62)
-#: Plans of as many buckets, whose boundaries differ by no more than this part of all bytes, are tried once: the better
-#: figure of two would count.
+#: Of plans with equally many buckets whose boundaries differ by at most this fraction of all bytes, only one is tried.
+#: Timing both and keeping the faster would select noise.
 _LEAST_DIFFERENCE = 0.01
-#: Backward may take this much longer beside communication than it took alone.
+#: Assumed slowdown factors of backward when it overlaps with communication.
 _STRETCHES = (1.0, 1.5)
 
-#: Bucket ends for the gradients of one group: (ready seconds, bytes) to the ends.
+#: Bucket ends for the gradients of one group: maps (ready seconds, bytes) to the ends.
 Cut = Callable[[Sequence[float], Sequence[int]], list[int]]
 
 
 def initial(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
-    """Return the plan before anything is known: parameters joined by size, the last registered bucket first."""
-    order = list(range(len(parameters)))  # within a bucket as registered, as in DDP's first step
+    """Return the plan before any measurement: parameters joined by size, the last registered bucket first."""
+    order = list(range(len(parameters)))  # within a bucket in registration order, as in DDP's first step
     ready_s = [float(len(order) - idx) for idx in range(len(order))]
     return Plan(_cut(parameters, order, ready_s, _by_size(cap_bytes)), "initial")
 
 
 def by_sizes(parameters: Sequence[Parameter], cap_bytes: int) -> Plan:
-    """Return a plan that no measurement has a say in: by size, the last registered parameters first."""
+    """Return a plan that does not depend on measurements: by size, the last registered parameters first."""
     return dataclasses.replace(initial(parameters, cap_bytes), kind="settled")
 
 
 def fixed(parameters: Sequence[Parameter], cap_bytes: int, ready_s: Sequence[float]) -> Plan:
-    """Return the plan of a given bucket size, in the order in which gradients became ready."""
+    """Return the plan for a given bucket size, in the order in which gradients became ready."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
     buckets = _cut(parameters, order, ready_s, _by_size(cap_bytes))
     return Plan(buckets, "fixed", tuple(ready_s))
 
 
 def restored(saved: dict[str, Any] | None, parameters: Sequence[Parameter]) -> Plan | None:
-    """Return the plan that `Plan.saved` returned, or None.
+    """Return the plan for an entry that `Plan.saved` returned. None for None.
 
     Raises:
-        ConfigError: It is of other parameters.
+        ConfigError: The plan belongs to other parameters.
     """
     if saved is None:
         return None
@@ -118,7 +118,7 @@ def restored(saved: dict[str, Any] | None, parameters: Sequence[Parameter]) -> P
 def candidates(
     parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: sizes.Cost
 ) -> list[Plan]:
-    """Return different plans to try: plain sizes, and those with the least predicted step time."""
+    """Return distinct plans to try: by plain sizes, and with the shortest predicted step time."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
     cuts = [*map(_by_size, _TRIAL_CAPS), *(_by_time(cost, backward_s, stretch) for stretch in _STRETCHES)]
     shared = tuple(ready_s)
@@ -132,13 +132,13 @@ def candidates(
 
 
 def _are_alike(ends: Sequence[int], others: Sequence[int]) -> bool:
-    """Return whether two plans, given by the bytes up to the end of each bucket, would not be told apart by time."""
+    """Return whether timing cannot distinguish two plans, given by the bytes up to the end of each bucket."""
     least = _LEAST_DIFFERENCE * ends[-1]
     return len(ends) == len(others) and all(abs(a - b) <= least for a, b in zip(ends, others, strict=True))
 
 
 def main_group(parameters: Sequence[Parameter]) -> Hashable:
-    """Return the group of parameters with the most bytes: what scratch buckets are made of."""
+    """Return the group of parameters with the most bytes, for scratch buckets."""
     nbytes: dict[Hashable, int] = {}
     for parameter in parameters:
         if not parameter.sparse:
@@ -162,14 +162,14 @@ def build(
     memory: Memory | None = None,
     num_marks: int = 0,
 ) -> list[Bucket | SparseBucket]:
-    """Make the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket.
+    """Build the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket.
 
     Args:
-        plan: What is in them.
+        plan: The plan.
         parameters: All parameters.
-        slots: Theirs.
-        memory: Where the buckets are to lie; memory of their own if it is not given.
-        num_marks: How many further flags there are.
+        slots: The slots of all parameters.
+        memory: Provides the memory of the buckets. Allocated separately if not given.
+        num_marks: Number of further flags.
     """
     dense = [idx for idx, members in enumerate(plan.buckets) if not parameters[members[0]].sparse]
     num_flags = sum(len(plan.buckets[idx]) for idx in dense) + num_marks
@@ -200,7 +200,7 @@ def _by_time(cost: sizes.Cost, backward_s: float, stretch: float) -> Cut:
 def _cut(
     parameters: Sequence[Parameter], order: Sequence[int], ready_s: Sequence[float], cut: Cut
 ) -> tuple[tuple[int, ...], ...]:
-    """Cut each group of like parameters into buckets, and order all buckets by when they are ready."""
+    """Cut each group of similar parameters into buckets, and order all buckets by the time when they are ready."""
     groups: dict[object, list[int]] = {}
     for idx in order:
         parameter = parameters[idx]

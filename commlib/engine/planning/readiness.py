@@ -1,4 +1,4 @@
-"""When gradients become ready, and the clock that says so: the host's, or events on the device's stream."""
+"""Records when gradients become ready, with the host's clock or with events on the device's stream."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class Clock:
-    """Moments of the training thread: of the host, or on CUDA of the model's stream, which the host does not wait for.
+    """Measures moments of the training thread: on the host or, on CUDA, on the model's stream, without host waits.
 
     Args:
-        device: The model's.
+        device: The model's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Clock:
         self._is_cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """Return this moment."""
+        """Return the current moment."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,39 +30,39 @@ class Clock:
         return event
 
     def arrive(self, moment: Any) -> None:
-        """Wait until a moment is over, so that it can be compared."""
+        """Wait until a moment has passed, so that it can be compared."""
         if self._is_cuda:
             moment.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two moments that are over."""
+        """Return the seconds between two moments that have passed."""
         return start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
 
 
 class Readiness:
-    """When each gradient became ready, over a few backwards; the earliest of each counts, as delays are noise.
+    """Records when each gradient becomes ready, over a few backwards. Uses the earliest time, since delays are noise.
 
     Args:
-        num_parameters: How many there are.
-        device: Where they are; on CUDA the times are events on the stream, read once at the end.
+        num_parameters: Number of parameters.
+        device: Their device. On CUDA, times are events on the stream, read once at the end.
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._clock = Clock(device)
         self._start: Any = None
-        self._marks: list[Any] = [None] * num_parameters  # of the backward under way; of no use after its end
-        self._times: list[array[float]] = []  # seconds, of each backward that ended
+        self._marks: list[Any] = [None] * num_parameters  # of the current backward, unused after its end
+        self._times: list[array[float]] = []  # seconds, of each completed backward
         self._end_s: list[float] = []
 
     @property
     def num_backwards(self) -> int:
-        """How many backwards were recorded whole."""
+        """Number of completely recorded backwards."""
         return len(self._end_s)
 
     def start(self) -> None:
         """Begin a backward."""
         self._start = self._clock.now()
-        self._marks = [None] * len(self._marks)  # also where the last backward never ended
+        self._marks = [None] * len(self._marks)  # also if the last backward never ended
 
     def mark(self, idx: int) -> None:
         """Record that the gradient of parameter `idx` is ready now."""
@@ -76,7 +76,7 @@ class Readiness:
         self._end_s.append(clock.seconds(start, end))
 
     def result(self) -> tuple[list[float], float]:
-        """Return the seconds of each gradient and of the whole backward, without the first, cold one if possible."""
+        """Return the seconds of each gradient and of the whole backward. Skips the first, cold one if possible."""
         times, ends = (self._times[1:], self._end_s[1:]) if len(self._end_s) > 1 else (self._times, self._end_s)
         backward_s = min(ends)
         return [min(backward_s, *column) for column in zip(*times, strict=True)], backward_s

@@ -1,8 +1,8 @@
-"""The way from no plan to the final one: what the first backwards record, the plans that are tried, and its end.
+"""The search for a plan: records the first backwards, tries candidate plans, and keeps the fastest.
 
-[Note: settling] While plans are tried, which one a step runs with depends on clocks. A checkpoint ends that: from the
-round after it on, all ranks stay with the plan of that round, which the checkpoint has, so that the run that loads it
-goes the same way. As not all ranks need to save, the wish goes with the round, as long as there is something to settle.
+[Note: settling] While plans are tried, the plan of a step depends on clocks. A checkpoint ends the trials: from the
+next round on, all ranks keep the plan of that round. The checkpoint contains that plan, so a run that loads it behaves
+the same. Not all ranks need to save, so each round carries the request to settle while plans are being tried.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from commlib.engine.rounds.task import Task
 from commlib.sharding.local import copied
 from commlib.transport.base import Communication, Communicator, Transport
 
-#: Synchronised backwards without overlap before the plan is made: the first is cold, the best of the others counts.
+#: Synchronised backwards without overlap before planning. The first is cold. The best of the others is used.
 _RECORDED_BACKWARDS = 3
 
-#: Bucket size in those backwards, where the sizes are to be planned. Nothing overlaps in them, so more buckets are only
-#: more latency; and DDP's first step is one bucket as well. Adam magnifies the last bits of the first gradient more
-#: than those of any other, so loss curves part less from DDP's where the first sum has its order.
+#: Bucket size in those backwards if the sizes are to be planned. Nothing overlaps, so more buckets would only add
+#: latency, and DDP's first step is one bucket as well. Adam magnifies rounding differences of the first gradient more
+#: than of any other, so loss curves differ less from DDP's if the first sum has the same order.
 _RECORDED_CAP_BYTES = 1 << 30
 
 
 class PlanSearch:
-    """Finds the plan of one model; alike on all ranks, round by round.
+    """Finds the plan of one model, identically on all ranks in each round.
 
     Args:
-        transport: Carries what ranks tell each other about times.
-        device: Where the parameters are.
-        cap_bytes: A fixed bucket size instead of a planned one.
+        transport: Exchanges times between ranks.
+        device: The device of the parameters.
+        cap_bytes: A fixed bucket size in bytes. None plans the size.
 
     Attributes:
-        plan: The plan of the buckets that there are.
-        pending: The plan to change to before the next backward; None where there is none.
-        cap_bytes: The fixed bucket size, if there is one.
-        num_recorded: Backwards that are recorded before the plan is made.
+        plan: The plan of the current buckets.
+        pending: The plan to install before the next backward, or None.
+        cap_bytes: The fixed bucket size, if any.
+        num_recorded: Number of backwards to record before planning.
         may_settle: Whether a checkpoint may end the search.
-        readiness: When gradients became ready, in the backwards that are recorded.
-        is_recording: Whether the backward under way is recorded, without overlap.
+        readiness: When gradients became ready in the recorded backwards.
+        is_recording: Whether the current backward is recorded, without overlap.
     """
 
     plan: Plan
 
     def __init__(self, transport: Transport, device: torch.device, cap_bytes: int | None) -> None:
         if cap_bytes is None and torch.are_deterministic_algorithms_enabled():
-            cap_bytes = INITIAL_CAP_BYTES  # a plan that no clock has a say in
+            cap_bytes = INITIAL_CAP_BYTES  # a plan that does not depend on clocks
         self._transport = transport
         self._device = device
         self.cap_bytes = cap_bytes
@@ -66,10 +66,10 @@ class PlanSearch:
         self.readiness = Readiness(0, device)
         self._trials: Trials | None = None
         self._wants_to_settle = False
-        self._wish: torch.Tensor | None = None  # of the round under way: whether any rank wants to
+        self._wish: torch.Tensor | None = None  # of the current round: whether any rank requests to settle
 
     def restart(self, parameters: Sequence[Parameter]) -> Plan:
-        """Begin anew with these parameters; return the plan to begin with."""
+        """Restart the search with these parameters. Returns the first plan."""
         self._parameters = parameters
         self._trials = None
         self._has_copies = bool(copied({parameter.name: parameter.param for parameter in parameters}))
@@ -79,14 +79,14 @@ class PlanSearch:
         return plans.initial(parameters, self.cap_bytes or _RECORDED_CAP_BYTES)
 
     def restore(self, plan: Plan | None) -> Plan:
-        """Take a plan from a checkpoint; None is the first one, to be settled. Return the plan to change to."""
+        """Take the plan of a checkpoint. None restarts the search. Returns the plan to install."""
         if plan is None:
             return self.restart(self._parameters)
         self._trials = None
         return plan
 
     def installed(self, plan: Plan) -> None:
-        """Take note that there are buckets of a plan now."""
+        """Record that the buckets of a plan were built."""
         self.plan, self.pending = plan, None
 
     @property
@@ -96,29 +96,29 @@ class PlanSearch:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the plan is still to be found by measuring."""
+        """Whether the plan still depends on measurements."""
         return self.cap_bytes is None and self.next.kind in ("initial", "trial")
 
     def begins(self) -> bool:
-        """A backward begins that is synchronised; return whether it is recorded, without overlap."""
+        """Begin a synchronised backward. Returns whether it is recorded, without overlap."""
         self.is_recording = self.plan.kind == "initial"
         if self.is_recording:
             self.readiness.start()
         return self.is_recording
 
     def backward_ends(self) -> None:
-        """The computation of that backward has ended."""
+        """End the computation of a backward."""
         if self.is_recording:
             self.readiness.end()
 
     # --- settling -----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let all ranks stay with the plan of the next round, if plans are still tried; see [Note: settling]."""
+        """Request that all ranks keep the plan of the next round, if plans are being tried. See [Note: settling]."""
         self._wants_to_settle = self.may_settle and self.is_undecided
 
     def tasks(self, comm: Communicator) -> list[Task]:
-        """Return what goes beside the buckets of a round: the wish to settle, as long as it matters."""
+        """Return the tasks of a round in addition to its buckets: the request to settle, while it matters."""
         self._wish = None
         if not (self.is_undecided and self.may_settle):
             return []
@@ -128,10 +128,10 @@ class PlanSearch:
         def agree() -> Communication:
             yield comm.all_reduce(wish, op="max")
 
-        return [Task(lambda: "whether the plan is settled", agree, is_prompt=True, is_single=True)]
+        return [Task(lambda: "the request to settle the plan", agree, is_prompt=True, is_single=True)]
 
     def _end(self) -> None:
-        """Some rank wants to settle."""
+        """End the search at the request of a rank."""
         self._wants_to_settle, self._trials = False, None
         self.readiness = Readiness(0, self._device)
         if self.plan.kind == "initial":
@@ -142,7 +142,7 @@ class PlanSearch:
     # --- after a round ------------------------------------------------------------------------------------------------
 
     def ended(self, measure_cost: Callable[[], Cost]) -> None:
-        """Take note that a round has ended; sets `pending` where the plan is to change. Collective."""
+        """Process the end of a round. Sets `pending` if the plan is to change. Collective."""
         is_recorded, self.is_recording = self.is_recording, False
         if self._wish is not None and bool(self._wish.item()):
             self._end()
@@ -152,7 +152,7 @@ class PlanSearch:
             self._continue_trials()
 
     def _plan_from_record(self, measure_cost: Callable[[], Cost]) -> None:
-        """Make the plan, or the candidates to try, from what rank 0 recorded: the same on all ranks."""
+        """Choose the plan, or the candidates to try, from rank 0's record, and so identically on all ranks."""
         recorded = self.readiness.result() if self._transport.rank == 0 else None
         ready_s, backward_s = self._transport.gather_objects(recorded)[0]
         self.readiness = Readiness(0, self._device)
@@ -170,7 +170,7 @@ class PlanSearch:
             self.pending = self._trials.current
 
     def _continue_trials(self) -> None:
-        """Time the step that ends now; change to the next candidate, in the end to the fastest on the slowest rank."""
+        """Time this step, and choose the next candidate or finally the plan that is fastest on its slowest rank."""
         if self._trials is None or not self._trials.step_ended(self._clock.now()):
             return
         if self._trials.current is None:

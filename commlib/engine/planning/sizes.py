@@ -1,14 +1,14 @@
-"""Bucket boundaries: which gradients travel together.
+"""Bucket boundaries: which gradients are communicated together.
 
-[Note: the model] Gradients become ready one after the other while backward runs; a bucket can leave once its last
-gradient is ready; the wire carries one bucket after the other, each for as long as buckets of its size took when
-several were in flight (the latency of one then hides behind the bytes of another, so it is no sum of both). The last
-gradient is taken to be ready when backward ends, and the step to end with its bucket; the boundaries that minimise that
-time are found exactly, by dynamic programming.
+[Note: the model] Gradients become ready one after the other while backward runs. A bucket can be sent once its last
+gradient is ready. The link carries one bucket after the other, each for as long as buckets of its size took when
+several were in flight. (The latency of one bucket then overlaps with the bytes of another, so the time is not the sum
+of both.) The last gradient is assumed to be ready when backward ends, and the step to end with its bucket. Dynamic
+programming finds the boundaries that minimise that time exactly.
 
-The model leaves out that communication takes processor time from backward where no core is free. So it only proposes:
-its boundaries, for gradients as early as they were without communication and for later ones, are tried in real steps
-beside plain sizes, and the fastest stays (`profile`, [Note: trials]).
+The model ignores that communication takes processor time from backward if no core is free. So it only proposes plans.
+Its boundaries, for gradients that are as early as without communication and for later ones, are tried in real steps
+together with plain sizes, and the fastest plan is kept (`trials.py`, [Note: trials]).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: More buckets than this are not considered.
+#: Maximum number of buckets that is considered.
 _MAX_BUCKETS = 64
-#: Neighbouring gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
+#: Adjacent gradients are first joined into at most this many pieces, each below 1/_MAX_PIECES of all bytes.
 _MAX_PIECES = 128
-#: Of the boundaries within this fraction of the least predicted time, those with the fewest buckets are taken.
+#: Among boundaries within this fraction of the least predicted time, the fewest buckets are chosen.
 TOLERANCE = 1e-3
 
 INITIAL_CAP_BYTES = 25 << 20
@@ -30,32 +30,32 @@ INITIAL_CAP_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Cost:
-    """What a bucket's communication costs, as measured with several in flight.
+    """The communication cost of a bucket, as measured with several in flight.
 
     Attributes:
-        samples: (bytes of gradients, seconds for each bucket of that size), in growing order of size, at least two.
+        samples: (bytes of gradients, seconds for each bucket of that size), at least two, in ascending order of size.
     """
 
     samples: tuple[tuple[int, float], ...]
 
     @property
     def latency_s(self) -> float:
-        """Seconds of the smallest bucket that was measured; a smaller one is taken to cost the same."""
+        """Seconds of the smallest measured bucket. Smaller ones are assumed to take as long."""
         return self.samples[0][1]
 
     @property
     def s_per_byte(self) -> float:
-        """Seconds of each further byte, beyond the largest bucket that was measured."""
+        """Seconds of each additional byte beyond the largest measured bucket."""
         (smaller, smaller_s), (largest, largest_s) = self.samples[-2:]
         return max(0.0, (largest_s - smaller_s) / (largest - smaller))
 
     def seconds(self, nbytes: float) -> float:
-        """Return the predicted seconds of a bucket of `nbytes`: linear between the samples and beyond the last one."""
+        """Return the predicted seconds of a bucket of `nbytes`: linear between samples and beyond the last one."""
         (size, seconds), *larger = self.samples
         if nbytes <= size:
             return seconds
         for larger_size, larger_s in larger:
-            larger_s = max(larger_s, seconds)  # a larger bucket that took less is noise
+            larger_s = max(larger_s, seconds)  # a larger bucket that took less time is noise
             if nbytes <= larger_size:
                 return seconds + (larger_s - seconds) * (nbytes - size) / (larger_size - size)
             size, seconds = larger_size, larger_s
@@ -63,9 +63,9 @@ class Cost:
 
 
 def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
-    """Return the end of each bucket when gradients are joined in order until `cap_bytes` is reached or passed.
+    """Return the end of each bucket when gradients are joined in order until `cap_bytes` is reached or exceeded.
 
-    A rest of less than half of that joins the bucket before it: a small bucket costs a large one's latency.
+    A remainder of less than half of that joins the previous bucket, since a small bucket has a large one's latency.
     """
     ends, held = [], 0
     for idx, size in enumerate(nbytes):
@@ -83,7 +83,7 @@ def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
 
 
 def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float) -> list[int]:
-    """Return the end of each bucket: the fewest buckets whose predicted step is within `TOLERANCE` of the fastest.
+    """Return the end of each bucket, for the fewest buckets with a predicted step within `TOLERANCE` of the fastest.
 
     Args:
         ready_s: Seconds after the start of backward at which each gradient is ready, in order.
@@ -113,33 +113,34 @@ def predict(
 
 
 def _latest(ready_s: Sequence[float], backward_s: float) -> list[float]:
-    """Return when each gradient and all before it are ready; the last one at the end of backward."""
+    """Return when each gradient and all before it are ready. The last one is ready at the end of backward."""
     latest = list(itertools.accumulate(ready_s, max))
     latest[-1] = max(latest[-1], backward_s)
     return latest
 
 
 def _pieces(nbytes: Sequence[int]) -> list[int]:
-    """Return the ends of at most about `_MAX_PIECES` runs of gradients, the only places considered for boundaries."""
+    """Return the ends of at most about `_MAX_PIECES` runs of gradients, the only candidates for boundaries."""
     if len(nbytes) <= _MAX_PIECES:
         return list(range(1, len(nbytes) + 1))
     return by_size(nbytes, max(1, 2 * sum(nbytes) // _MAX_PIECES))
 
 
 def _best_cut(ready: Sequence[float], total: Sequence[int], cost: Cost) -> list[int]:
-    """Return the ends of the buckets, in pieces; `total[j]` is the bytes of the first j pieces."""
+    """Return the ends of the buckets, in pieces. `total[j]` is the bytes of the first j pieces."""
     num_pieces = len(ready)
     pieces = range(num_pieces)
     seconds = [[cost.seconds(total[end + 1] - total[start]) for start in range(end + 1)] for end in pieces]
 
     def after(finish: Sequence[float], end: int) -> tuple[float, int]:
-        """Return the earliest end of a further bucket, whose last piece is `end`, and its first piece."""
+        """Return the earliest end of a further bucket whose last piece is `end`, and its first piece."""
         at = ready[end]
         finish_s = [(before if before > at else at) + more for before, more in zip(finish, seconds[end], strict=False)]
         return (best := min(finish_s)), finish_s.index(best)
 
-    # finish[j]: the earliest end of all buckets, when they hold the first j pieces; earlier is never worse. First for
-    # any number of buckets, which says how fast is fast enough, then for one more each time, until that is reached.
+    # finish[j]: the earliest end of all buckets when they hold the first j pieces. An earlier end is never worse. The
+    # first pass allows any number of buckets, to find the target time. Then the number grows by one until it is
+    # reached.
     finish = [0.0]
     for end in pieces:
         finish.append(after(finish, end)[0])

@@ -1,4 +1,4 @@
-"""Plans that are timed in real steps, until one is left."""
+"""Times candidate plans in real steps until one remains."""
 
 from __future__ import annotations
 
@@ -13,59 +13,61 @@ import torch
 from commlib.engine.planning.plan import Plan
 from commlib.engine.planning.readiness import Clock
 
-#: Roughly how long one visit of a trial lasts.
+#: Approximate duration of one visit of a trial, in seconds.
 _VISIT_S = 0.3
-#: A plan drops out of the trials once it is slower than the fastest by more than so many times what is in doubt; and
-#: how many passes there are at most. Of the rules tried on recorded steps, this left no slower plan
+#: A plan drops out of the trials once it is slower than the fastest by more than this many times the uncertainty; and
+#: the maximum number of passes. Among the rules tried on recorded steps, this one kept no slower plan
 #: (`benchmarks/trials.py`).
 _CLEAR = 2
 _MOST_PASSES = 12
-#: Plans that are still in the race at its end are level within this, or within what is in doubt where it is less.
+#: Plans that remain at the end are tied if they differ by at most this fraction, or by the uncertainty if it is
+#: smaller.
 _TIE = 0.01
 
 
 class Figure(NamedTuple):
-    """How long a plan's steps take.
+    """The measured step time of a plan.
 
     Attributes:
-        seconds: Their median.
-        doubt_s: Twice its standard error.
+        seconds: The median of its steps.
+        doubt_s: Its uncertainty: twice the standard error.
     """
 
     seconds: float
     doubt_s: float
 
     def behind(self, fastest: Figure) -> Figure:
-        """Return by how much this is slower, and what is in doubt of that."""
+        """Return how much slower this is than `fastest`, with the uncertainty of the difference."""
         return Figure(self.seconds - fastest.seconds, math.hypot(self.doubt_s, fastest.doubt_s))
 
 
 def figure_of(steps_s: Sequence[float]) -> Figure:
-    """Return the figure of some steps, as if they were normally distributed but for a few outliers."""
+    """Return the figure of some steps, assumed to be normally distributed except for a few outliers."""
     middle = median(steps_s)
     deviation = 1.4826 * median(abs(step_s - middle) for step_s in steps_s)
     return Figure(middle, 2 * math.sqrt(math.pi / 2) * deviation / math.sqrt(len(steps_s)))
 
 
 class Trials:
-    """Plans that are timed in real steps, until one is left.
+    """Times candidate plans in real steps until one remains.
 
-    [Note: trials] A model of communication leaves much out (free cores, caches, the backend's threads), so a few plans
-    are tried, there and back (A B C C B A), so that drifts of the machine cancel. A plan's figure is the median of all
-    its steps so far. After each such pass those clearly slower than the fastest drop out: by more than `_CLEAR` times
-    what the steps leave in doubt. So a close or noisy race is timed longer, and on a slow link, where steps hardly
-    vary, it ends soon: when one plan is left, or all that are left are clearly within `_TIE`, and after `_MOST_PASSES`
-    at the latest. Of plans that are then level with the fastest, by at most `_TIE` and by no more than is in doubt, the
-    one of fewest buckets stays: these cost the least beside their time, and in four recordings of all plans in rotation
-    (`benchmarks/trials.py`) they were the better choice too.
+    [Note: trials] A model of communication ignores many effects (free cores, caches, the backend's threads). So a few
+    plans are tried, forwards and backwards (A B C C B A), so that drifts of the machine cancel. A plan's figure is the
+    median of all its steps so far. After each such pass, plans that are clearly slower than the fastest drop out: by
+    more than `_CLEAR` times the uncertainty of the measurement. So a close or noisy race is timed longer. On a slow
+    link, where step times hardly vary, it ends soon. The trials end when one plan remains, when all remaining plans are
+    clearly within `_TIE`, and after `_MOST_PASSES` at the latest. Plans are then tied with the fastest if they differ
+    by at most `_TIE` and by no more than the uncertainty. Of these, the one with the fewest buckets is kept: it uses
+    the fewest other resources, and in four recordings of all plans in rotation (`benchmarks/trials.py`) it was also the
+    better choice.
 
-    Each visit takes one step that is not timed (its buffers are new) and some that are, from the end of one backward to
-    the end of the next.
+    Each visit takes one step that is not timed (its buffers are new) and several that are, from the end of one backward
+    to the end of the next.
 
     Args:
-        plans: The plans; the same on all ranks.
-        steps_per_visit: How many steps are timed in one visit; the same on all ranks.
-        clock: Whose moments `step_ended` is given.
+        plans: The plans. Identical on all ranks.
+        steps_per_visit: Number of steps timed in one visit. Identical on all ranks.
+        clock: The clock of the moments passed to `step_ended`.
     """
 
     def __init__(self, plans: Sequence[Plan], steps_per_visit: int, clock: Clock | None = None) -> None:
@@ -78,21 +80,21 @@ class Trials:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans that are still in the race."""
+        """The plans that remain."""
         return list(self._steps_s)
 
     @property
     def current(self) -> Plan | None:
-        """The plan to try now; None when a pass is over."""
+        """The plan to try now. None when a pass has ended."""
         return self._visits[0] if self._visits else None
 
     @property
     def figures(self) -> list[Figure]:
-        """The figure of each plan in the race, on this rank."""
+        """The figure of each remaining plan, on this rank."""
         return list(map(figure_of, self._steps_s.values()))
 
     def step_ended(self, now: Any) -> bool:
-        """Take note that a synchronised backward has ended; return whether a visit ended with it."""
+        """Record the end of a synchronised backward. Returns whether a visit ended with it."""
         self._ends.append(now)
         if len(self._ends) <= self._steps_per_visit:
             return False
@@ -103,7 +105,7 @@ class Trials:
         return True
 
     def end_pass(self, of_plans: Sequence[tuple[float, float]]) -> None:
-        """Drop the plans that are slow by the given figures (the same on all ranks), and begin the next pass."""
+        """Drop slow plans according to the given figures (identical on all ranks), and begin the next pass."""
         figures = [Figure(*figure) for figure in of_plans]
         self._num_passes += 1
         fastest = min(figures)
@@ -122,5 +124,5 @@ class Trials:
 
 
 def steps_per_visit(backward_s: float) -> int:
-    """Return how many steps to time in one visit: about a third of a second, at least 3, at most 6."""
+    """Return the number of steps to time in one visit: about 0.3 seconds, at least 3, at most 6."""
     return min(6, max(3, round(_VISIT_S / max(2 * backward_s, 1e-6))))

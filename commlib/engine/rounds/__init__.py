@@ -1,1 +1,1 @@
-"""Rounds of collectives: their order, when they start, and what drives them."""
+"""Rounds of collectives: their order, their schedule, and the drivers that run them."""

@@ -1,7 +1,7 @@
-"""What all drivers of rounds have in common: they run the rounds that are opened, in the order that the policy gives.
+"""The base class of drivers, which run open rounds in the order that the policy gives.
 
-[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened,
-which is the program's order and so the same on all ranks. Every model has one, its rounds in the background another.
+[Note: rounds in a row] Rounds of one communicator run one after the other, in the order in which they were opened. This
+is program order, and so identical on all ranks. Every model has one communicator, and another for background rounds.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Driver(ABC):
     """Runs rounds. `open`, `ready` and `wait` are called by the engine's threads."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, deque[Round]] = {}  # by communicator; there while it has rounds
-        self._lanes_lock = locks.lock("driver.lanes")  # for a moment only; never held while a round advances
+        self._lanes: dict[int, deque[Round]] = {}  # by communicator, present while it has rounds
+        self._lanes_lock = locks.lock("driver.lanes")  # held briefly, never while a round advances
 
     def run(self, transport: Transport, tasks: Sequence[Task], window: int = 1) -> None:
-        """Make a round of tasks whose input is there, and wait for its end; it is cancelled if it fails.
+        """Run a round of tasks whose inputs are ready, and wait for its end. Cancels the round if it fails.
 
         Raises:
-            TransportError: As `wait`.
+            TransportError: As in `wait`.
         """
         round_ = Round(transport, tasks, window)
         try:
@@ -41,23 +41,23 @@ class Driver(ABC):
             raise
 
     def launch(self, round_: Round) -> None:
-        """Open a round all of whose tasks are ready."""
+        """Open a round and make all its tasks ready."""
         self.open(round_)
         for idx in range(len(round_.tasks)):
             self.ready(round_, idx)
 
-    def note_inputs(self, round_: Round) -> None:  # noqa: B027 (where nothing is queued there is nothing to note)
-        """Take note that the input of all tasks is there, as the current stream has it, before they are `ready`."""
+    def note_inputs(self, round_: Round) -> None:  # noqa: B027 (without streams there is nothing to record)
+        """Record that the inputs of all tasks are ready at this point of the current stream, before `ready`."""
 
     def open(self, round_: Round) -> None:
-        """Take a round whose tasks become ready later."""
+        """Add a round whose tasks become ready later."""
         if round_.tasks:
             with self._lanes_lock:
                 self._lanes.setdefault(id(round_.transport), deque()).append(round_)
 
     @abstractmethod
     def ready(self, round_: Round, task: int) -> None:
-        """Say that a task's input is there. Returns at once."""
+        """Mark a task's input as ready. Returns at once."""
 
     @abstractmethod
     def wait(self, round_: Round) -> None:
@@ -69,21 +69,21 @@ class Driver(ABC):
 
     @abstractmethod
     def has_arrived(self, round_: Round) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
 
     @staticmethod
     def _raise_error(round_: Round) -> None:
-        """Raise what ended the round, if anything did."""
+        """Raise the error that ended the round, if any."""
         if (error := round_.error) is not None:
             round_.error = kept(error)
             raise error
 
     def cancel(self, round_: Round, error: BaseException) -> None:
-        """End a round that cannot go on. Harmless when it has ended.
+        """End a round with an error. Has no effect on a round that has ended.
 
         Args:
             round_: The round.
-            error: What `wait` raises; without frames, see [Note: kept errors] in `errors.py`.
+            error: The error that `wait` raises, without frames. See [Note: kept errors] in `errors.py`.
         """
         if not round_.done.is_set():
             round_.error = error
@@ -92,27 +92,27 @@ class Driver(ABC):
             self._leave(round_)
 
     def discard(self, round_: Round) -> None:
-        """Forget a round of which no task was ready: nothing has been sent for it."""
+        """Drop a round with no ready task. Nothing has been sent for it."""
         round_.end()
         self._leave(round_)
 
     @abstractmethod
     def close(self) -> None:
-        """Give the driver up. Harmless when called twice."""
+        """Release the driver. Idempotent."""
 
     def _handle(self, round_: Round, event: Event, task: int) -> None:
-        """Take one event."""
+        """Process one event."""
         if not round_.done.is_set():
             round_.backlog.append((event, task))
         self._go_on(id(round_.transport))
 
     def _go_on(self, place: int) -> None:
-        """Go on with every round that has come to the head of a lane."""
+        """Advance every round that reaches the head of a lane."""
         while (head := self._head(place)) is not None and self._drain(head):
             self._leave(head)
 
     def _places(self) -> list[int]:
-        """Return the lanes there are."""
+        """Return the keys of the current lanes."""
         with self._lanes_lock:
             return list(self._lanes)
 
@@ -122,7 +122,7 @@ class Driver(ABC):
             return lane[0] if lane else None
 
     def _leave(self, round_: Round) -> None:
-        """Take an ended round out of its lane, if it is there still: nothing may keep its buckets alive."""
+        """Remove an ended round from its lane, if present, so that nothing keeps its buckets alive."""
         with self._lanes_lock:
             lane = self._lanes.get(id(round_.transport), deque())
             if round_ in lane:
@@ -131,7 +131,7 @@ class Driver(ABC):
                     del self._lanes[id(round_.transport)]
 
     def _drain(self, round_: Round) -> bool:
-        """Work through the backlog of the round at the head of its lane; return whether the round has ended."""
+        """Process the backlog of the round at the head of its lane. Returns whether the round has ended."""
         try:
             while round_.backlog and not round_.done.is_set():
                 self._advance(round_, *round_.backlog.popleft())
@@ -142,7 +142,7 @@ class Driver(ABC):
         return round_.done.is_set()
 
     def _advance(self, round_: Round, event: Event, task_idx: int) -> None:
-        """Feed one event to the policy and carry out what follows from it."""
+        """Feed one event to the policy and carry out the resulting actions."""
         events = deque([(event, task_idx)])
         while events:
             for action in round_.order.feed(*events.popleft()):
@@ -164,7 +164,7 @@ class Driver(ABC):
                 task.request = next(task.generator)
         except StopIteration:
             task.ended_s = time.perf_counter()
-            task.generator = task.request = None  # nothing keeps a buffer alive that the engine lets go of
+            task.generator = task.request = None  # keep no buffer alive that the engine has released
             return Event.FINISHED
         return Event.YIELDED
 
@@ -175,14 +175,14 @@ class Driver(ABC):
             raise _CollectiveError(error, task) from error
         finally:
             task.span = marks.end(task.span)
-            task.work = None  # which may keep the error, now with the frames of whoever waits
+            task.work = None  # it may hold the error, now with the frames of the waiting thread
 
     @abstractmethod
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
-        """Start the task's request; when it completes, the task's ARRIVED event must come."""
+        """Start the task's request. Its completion must produce the task's ARRIVED event."""
 
     def _start(self, round_: Round, task: Task) -> Work:
-        """Give the task's request to the transport."""
+        """Issue the task's request on the transport."""
         assert task.request is not None
         task.sent_bytes += task.request.wire_bytes()
         task.span = marks.begin(task.request.verb, task.describe)
@@ -193,16 +193,16 @@ class Driver(ABC):
         return work
 
     def _fail(self, round_: Round, error: BaseException) -> None:
-        """End the round: with an error that names the collective, or with the algorithm's own."""
+        """End the round with an error that names the collective, or with the algorithm's own error."""
         if isinstance(error, _CollectiveError):
-            waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may be noticed first
-            beside = "" if waited_for in error.what else f", beside {waited_for},"
+            waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may fail first
+            beside = "" if waited_for in error.what else f", while waiting for {waited_for},"
             error = round_.transport.diagnose(error.cause, error.what + beside)
         self.cancel(round_, without_frames(error))
 
 
 class _CollectiveError(Exception):
-    """A collective could not be started or did not complete; set apart from errors in an algorithm's own work."""
+    """A collective could not be started or did not complete. Distinguished from errors in an algorithm's own code."""
 
     def __init__(self, cause: Exception, task: Task) -> None:
         assert task.request is not None

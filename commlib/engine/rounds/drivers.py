@@ -1,7 +1,7 @@
-"""The drivers of this process: one per device, there as long as an engine uses it.
+"""The drivers of this process: one per device, for as long as an engine uses it.
 
-On the CPU one thread runs every model's rounds; on CUDA collectives are issued from the thread that runs backward, onto
-one stream per bucket in flight, and the host never waits.
+On the CPU, one thread runs every model's rounds. On CUDA, the thread that runs backward issues collectives onto one
+stream per bucket in flight, and the host never waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commlib.engine.rounds.threads import ThreadDriver
 
 
 class _Shared:
-    """The drivers of this process: one per device, there as long as an engine uses it."""
+    """The drivers of this process, by device, with reference counts."""
 
     def __init__(self) -> None:
         self._lock = locks.lock("drivers", is_of_process=True)
@@ -27,7 +27,7 @@ class _Shared:
         self._tokens = itertools.count()
 
     def acquire(self, device: torch.device) -> tuple[Driver, Callable[[], None]]:
-        """Return the device's driver, and the function that gives it up (once; later calls do nothing)."""
+        """Return the device's driver, and an idempotent function that releases it."""
         with self._lock:
             token = next(self._tokens)
             if device not in self._drivers:
@@ -49,7 +49,7 @@ class _Shared:
         driver.close()
 
     def forked(self) -> None:
-        """Begin with nothing in a forked child, where the drivers' threads are not."""
+        """Drop all drivers in a forked child, where their threads do not exist."""
         self._drivers = {}
 
 

@@ -1,4 +1,4 @@
-"""Names in a profile: what each bucket does and when, while a profiler is active; nothing at all otherwise."""
+"""Spans of each bucket's work in a profile. Has no effect without an active profiler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NOTHING = contextlib.nullcontext()
 
 
 def phase(name: str, of: Callable[[], str]) -> contextlib.AbstractContextManager[Any]:
-    """Name a block of this thread: "gather", "encode", "decode" or "wait", of a bucket (`of` describes it)."""
+    """Record a span for a block of this thread: "gather", "encode", "decode" or "wait". `of` describes the bucket."""
     return profiler.record_function(f"commlib: {name}: {of()}") if profiler._is_profiler_enabled else _NOTHING
 
 
 def begin(verb: str, of: Callable[[], str]) -> Any:
-    """Name a collective from now until `end`, which may come on another thread; return what `end` takes."""
+    """Record a span for a collective until `end`, possibly on another thread. Returns the argument of `end`."""
     if not profiler._is_profiler_enabled:
         return None
     span = profiler.record_function(f"commlib: {verb}: {of()}")
@@ -26,6 +26,6 @@ def begin(verb: str, of: Callable[[], str]) -> Any:
 
 
 def end(span: Any) -> None:
-    """End what `begin` began, if there was a profiler."""
+    """End the span that `begin` returned, if any."""
     if span is not None:
         span.__exit__(None, None, None)

@@ -1,7 +1,7 @@
-"""Which collective is next: decided without a clock.
+"""The policy that orders collectives, independent of clocks.
 
-Events in, actions out, no threads and no time. A thread, a CUDA stream and a simulator's virtual clock drive the same
-object, so what is issued, and in which order, is a function of the plan alone.
+It turns events into actions, without threads or time. A thread, a CUDA stream and a simulator's virtual clock drive the
+same object, so the issued collectives and their order depend on the plan alone.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NamedTuple
 
 
 class Event(Enum):
-    """What can happen to a task (one bucket's communication) within a round."""
+    """An event of a task (one bucket's communication) within a round."""
 
-    READY = "ready"  # its input is there
-    YIELDED = "yielded"  # its generator asks for a collective
-    ARRIVED = "arrived"  # the collective that it asked for has completed
+    READY = "ready"  # its input is ready
+    YIELDED = "yielded"  # its generator requests a collective
+    ARRIVED = "arrived"  # the requested collective has completed
     FINISHED = "finished"  # its generator has returned
 
 
 class Do(Enum):
-    """What a driver is told to do with a task."""
+    """An action of a driver on a task."""
 
     RESUME = "resume"  # run the generator until it yields or returns
-    ISSUE = "issue"  # start the collective that it asked for
+    ISSUE = "issue"  # start the requested collective
 
 
 class Action(NamedTuple):
@@ -38,15 +38,15 @@ class Action(NamedTuple):
 class IssueOrder:
     """The static order of the collectives of one round.
 
-    Collective s of task k has the key (k + s * (window - 1), s): with a window of 2 the second collective of bucket k
-    follows the first of bucket k + 1. How many collectives a task has is found out on the way, alike on all ranks: a
-    place in the order whose task has finished is passed over. Local work (resuming a generator) is not ordered: it is
-    done as soon as its data is there.
+    Collective s of task k has the key (k + s * (window - 1), s). With a window of 2, the second collective of bucket k
+    follows the first of bucket k + 1. The number of collectives of a task is discovered during the round, identically
+    on all ranks: places of a finished task are skipped. Local work (resuming a generator) is not ordered. It is done as
+    soon as its data is ready.
     """
 
     def __init__(self, num_tasks: int, window: int) -> None:
-        window = min(window, num_tasks + 1)  # no second collective comes before a first one then
-        self._asked: list[int] = [0] * num_tasks  # collectives asked for so far
+        window = min(window, num_tasks + 1)  # so large that every first collective precedes every second one
+        self._asked: list[int] = [0] * num_tasks  # collectives requested so far
         self._finished = [False] * num_tasks
         self._num_left = num_tasks
         self.num_fed = 0  # events so far
@@ -60,11 +60,11 @@ class IssueOrder:
 
     @property
     def waits_for(self) -> int | None:
-        """The task whose next step the order waits for, or None when complete."""
+        """The task whose next step the order waits for. None when complete."""
         return None if self.complete or self._turn is None else self._turn[0]
 
     def feed(self, event: Event, task: int) -> list[Action]:
-        """Take one event and return what to do now, in this order."""
+        """Process one event. Returns the actions to carry out now, in order."""
         self.num_fed += 1
         if event in (Event.READY, Event.ARRIVED):
             return [Action(Do.RESUME, task)]
@@ -85,7 +85,7 @@ class IssueOrder:
                 break
             self._turn = next(self._places, None)
         if not self._num_left:
-            self._places = iter(())  # the generator refers to this object: a cycle of every round for the collector
+            self._places = iter(())  # breaks the reference cycle between this object and its generator
         return actions
 
     def _interleaved(self, window: int) -> Iterator[tuple[int, int]]:

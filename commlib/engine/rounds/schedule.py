@@ -1,4 +1,4 @@
-"""Which step it is, and which rounds begin and end with it: decided without a clock, so alike on all ranks."""
+"""Counts steps, and decides which rounds start and end with them, without a clock and so identically on all ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from commlib.algorithms.channels import Channel, Weights
 
 
 class Progress:
-    """How far the training is, in optimizer steps; in synchronised backwards where no optimizer is known.
+    """The progress of training in optimizer steps, or in synchronised backwards if no optimizer is known.
 
     Args:
-        declared: What the algorithm communicates.
+        declared: The algorithm's channel.
         counts_backwards: Whether no optimizer is known.
 
     Attributes:
-        step: Steps so far.
-        counts_backwards: See above.
+        step: Number of steps so far.
+        counts_backwards: As above.
         when_counted: Called at the end of each step.
     """
 
@@ -53,19 +53,19 @@ class Progress:
         self.when_counted()
 
     def end_backward(self) -> None:
-        """Count a synchronised backward, if these are steps."""
+        """Count a synchronised backward, if backwards are the steps."""
         if self.counts_backwards:
             self.end_step()
 
 
 @dataclass(frozen=True)
 class StepActions:
-    """What the end of an optimizer step brings, in this order.
+    """The actions at the end of an optimizer step, in this order.
 
     Attributes:
-        take_background: Wait for the round in the background and take its result.
+        take_background: Wait for the background round and apply its result.
         start: Start a round over weights or state.
-        in_background: Whether that round is waited for later.
+        in_background: Whether the started round is waited for later.
     """
 
     take_background: bool = False
@@ -74,29 +74,29 @@ class StepActions:
 
 
 class Schedule:
-    """Which rounds over weights or state begin and end at the ends of optimizer steps.
+    """Decides which rounds over weights or state start and end at the end of each optimizer step.
 
     Args:
-        declared: What the algorithm communicates.
+        declared: The algorithm's channel.
         progress: Counts the steps.
     """
 
     def __init__(self, declared: Weights, progress: Progress) -> None:
         self._declared = declared
         self._progress = progress
-        self._take_at: int | None = None  # the step at which the round in the background is taken, at the earliest
+        self._take_at: int | None = None  # the earliest step at which to take the background round
         self._started_at: int | None = None
 
     @property
     def in_background(self) -> bool:
-        """Whether a round is under way in the background."""
+        """Whether a background round is pending."""
         return self._take_at is not None
 
     def end_step(self, has_arrived: bool = False) -> StepActions:
-        """Return what is due at the end of the step that was counted last.
+        """Return the actions at the end of the last counted step.
 
         Args:
-            has_arrived: Whether the result of the round in the background is there; matters to asynchronous ones.
+            has_arrived: Whether the result of the background round has arrived. Only asynchronous rounds use it.
         """
         step, declared = self._progress.step, self._declared
         if self._progress.ended_warm_up_step:
@@ -113,7 +113,7 @@ class Schedule:
         return StepActions(take, start, start and declared.in_background)
 
     def _is_due(self, step: int) -> bool:
-        """Whether a round starts now, if none is under way. Asynchronous ones start when the last is over."""
+        """Return whether a round starts now. An asynchronous round starts once the previous one has ended."""
         declared = self._declared
         if declared.asynchronous:
             return self._started_at is None or step - self._started_at >= declared.period

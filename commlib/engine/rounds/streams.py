@@ -1,4 +1,4 @@
-"""The driver of an accelerator: collectives are issued from the threads that make tasks ready, onto streams."""
+"""The driver of an accelerator: the threads that make tasks ready issue the collectives, onto streams."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from commlib.errors import CommlibError
 
 
 class StreamDriver(Driver):
-    """Issues from the calling thread onto streams, for tensors on an accelerator.
+    """Issues collectives from the calling thread onto streams, for tensors on an accelerator.
 
-    `work.wait()` makes a stream wait, not the host, so a task runs to its end as soon as the order lets it: encoding
-    bucket k + 1 on its stream does not queue behind the wire of bucket k.
+    `work.wait()` makes a stream wait, not the host, so a task runs to its end as soon as the order allows. Encoding
+    bucket k + 1 on its own stream does not queue behind the collective of bucket k.
 
     Args:
-        device: The accelerator. A CPU device gives streams that do nothing and works that block, for tests.
-        num_streams: How many buckets have a stream of their own before streams are shared.
+        device: The accelerator. With a CPU device, streams do nothing and works block, for tests.
+        num_streams: Number of streams. Further buckets share them.
     """
 
     def __init__(self, device: torch.device, num_streams: int = 4) -> None:
         super().__init__()
         self._streams = _Streams(device, num_streams)
-        # Backward's thread, the user's and one that hears of peers make tasks ready.
+        # Backward's thread, the user's thread and one that is notified of peers make tasks ready.
         self._at_work = locks.rlock("stream_driver.at_work")
 
     @override
@@ -50,7 +50,7 @@ class StreamDriver(Driver):
     def wait(self, round_: Round) -> None:
         self._raise_error(round_)
         if not round_.done.is_set():
-            raise CommlibError(f"{round_.describe()} never became ready; this is a defect of commlib")
+            raise CommlibError(f"{round_.describe()} never became ready; this is a bug in commlib")
         self._streams.join(range(len(round_.tasks)))
 
     @override
@@ -74,7 +74,7 @@ class StreamDriver(Driver):
 
 
 class _Streams:
-    """High-priority streams and their events; without an accelerator, nothing."""
+    """High-priority streams and their events. Without an accelerator, the methods do nothing."""
 
     def __init__(self, device: torch.device, num_streams: int) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""A *round* is one synchronisation: a *task* per bucket."""
+"""Rounds and tasks. A *round* is one synchronisation. A *task* is one bucket's communication in a round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Task:
 
     Args:
         describe: Names the bucket in errors.
-        begin: Makes the generator; called once the task's input is ready.
-        is_prompt: Whether the generator asks for its first collective without working on the data.
-        is_single: Whether the thread that waits for the round goes on with it: because it asks for that one only and
-            has next to nothing to do after it, or because that thread waits from the start.
+        begin: Creates the generator. Called once the task's input is ready.
+        is_prompt: Whether the generator requests its first collective without processing the data.
+        is_single: Whether the thread that waits for the round resumes the task. Set if the generator requests a single
+            collective and does little work after it, or if that thread waits from the start.
     """
 
     __slots__ = (
@@ -53,16 +53,16 @@ class Task:
         self.request: Request | None = None
         self.work: Work | None = None
         self.input_event: Any = None
-        self.span: Any = None  # of the collective under way, in a profile
+        self.span: Any = None  # the current collective's span in a profile
         self.began_s = self.ended_s = self.sent_bytes = 0.0
 
 
 class Round:
-    """One synchronisation: its tasks, their order, and how it ended.
+    """One synchronisation: its tasks, their order, and its result or error.
 
     Args:
-        transport: The communicator that carries it.
-        tasks: One per bucket, in plan order.
+        transport: The communicator of the round.
+        tasks: One task per bucket, in plan order.
         window: See `Gradients.window`.
     """
 
@@ -74,23 +74,23 @@ class Round:
         self.done = threading.Event()
         self.backlog: deque[tuple[Event, int]] = deque()
         self.is_awaited = False
-        #: Tasks for the waiting thread to finish; in the end None.
+        #: Tasks for the waiting thread to finish, then None.
         self.arrivals: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._seen = -1
         if not self.tasks:
             self.end()
 
     def end(self) -> None:
-        """Say that it is over."""
+        """Mark the round as ended."""
         self.done.set()
         self.arrivals.put(None)
 
     def progressed(self) -> bool:
-        """Return whether the round came on since this was asked last."""
+        """Return whether the round has made progress since the last call."""
         before, self._seen = self._seen, self.order.num_fed
         return before != self._seen
 
     def describe(self) -> str:
-        """Name what the round waits for."""
+        """Return the name of the task that the round waits for."""
         turn = self.order.waits_for
         return "the round" if turn is None else self.tasks[turn].describe()

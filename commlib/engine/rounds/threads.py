@@ -1,11 +1,11 @@
 """The driver of a CPU: one thread per process runs every model's rounds.
 
-[Note: prompt tasks] Where more threads than cores want to run, waking a thread can take milliseconds, and an idle link
-waits for it on the slowest rank. So a task that asks for its first collective without working on the data is handled by
-the thread that makes it ready, under the driver's lock, unless the communication thread is at work; the order of the
-collectives is the policy's, whichever thread issues them. A task of a single collective is finished by the thread that
-waits for the round, once it waits: until then nothing of Python runs for it, which backward would share its lock with.
-The broadcast of buffers before a forward is done by its caller altogether.
+[Note: prompt tasks] If more threads than cores are runnable, waking a thread can take milliseconds, and the link idles
+while it waits for the slowest rank. So a task that requests its first collective without processing the data is handled
+by the thread that makes it ready, under the driver's lock, unless the communication thread is busy. The policy fixes
+the order of the collectives, whichever thread issues them. A task of a single collective is finished by the thread that
+waits for the round, once it waits. Until then no Python code runs for it, so it does not compete with backward for the
+interpreter lock. The caller runs the broadcast of buffers before a forward entirely.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from commlib.engine.rounds.task import Round, Task
 from commlib.errors import PeerTimeout
 from commlib.transport.base import Work
 
-#: How much longer than the transport's timeout a waiter waits, so that the transport's own error comes first.
+#: Seconds that a waiter waits beyond the transport's timeout, so that the transport's own error comes first.
 _GRACE_S = 15.0
 
 
 class ThreadDriver(Driver):
     """One thread that issues every collective, for tensors on the CPU.
 
-    Completions come from the backend's threads as events in the same queue, so the thread sleeps only where nothing is
-    to be done. It is a daemon and holds no model while idle. See [Note: prompt tasks] for what callers do themselves.
+    Completions arrive from the backend's threads as events in the same queue, so the thread sleeps only when there is
+    nothing to do. It is a daemon and holds no model while idle. See [Note: prompt tasks] for the work of callers.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ThreadDriver(Driver):
                 arrived = round_.arrivals.get(timeout=limit_s)
             except queue.Empty:
                 if not round_.progressed():
-                    self.cancel(round_, PeerTimeout(f"no end of {round_.describe()} within {limit_s:g} s"))
+                    self.cancel(round_, PeerTimeout(f"{round_.describe()} did not complete within {limit_s:g} s"))
                 continue
             if arrived is not None:
                 with self._at_work:
@@ -86,7 +86,7 @@ class ThreadDriver(Driver):
             with self._at_work:
                 if (round_ := found()) is not None:
                     self._handle(round_, event, task)
-                else:  # it was cancelled, and others may have come after it
+                else:  # the round was cancelled, and others may follow it
                     for place in self._places():
                         self._go_on(place)
             del round_  # an idle thread must not keep a round, and through it a model, alive
@@ -97,9 +97,10 @@ class ThreadDriver(Driver):
             self._announce(round_, task_idx, work)
 
     def _announce(self, round_: Round, task_idx: int, work: Work) -> None:
-        """Let the end of a work come as an event, to the thread that waits for the round or to this driver's own.
+        """Deliver the completion of a work as an event, to the thread that waits for the round or to the driver's own.
 
-        What ends a communicator holds its works, so no work may hold the round, which holds the communicator.
+        The object that ends a communicator holds its works. So no work may hold the round, which holds the
+        communicator.
         """
         arrivals, events, found = round_.arrivals, self._events, weakref.ref(round_)
         if round_.tasks[task_idx].is_single:
