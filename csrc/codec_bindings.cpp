@@ -128,7 +128,7 @@ std::uint8_t* payload_of(py::handle object, std::size_t nbytes) {
   return static_cast<std::uint8_t*>(view.data);
 }
 
-// Error feedback: `feedback` is None, or has a residual of `numel` elements, apart from the other tensors.
+// Error feedback: None, or an object with a residual of `numel` elements that does not overlap the other tensors.
 struct Feedback {
   float* residual = nullptr;
   float beta = 1.0f, gamma = 1.0f;

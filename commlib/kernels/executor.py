@@ -127,7 +127,7 @@ def block_executor(tensor: torch.Tensor) -> BlockExecutor:
     """Return the executor for the device of a tensor.
 
     Raises:
-        CodecError: There is none for this type of device.
+        CodecError: No executor supports this type of device.
     """
     try:
         return BLOCK_EXECUTORS[tensor.device.type]
@@ -139,7 +139,7 @@ def sparse_executor(tensor: torch.Tensor) -> SparseExecutor:
     """Return the executor for the device of a tensor.
 
     Raises:
-        CodecError: There is none for this type of device.
+        CodecError: No executor supports this type of device.
     """
     try:
         return SPARSE_EXECUTORS[tensor.device.type]
