@@ -361,10 +361,10 @@ class Engine(Observer):
     def settle_weights(self) -> None:
         """Reset state that algorithms keep of earlier weights, if other weights were loaded and are kept."""
         if self._loads.settle():
-            self._begin_anew()
+            self._restart()
 
     @in_plain_mode
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._lacks_state = not self._has_state  # true if the state was loaded before the weights
         for channel in self.channels:
             channel.weights_were_loaded()

@@ -157,7 +157,7 @@ class Relaxed(_Base):
             super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(parameter.requires_grad for parameter in inner.parameters()):
             return self._compiled(model)
-        is_wrapped = self._commlib.wrap(inner, _prepared(self, "optimizers"), self.scaler, anew=not is_known)
+        is_wrapped = self._commlib.wrap(inner, _prepared(self, "optimizers"), self.scaler, rewraps=not is_known)
         if not is_wrapped and self._compiles():
             raise ConfigError(
                 f"prepare: {self._commlib.algorithm.name!r} needs the optimizer of the {type(inner).__name__} before "

@@ -115,14 +115,14 @@ class Models:
             if self.has(model):
                 model.__dict__.pop(_MARK, None)
 
-    def wrap(self, model: nn.Module, prepared: Sequence[Any], scaler: Any, *, anew: bool) -> bool:
+    def wrap(self, model: nn.Module, prepared: Sequence[Any], scaler: Any, *, rewraps: bool) -> bool:
         """Wrap a model with the optimizers that hold its parameters.
 
         Args:
             model: The model, not compiled.
             prepared: All optimizers of the accelerator.
             scaler: The accelerator's gradient scaler.
-            anew: Whether to wrap again a model that is already wrapped with the same optimizers.
+            rewraps: Whether to wrap again a model that is already wrapped with the same optimizers.
 
         Returns:
             Whether the model is wrapped; False if the algorithm needs optimizers that are not prepared yet.
@@ -132,7 +132,7 @@ class Models:
             self._wait(model)
             return False
         if isinstance(find(model), Replica):
-            if (self.goes_on or not anew) and self._wrapped.get(model) == own:
+            if (self.goes_on or not rewraps) and self._wrapped.get(model) == own:
                 return True
             unwrap(model)
         self._stop_waiting(model)
@@ -144,7 +144,7 @@ class Models:
         """Wrap the models that waited for an optimizer, and wrap again those whose optimizers changed."""
         for model in [*self._waiting, *self._wrapped]:
             if model in self._waiting or isinstance(find(model), Replica):
-                self.wrap(model, prepared, scaler, anew=False)
+                self.wrap(model, prepared, scaler, rewraps=False)
 
     def _lacks_optimizers(self, model: nn.Module, own: Optimizers) -> bool:
         ignored = verify.ignored_names(model, tuple(self._options.get("ignored_parameters", ())))
