@@ -236,7 +236,7 @@ class Training:
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):
             self.driver.compute((ready_s - at_s) * pace, "backward")
             at_s = ready_s
-            bucket.left = 0
+            bucket.num_pending = 0
             round_.launch(bucket)
         self.driver.compute((self._workload.backward_s - at_s) * pace, "backward")
         round_.flush()

@@ -134,7 +134,7 @@ class Bucket:
         payload: [numel + num_flags] `flat`, then the flags.
         flags: [num_flags] In the plan's last bucket, one number per parameter of the plan, which is positive after the
             sum if any rank had a gradient; then the marks of the loss scale, if any. Empty in all other buckets.
-        left: Number of incomplete segments in this backward. See [Note: pending counts] in `slot.py`.
+        num_pending: Number of incomplete segments in this backward. See [Note: pending counts] in `slot.py`.
         predivisor: The divisor applied to gradients when they are gathered.
     """
 
@@ -149,7 +149,7 @@ class Bucket:
         for slot, offset in zip(self.slots, offsets, strict=True):
             slot.view = _view(self.flat, slot, offset)
         self.segments = self._make_segments([*offsets, numel])
-        self.left = len(self.segments)
+        self.num_pending = len(self.segments)
         self.predivisor = 1.0
 
     def _make_segments(self, offsets: list[int]) -> list[FlatSegment]:
@@ -198,7 +198,7 @@ class Bucket:
         Returns:
             Whether gradients have hooks of the user as well.
         """
-        self.left = len(self.segments)
+        self.num_pending = len(self.segments)
         self.predivisor = predivisor
         have_hooks = [segment.start_backward() for segment in self.segments]
         return any(have_hooks)
@@ -211,11 +211,11 @@ class Bucket:
         """
         before, self.predivisor = self.predivisor, predivisor
         for segment in self.segments:
-            if segment.left != TAKEN:
+            if segment.num_pending != TAKEN:
                 segment.place()
             elif before != predivisor:
                 segment.scale(1.0 / (predivisor / before))
-        self.left = TAKEN
+        self.num_pending = TAKEN
 
     def zero(self) -> None:
         """Fill the buffer with zeros, the contribution of a rank that has joined early."""
@@ -224,7 +224,7 @@ class Bucket:
             segment.is_plain = False
         for slot in self.slots:
             slot.had_gradient = False
-        self.left = TAKEN
+        self.num_pending = TAKEN
 
     def finish(self, is_used: Sequence[bool]) -> None:
         """Set `param.grad` for communicated gradients that are not views of the buffer yet.
@@ -271,7 +271,7 @@ class SparseBucket:
         self.index = index
         self.slots = [slot]
         self.segments = [Segment(self, self.slots)]
-        self.left = 1
+        self.num_pending = 1
         self.predivisor = 1.0  # the whole division follows the sum
         self.result: list[torch.Tensor | None] = []
 
@@ -286,12 +286,12 @@ class SparseBucket:
 
     def start_backward(self, predivisor: float) -> bool:
         """Reset the counter for a backward. See `Bucket`."""
-        self.left = 1
+        self.num_pending = 1
         return self.segments[0].start_backward()
 
     def gather(self, predivisor: float) -> None:
         """Mark the bucket as taken. The gradient is sent without a copy."""
-        self.left = TAKEN
+        self.num_pending = TAKEN
 
     def gradient(self) -> torch.Tensor | None:
         """Return this rank's gradient as a sparse tensor, or None."""

@@ -1,8 +1,8 @@
 """A parameter's slot in a bucket, its gradient hook, and the segment that it is gathered with.
 
 [Note: pending counts] Gradients complete slots, slots complete segments, segments buckets, and buckets a round. Each
-level has one counter, `left`: the number of pending parts in this backward. It is 0 when all parts are complete, and
-TAKEN once the whole was passed on: a segment to the buffer, a bucket to the driver.
+level has one counter, `num_pending`: the number of pending parts in this backward. It is 0 when all parts are complete,
+and TAKEN once the whole was passed on: a segment to the buffer, a bucket to the driver.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Slot:
         view: The parameter's part of the flat buffer, in the parameter's shape, dtype and, if it is dense, strides.
         segment: The segment that it is gathered with.
         expected: Number of times that the gradient hook fires in one backward, as recorded in the first one.
-        left: Number of times that it has yet to fire in this backward. Below 0 if it fired more often than expected.
+        num_pending: Number of times that it has yet to fire in this backward. Below 0 if it fired more often than
+            expected.
         had_gradient: Whether this rank had a gradient for it in this round.
         graph_gradient: The gradient created by `backward(create_graph=True)`, whose tensor must not be replaced.
         listener: Returns the object to notify. Does not keep the engine alive.
@@ -60,7 +61,7 @@ class Slot:
     """
 
     __slots__ = (
-        *("expected", "graph_gradient", "had_gradient", "hooks", "idx", "left", "listener"),
+        *("expected", "graph_gradient", "had_gradient", "hooks", "idx", "num_pending", "listener"),
         *("name", "offset", "order", "param", "segment", "view", "whole"),
     )
 
@@ -74,7 +75,7 @@ class Slot:
         self.view = NO_VIEW
         self.segment: Segment | None = None
         self.expected = 1
-        self.left = 1
+        self.num_pending = 1
         self.had_gradient = True
         self.graph_gradient: torch.Tensor | None = None
         self.listener: Callable[[], Listener | None] = _nobody
@@ -110,7 +111,7 @@ class Slot:
         Raises:
             ConfigError: It was removed.
         """
-        if self.left < self.expected and self.param.grad is None:
+        if self.num_pending < self.expected and self.param.grad is None:
             raise ConfigError(
                 f"the gradient of {self.name!r} was set, but is now None: something in backward removed it, such as an "
                 "optimizer that steps in a hook. It would step with this rank's gradient, before anything is "
@@ -131,11 +132,11 @@ class Holder(Protocol):
     """The interface of a bucket to its segments.
 
     Attributes:
-        left: Number of incomplete segments. See [Note: pending counts].
+        num_pending: Number of incomplete segments. See [Note: pending counts].
         predivisor: The divisor applied to gradients when they are gathered.
     """
 
-    left: int
+    num_pending: int
     predivisor: float
 
 
@@ -148,22 +149,22 @@ class Segment:
     Attributes:
         slots: The parameters.
         bucket: The bucket of the segment.
-        left: Number of slots without their gradient in this backward. See [Note: pending counts].
+        num_pending: Number of slots without their gradient in this backward. See [Note: pending counts].
     """
 
     def __init__(self, bucket: Holder, slots: Sequence[Slot]) -> None:
         self.bucket = bucket
         self.slots = list(slots)
-        self.left = len(self.slots)
+        self.num_pending = len(self.slots)
         self._hooks: list[dict[int, Any]] | None = None  # of each slot's gradient, once there are any
         for slot in self.slots:
             slot.segment = self
 
     def start_backward(self) -> bool:
         """Reset the counters for a backward. Returns whether gradients have other hooks as well."""
-        self.left = len(self.slots)
+        self.num_pending = len(self.slots)
         for slot in self.slots:
-            slot.left = slot.expected
+            slot.num_pending = slot.expected
         self._hooks = self._hooks or [slot.hooks for slot in self.slots]
         if max(map(len, self._hooks)) <= 1:
             return False
@@ -174,7 +175,7 @@ class Segment:
 
     def place(self) -> None:
         """Gather the gradients into the bucket's buffer, if it has one, and mark the segment as taken."""
-        self.left = TAKEN
+        self.num_pending = TAKEN
 
 
 def name_some(names: Sequence[str], limit: int = 3) -> str:

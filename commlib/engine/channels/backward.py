@@ -293,7 +293,7 @@ class Backward:
 
     def _start_sync(self, host: Host) -> None:
         self.phase = host.sync_begins()
-        complete = [bucket for bucket in host.buckets if bucket.left == 0]
+        complete = [bucket for bucket in host.buckets if bucket.num_pending == 0]
         if complete and self.phase is _OVERLAPPED:  # gradients of an unsynchronised forward came first in this backward
             self.round = host.open_round()
             for bucket in complete:
@@ -307,35 +307,35 @@ class Backward:
             self._begin_unannounced()
         if self.phase is _RECORDED:
             self._host.readiness.mark(slot.idx)
-        slot.left = left = slot.left - 1
-        if left == 0:
+        slot.num_pending = num_pending = slot.num_pending - 1
+        if num_pending == 0:
             segment = slot.segment
-            segment.left -= 1  # pyright: ignore[reportOptionalMemberAccess]
-            if segment.left == 0:  # pyright: ignore[reportOptionalMemberAccess]
+            segment.num_pending -= 1  # pyright: ignore[reportOptionalMemberAccess]
+            if segment.num_pending == 0:  # pyright: ignore[reportOptionalMemberAccess]
                 self._segment_complete(segment)  # pyright: ignore[reportArgumentType]
-        elif left < 0 and self.has_counts:
+        elif num_pending < 0 and self.has_counts:
             self._fired_again(slot)
 
     def _fired_again(self, slot: Slot) -> None:
-        if slot.segment is not None and slot.segment.left < 0:
+        if slot.segment is not None and slot.segment.num_pending < 0:
             raise CommlibError(
                 f"rank {self._host.line.comm.rank}: the gradient of {slot.name!r} was accumulated again after it had "
-                f"been gathered: it was ready {slot.expected - slot.left} times in this backward and {slot.expected} "
-                "times in the first one. Run the model the same way in every step, or use checkpoint(..., "
-                "use_reentrant=False)."
+                f"been gathered: it was ready {slot.expected - slot.num_pending} times in this backward and "
+                f"{slot.expected} times in the first one. Run the model the same way in every step, or use "
+                "checkpoint(..., use_reentrant=False)."
             )
 
     def _segment_complete(self, segment: Segment) -> None:
         """Gather a segment whose gradients are complete, and launch its bucket if that is complete too."""
         bucket: Any = segment.bucket
-        bucket.left -= 1
+        bucket.num_pending -= 1
         if self.phase is _LOCAL:
             return
         if self.round is None:
             self.round = self._host.open_round()
         with marks.phase("gather", bucket.describe):
             segment.place()
-        if bucket.left == 0 and self.phase is _OVERLAPPED:
+        if bucket.num_pending == 0 and self.phase is _OVERLAPPED:
             self.round.launch(bucket)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -371,11 +371,11 @@ class Backward:
         if self.phase is _FLUSHED:
             return
         syncs, self.phase = self.phase is not _LOCAL, _FLUSHED
-        has_gradients = self.round is not None or any(slot.left != slot.expected for slot in self._slots)
+        has_gradients = self.round is not None or any(slot.num_pending != slot.expected for slot in self._slots)
         if not self.has_counts and has_gradients:
             self.has_counts = True
             for slot in self._slots:
-                slot.expected = max(1, slot.expected - slot.left)
+                slot.expected = max(1, slot.expected - slot.num_pending)
         if syncs and has_gradients:
             host = self._host
             host.backward_ends()

@@ -32,7 +32,7 @@ class GradientRound:
         loss_scale: Compares the loss scales of the ranks. The plan's buckets must then have space for its marks.
 
     Attributes:
-        left: Number of buckets that have not been given to the driver; see the note in `slot.py`.
+        num_pending: Number of buckets that have not been given to the driver; see the note in `slot.py`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GradientRound:
         self._loss_scale = loss_scale
         self._comm = line.comm
         self._driver = line.driver
-        self.left = len(buckets)
+        self.num_pending = len(buckets)
         tasks = [Task(bucket.describe, self._communication(bucket), **_kind(channel, bucket)) for bucket in buckets]
         self._sends_flags = self._last is not None and not channel.reduces_flags
         if self._sends_flags:
@@ -69,7 +69,7 @@ class GradientRound:
     @property
     def has_begun(self) -> bool:
         """Whether any bucket has been given to the driver."""
-        return self.left < len(self._buckets)
+        return self.num_pending < len(self._buckets)
 
     def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
         if isinstance(bucket, SparseBucket):
@@ -83,12 +83,12 @@ class GradientRound:
 
     def launch(self, bucket: Bucket | SparseBucket) -> None:
         """Gather a bucket and give it to the driver. The bucket with the flags is held back until it is the last."""
-        if bucket.left == TAKEN or (bucket is self._last and self.left > 1):
+        if bucket.num_pending == TAKEN or (bucket is self._last and self.num_pending > 1):
             return
         with marks.phase("gather", bucket.describe):
             bucket.gather(self._algorithm.predivisor(self._comm))
         self._send(bucket)
-        if self.left == 1 and self._last is not None and self._last.left == 0:
+        if self.num_pending == 1 and self._last is not None and self._last.num_pending == 0:
             self.launch(self._last)
 
     def flush(self) -> None:
@@ -110,11 +110,11 @@ class GradientRound:
         self._launch_tail()
 
     def _send(self, bucket: Bucket | SparseBucket) -> None:
-        self.left -= 1
-        if self.left == 0 and self._last is not None:
+        self.num_pending -= 1
+        if self.num_pending == 0 and self._last is not None:
             self._write_flags(self._last.flags)
         self._driver.ready(self._round, bucket.index)
-        if self.left == 0 and self._sends_flags:
+        if self.num_pending == 0 and self._sends_flags:
             self._driver.ready(self._round, len(self._buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
