@@ -8,7 +8,7 @@ from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.engine import Engine
-from commlib.engine.planning.sizes import Cost
+from commlib.engine.planning.sizes import BucketTimes
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Stats:
     waited_share: float
     consensus_distance: float | None
     exposed_s: float
-    cost: Cost | None
+    cost: BucketTimes | None
     buckets: tuple[BucketStats, ...]
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from commlib.algorithms.channels import Channel
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import SCRATCH_SIZES, as_square, scratch_buckets
 from commlib.engine.planning.plan import Plan
-from commlib.engine.planning.sizes import Cost
+from commlib.engine.planning.sizes import BucketTimes
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation import asynchronous
@@ -284,11 +284,11 @@ def _plan(
     return min(found, key=seconds)
 
 
-def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> Cost:
+def _cost(network: Network, device: Device, prototype: Algorithm, options: Options, group: Hashable) -> BucketTimes:
     """Return the cost of a bucket from scratch buckets, as in `engine.planning.cost.measure_cost`."""
     samples = []
     for nbytes, count in SCRATCH_SIZES:
         buckets = scratch_buckets(count, as_square(nbytes), META, group)
         seconds, _ = time_round(network, device, prototype, options, buckets)
         samples.append((nbytes, seconds / count))
-    return Cost(tuple(samples))
+    return BucketTimes(tuple(samples))

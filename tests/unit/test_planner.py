@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlib.engine.planning.plan import Parameter, candidates
-from commlib.engine.planning.sizes import TOLERANCE, Cost, by_size, by_time, predict
+from commlib.engine.planning.sizes import TOLERANCE, BucketTimes, by_size, by_time, predict
 
 pieces = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 100)), min_size=1, max_size=8)
 
 
-def line(latency_s: float, s_per_byte: float) -> Cost:
+def line(latency_s: float, s_per_byte: float) -> BucketTimes:
     """Return the cost that grows with size from the first byte."""
-    return Cost(((0, latency_s), (1000, latency_s + 1000 * s_per_byte)))
+    return BucketTimes(((0, latency_s), (1000, latency_s + 1000 * s_per_byte)))
 
 
 @given(pieces, st.floats(0, 0.1), st.floats(0, 0.01))
@@ -80,11 +80,11 @@ def test_buckets_by_size_are_full_and_a_small_rest_joins_the_last_one() -> None:
 
 
 def test_sizes_between_samples_are_interpolated_and_beyond_the_last_extrapolated() -> None:
-    cost = Cost(((10, 5.0), (20, 5.0), (40, 9.0)))
+    cost = BucketTimes(((10, 5.0), (20, 5.0), (40, 9.0)))
     assert list(map(cost.seconds, [0, 10, 15, 30, 40, 60])) == [5.0, 5.0, 5.0, 7.0, 9.0, 13.0]
     assert (cost.latency_s, cost.s_per_byte) == (5.0, pytest.approx(0.2))
 
 
 def test_a_larger_bucket_is_never_cheaper() -> None:
-    cost = Cost(((1, 1.0), (100, 3.0), (1000, 2.0)))
+    cost = BucketTimes(((1, 1.0), (100, 3.0), (1000, 2.0)))
     assert list(map(cost.seconds, [1, 100, 1000, 5000])) == [1.0, 3.0, 3.0, 3.0]

@@ -31,7 +31,7 @@ from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.readiness import Clock, Readiness
 from commlib.engine.planning.search import PlanSearch
-from commlib.engine.planning.sizes import Cost
+from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.schedule import Progress
 from commlib.engine.rounds.task import Task
 from commlib.errors import CommlibError, ConfigError
@@ -212,7 +212,7 @@ class GradientChannel(OpenChannel):
     def has_moved(self) -> bool:
         return self._set.has_moved()
 
-    def _measure_cost(self) -> Cost:
+    def _measure_cost(self) -> BucketTimes:
         with torch.no_grad():
             max_bytes = sum(bucket.nbytes for bucket in self.dense) // 8
             return measure_cost(self._blank, self.line, self._device, max_bytes, plans.main_group(self._parameters))

@@ -15,7 +15,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.context import Context
 from commlib.engine.line import Line
-from commlib.engine.planning.sizes import Cost
+from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
 from commlib.primitives.parts import Part
 
@@ -77,7 +77,7 @@ def scratch_buckets(
 
 def measure_cost(
     algorithm: Algorithm, line: Line, device: torch.device, max_bytes: int, group: Hashable = None
-) -> Cost:
+) -> BucketTimes:
     """Measure the cost of a bucket, with a copy of the algorithm that communicates scratch buckets.
 
     Collective: every rank must call it. Several buckets are in flight at once, as in backward.
@@ -101,7 +101,7 @@ def measure_cost(
         seconds = median(gather(median(_seconds(trial, buckets, line, device) for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
         del buckets, trial  # before the next, larger ones are created
-    return Cost(tuple(wall))
+    return BucketTimes(tuple(wall))
 
 
 def _seconds(algorithm: Algorithm, buckets: Sequence[Scratch], line: Line, device: torch.device) -> float:

@@ -55,7 +55,7 @@ class Plan:
     buckets: tuple[tuple[int, ...], ...]
     kind: str
     ready_s: tuple[float, ...] = ()
-    cost: sizes.Cost | None = None
+    cost: sizes.BucketTimes | None = None
 
     def saved(self, names: Sequence[str]) -> dict[str, Any] | None:
         """Return the plan's entry in a checkpoint, with the parameters' names. None for the initial plan."""
@@ -116,7 +116,7 @@ def restored(saved: dict[str, Any] | None, parameters: Sequence[Parameter]) -> P
 
 
 def candidates(
-    parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: sizes.Cost
+    parameters: Sequence[Parameter], ready_s: Sequence[float], backward_s: float, cost: sizes.BucketTimes
 ) -> list[Plan]:
     """Return distinct plans to try: by plain sizes, and with the shortest predicted step time."""
     order = sorted(range(len(parameters)), key=ready_s.__getitem__)
@@ -190,7 +190,7 @@ def _by_size(cap_bytes: int) -> Cut:
     return lambda ready_s, nbytes: sizes.by_size(nbytes, cap_bytes)
 
 
-def _by_time(cost: sizes.Cost, backward_s: float, stretch: float) -> Cut:
+def _by_time(cost: sizes.BucketTimes, backward_s: float, stretch: float) -> Cut:
     def cut(ready_s: Sequence[float], nbytes: Sequence[int]) -> list[int]:
         return sizes.by_time([at * stretch for at in ready_s], nbytes, cost, backward_s * stretch)
 

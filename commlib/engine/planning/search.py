@@ -15,7 +15,7 @@ import torch
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.readiness import Clock, Readiness
-from commlib.engine.planning.sizes import INITIAL_CAP_BYTES, Cost
+from commlib.engine.planning.sizes import INITIAL_CAP_BYTES, BucketTimes
 from commlib.engine.planning.trials import Trials, steps_per_visit
 from commlib.engine.rounds.task import Task
 from commlib.sharding.local import copied
@@ -141,7 +141,7 @@ class PlanSearch:
 
     # --- after a round ------------------------------------------------------------------------------------------------
 
-    def ended(self, measure_cost: Callable[[], Cost]) -> None:
+    def ended(self, measure_cost: Callable[[], BucketTimes]) -> None:
         """Process the end of a round. Sets `pending` if the plan is to change. Collective."""
         is_recorded, self.is_recording = self.is_recording, False
         if self._wish is not None and bool(self._wish.item()):
@@ -151,7 +151,7 @@ class PlanSearch:
         else:
             self._continue_trials()
 
-    def _plan_from_record(self, measure_cost: Callable[[], Cost]) -> None:
+    def _plan_from_record(self, measure_cost: Callable[[], BucketTimes]) -> None:
         """Choose the plan, or the candidates to try, from rank 0's record, and so identically on all ranks."""
         recorded = self.readiness.result() if self._transport.rank == 0 else None
         ready_s, backward_s = self._transport.gather_objects(recorded)[0]

@@ -29,7 +29,7 @@ INITIAL_CAP_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
-class Cost:
+class BucketTimes:
     """The communication cost of a bucket, as measured with several in flight.
 
     Attributes:
@@ -82,7 +82,7 @@ def by_size(nbytes: Sequence[int], cap_bytes: int) -> list[int]:
     return ends
 
 
-def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float) -> list[int]:
+def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: BucketTimes, backward_s: float) -> list[int]:
     """Return the end of each bucket, for the fewest buckets with a predicted step within `TOLERANCE` of the fastest.
 
     Args:
@@ -100,7 +100,7 @@ def by_time(ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backwar
 
 
 def predict(
-    ready_s: Sequence[float], nbytes: Sequence[int], cost: Cost, backward_s: float, ends: Sequence[int]
+    ready_s: Sequence[float], nbytes: Sequence[int], cost: BucketTimes, backward_s: float, ends: Sequence[int]
 ) -> float:
     """Return the predicted seconds from the start of backward to the end of the last bucket, for given boundaries."""
     latest = _latest(ready_s, backward_s)
@@ -126,7 +126,7 @@ def _pieces(nbytes: Sequence[int]) -> list[int]:
     return by_size(nbytes, max(1, 2 * sum(nbytes) // _MAX_PIECES))
 
 
-def _best_cut(ready: Sequence[float], total: Sequence[int], cost: Cost) -> list[int]:
+def _best_cut(ready: Sequence[float], total: Sequence[int], cost: BucketTimes) -> list[int]:
     """Return the ends of the buckets, in pieces. `total[j]` is the bytes of the first j pieces."""
     num_pieces = len(ready)
     pieces = range(num_pieces)
