@@ -1,4 +1,4 @@
-"""The sum of what all ranks have chosen of a tensor, by regions of equal load instead of by gathering all of it."""
+"""The sum of the elements that all ranks have chosen of a tensor, by regions of equal load (Ok-Topk)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from commlib.codecs.sparse import TopK
 from commlib.kernels import meta
 from commlib.transport.base import Communicator, Request
 
-#: Places that a rank has for its choices in one region, as a multiple of those that fall on it where all are alike.
+#: Places for a rank's choices in one region, as a multiple of its mean number of choices per region.
 _SLACK = 2
 #: Behind every payload: where a region ends (int64), and padding to the codecs' alignment.
 _HEADER_BYTES = 16
 
 
 class BalancedSum:
-    """Sums sparse payloads as Ok-Topk does: split and reduce, then balance and all-gather. What one bucket keeps.
+    """Sums sparse payloads of one bucket as Ok-Topk does: split and reduce, then balance and all-gather.
 
-    The tensor is cut into one region per rank, the same on all ranks; rank i owns region i. Of k choices of a rank
-    there are places for the 2k/N largest in each region; they go to its owner, which sums them in rank order. The k/N
-    largest sums of each region are gathered. So every rank sends 2k(N-1)/N, then k(N-1)/N pairs of index and value:
-    6k(N-1)/N numbers of 4 bytes, beside rounding up and 32 bytes for each other rank.
+    The tensor is split into one region per rank, identical on all ranks; rank i owns region i. A rank makes k choices.
+    A payload has places for the 2k/N largest choices in one region and goes to the region's owner, which sums payloads
+    in rank order. The k/N largest sums of each region are gathered. Every rank sends 2k(N-1)/N, then k(N-1)/N pairs of
+    index and value: 6k(N-1)/N numbers of 4 bytes, plus rounding and 32 bytes for each other rank.
 
-    In the next round region i ends where, in the mean over ranks, (i+1)/N of a rank's choices lay in this one. This
-    travels behind the payloads, so balancing takes no collective of its own, and no host waits for it.
+    In the next round region i ends where, in the mean over ranks, (i+1)/N of a rank's choices lay in this round. The
+    ends travel behind the payloads, so balancing needs no additional collective, and no host waits for it.
 
-    What does not fit, or is not among the largest sums, is said to the rank that chose it, which keeps it as a
-    residual: sizes are fixed and the same on all ranks, and a region that overflows is narrower in the next round.
+    The result tells each rank which of its choices fit and are among the largest sums. The rank keeps the others as a
+    residual. Sizes are fixed and identical on all ranks, and a region that overflows is narrower in the next round.
 
     Args:
-        numel: Elements of the tensor.
-        device: Where it is.
-        codec: Makes the choices; the one with the most places that will be used.
+        numel: Number of elements of the tensor.
+        device: Device of the tensor.
+        codec: Makes the choices; the codec with the most places if it changes from round to round.
         comm: The ranks.
     """
 
@@ -45,7 +45,9 @@ class BalancedSum:
         self._ranks = torch.arange(size + 1, device=device)
         self.regions = self._ranks * numel // size  # [ranks + 1] int64: where they begin, and the end
         nbytes = self._codecs(codec)[0].payload_bytes(numel) + _HEADER_BYTES
-        self._sent = torch.zeros((size + 1) * nbytes, dtype=torch.uint8, device=device)  # a row for what does not fit
+        self._sent = torch.zeros(
+            (size + 1) * nbytes, dtype=torch.uint8, device=device
+        )  # with a row for choices that do not fit
         self._received = torch.zeros(size * nbytes, dtype=torch.uint8, device=device)
 
     def save(self) -> dict[str, Any]:
@@ -53,12 +55,12 @@ class BalancedSum:
         return {"numel": self._numel, "regions": self.regions.clone()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take regions over; where there were other ranks or elements, they stay as they are: any will do."""
+        """Load regions, unless they are for another number of ranks or elements. Any regions give a correct sum."""
         if saved["numel"] == self._numel and saved["regions"].shape == self.regions.shape:
             self.regions.copy_(saved["regions"])
 
     def _codecs(self, codec: TopK) -> tuple[TopK, TopK]:
-        """Return the codecs of what a rank sends to an owner, and of what an owner sends to all."""
+        """Return the codecs of payloads from a rank to an owner, and from an owner to all ranks."""
         numel, places = max(self._numel, 1), codec.places(self._numel)
         counts = [-(-slack * places // self._size) for slack in (_SLACK, 1)]
         of_choices, of_sums = (TopK(min(max(count, 1) / numel, 1.0)) for count in counts)
@@ -67,7 +69,7 @@ class BalancedSum:
     def sum_up(
         self, codec: TopK, own: torch.Tensor, total: torch.Tensor, comm: Communicator, divisor: float
     ) -> Generator[Request, None, torch.Tensor]:
-        """Write the sum of what is kept of all ranks' choices, divided, alike on all ranks.
+        """Write the sum of the kept choices of all ranks, divided; identical on all ranks.
 
         Args:
             codec: That of `own`.

@@ -60,7 +60,7 @@ def butterfly_all_reduce(
 def halving_all_reduce(tensor: torch.Tensor, comm: Communicator) -> Communication:
     """Sum `tensor` over all ranks, in place, in about 2 log2 N steps: recursive halving, then doubling.
 
-    In each step two ranks exchange halves of what they still hold and add; then the sums go the same way back. Ranks
+    In each step two ranks exchange halves of their remaining part and add; then the sums return in reverse order. Ranks
     beyond the largest power of two give their tensor to another one first and get the sum in the end. All ranks hold
     the same bits, as each element is added up once; the order is a tree's, and narrow dtypes are rounded at every step.
     Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).

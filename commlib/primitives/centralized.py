@@ -15,7 +15,7 @@ def centralized_full_precision(
     Args:
         tensor: [numel] of any floating dtype; holds the sum afterwards.
         comm: The group.
-        wire: [numel] of a narrower dtype: what is sent. The tensor is cast into it and back.
+        wire: [numel] Buffer of a narrower dtype for the transfer. The tensor is cast into it and back.
     """
     if wire is None:
         yield comm.all_reduce(tensor)

@@ -86,14 +86,14 @@ class _Batch:
 
 
 class ComponentWorkspace:
-    """What one bucket keeps from round to round: payload buffers and the transformed momentum [numel] fp32, unscaled.
+    """Payload buffers and the transformed momentum [numel] fp32, unscaled, of one bucket.
 
     Args:
         parts: The parameters' places in the bucket.
         device: Where it is.
-        comm: The ranks that workspace.
-        chunk: The largest side of a chunk.
-        kept: Components of a chunk that are sent, at most.
+        comm: The ranks that exchange components.
+        chunk: Largest side of a chunk.
+        kept: Maximum number of components of a chunk that are sent.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ComponentWorkspace:
             self._batches.append(_Batch(own, shape, start, kept, device))
         numel = self._batches[-1].end if self._batches else 0
         self.momentum = torch.zeros(numel, dtype=torch.float32, device=device)
-        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)  # what is concatenated where no batch is
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for concatenations without batches
         firsts = [batch.firsts.repeat_interleave(batch.kept) for batch in self._batches]
         #: Of each component that is sent, the first element of its chunk.
         self._firsts = torch.cat([self._nothing, *firsts])
@@ -118,10 +118,10 @@ class ComponentWorkspace:
         self.everyone = torch.zeros(comm.world_size, nbytes, dtype=torch.uint8, device=device)
 
     def add(self, tensor: torch.Tensor, decay: float, factor: float) -> torch.Tensor:
-        """Decay the momentum and add `factor` times the transform of a gradient [numel], which is spoilt.
+        """Decay the momentum and add `factor` times the transform of a gradient [numel], which is used as scratch.
 
         Returns:
-            Whether the transform is finite: a bool tensor of one element. What is not finite counts as 0.
+            Whether the transform is finite: a bool tensor of one element. Non-finite elements count as 0.
         """
         chunks = torch.empty_like(self.momentum)
         for batch in self._batches:

@@ -13,7 +13,7 @@ from commlib.transport.base import Communication, Communicator, Exchange
 
 
 class FullWorkspace:
-    """What one bucket keeps for `decentralized_full_precision`: as many buffers as its rank has sources.
+    """The buffers of one bucket for `decentralized_full_precision`: one per source.
 
     Args:
         numel: Elements of the tensor: a bucket, or a stretch of one.
@@ -51,7 +51,7 @@ def decentralized_full_precision(
     Args:
         tensor: [numel] of any floating dtype; changed in place.
         workspace: The bucket's buffers.
-        neighbours: What this rank has to do in this step.
+        neighbours: The neighbours of this rank in this step, and their weights.
         comm: The group.
     """
     received = workspace.received(len(neighbours.sources))
@@ -67,13 +67,13 @@ def decentralized_full_precision(
 
 
 class QuantizedWorkspace:
-    """What one bucket keeps for `decentralized_quantized`: payload buffers.
+    """The payload buffers of one bucket for `decentralized_quantized`.
 
     Args:
         numel: Elements of the tensor.
         dtype: Their type.
         device: Where they are.
-        codec: What is sent.
+        codec: Encodes the values.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, codec: BlockCodec) -> None:
@@ -92,18 +92,18 @@ class QuantizedWorkspace:
 def decentralized_quantized(
     tensor: torch.Tensor, workspace: QuantizedWorkspace, neighbours: Neighbours, comm: Communicator
 ) -> Communication:
-    """Mix `tensor` with the neighbours', all of them compressed; nothing is remembered, so any graph will do.
+    """Mix `tensor` with those of the neighbours, all compressed. There is no state, so the graph may change.
 
         x_i <- x_i + sum_j W_ij (C(x_j) - C(x_i))
 
-    The mean over the ranks stays what it was, as W is doubly stochastic; the ranks come as near to it as C is fine.
+    The mean over the ranks does not change, as W is doubly stochastic. The error of C limits how close the ranks get.
     Carli et al., "Gossip consensus algorithms via quantized communication" (Automatica, 2010), the compensating rule.
     A block with NaN or Inf becomes NaN here and at the neighbours.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's buffers.
-        neighbours: What this rank has to do in this step.
+        neighbours: The neighbours of this rank in this step, and their weights.
         comm: The group.
     """
     codec = workspace.codec
@@ -131,24 +131,25 @@ def _decode_add(
 
 
 class DifferenceWorkspace:
-    """What one bucket keeps for `choco` and `dcd`: what the neighbours know of each other.
+    """The replicas of one bucket for `choco` and `dcd`.
 
-    [Note: the pull] One sum stands for a replica of each neighbour: not of their replicas, as in the papers, but of the
-    differences to this rank's own. The ranks' pulls add up to zero, and what rounding leaves of that moves the mean in
-    every round; differences are small, and so is their rounding. On a ring of 6 ranks with values of about 1 and steps
-    of 0.001 in fp32, 2,000 rounds moved the mean by 6e-4 with the plain sum, by 2e-6 with this one.
+    [Note: the pull] One sum replaces the replicas of the neighbours. It is the sum of their differences to this rank's
+    replica, not of the replicas themselves, as in the papers. The pulls of all ranks add up to zero except for
+    rounding, which moves the mean in every round; differences are small, and so is their rounding error. On a ring of 6
+    ranks with values of about 1 and steps of 0.001 in fp32, 2,000 rounds moved the mean by 6e-4 with the plain sum, by
+    2e-6 with this one.
 
     Attributes:
-        replica: [numel] fp32 (fp64 for fp64), x^_i: this rank's value as its neighbours know it.
+        replica: [numel] fp32 (fp64 for fp64), x^_i: this rank's value at its neighbours.
         pull: [numel] sum_j W_ij (x^_j - x^_i).
-        is_known: Whether the neighbours have replicas at all. Until then the difference is sent uncompressed.
+        is_known: Whether the neighbours have replicas. Until then the difference is sent uncompressed.
 
     Args:
         numel: Elements of the tensor: a bucket, or a stretch of one.
         dtype: Their type.
         device: Where they are.
-        codec: What differences are encoded with.
-        neighbours: Of this rank, in every step.
+        codec: Encodes the differences.
+        neighbours: The neighbours of this rank, identical in every step.
         begin: Where the stretch begins in its bucket.
     """
 
@@ -174,7 +175,7 @@ class DifferenceWorkspace:
         self._payloads = torch.zeros(rows, -(-codec.payload_bytes(numel) // 16) * 16, dtype=torch.uint8, device=device)
 
     def encoded(self) -> list[torch.Tensor]:
-        """Return what is sent for `difference`, and the buffers for the neighbours', in their order."""
+        """Return the payload of `difference`, and the buffers for those of the neighbours, in their order."""
         if not self.is_known:
             return [self.difference, *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
         own, *others = self._payloads[:, : self.codec.payload_bytes(self.replica.numel())]
@@ -182,7 +183,7 @@ class DifferenceWorkspace:
         return [own, *others]
 
     def apply(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Bring what was sent and what was received into the replica and the pull."""
+        """Add the payloads, sent and received, to the replica and the pull."""
         own, *others = encoded
         weights = self.neighbours.sources.values()
         if not self.is_known:
@@ -246,13 +247,13 @@ def choco(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicat
 
 
 def dcd(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator) -> Communication:
-    """Mix `tensor` with the neighbours' and compress what changes: the round of DCD-PSGD.
+    """Mix `tensor` with those of the neighbours and send compressed changes: the round of DCD-PSGD.
 
         z_i = sum_j W_ij (x^_j - x^_i) + x_i - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
 
-    x_i - x^_i is what the optimizer did since the last round. After a round every rank has exactly the values that its
-    neighbours know of it. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018), algorithm
-    1; BAGUA's D_LP_S. The first round only makes the neighbours' values known, uncompressed. NaN and Inf: see `choco`.
+    x_i - x^_i is the change by the optimizer since the last round. After a round, the values of a rank equal its
+    replica at the neighbours. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
+    algorithm 1; BAGUA's D_LP_S. The first round only exchanges values, uncompressed. NaN and Inf: see `choco`.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.

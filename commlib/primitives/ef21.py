@@ -1,4 +1,4 @@
-"""EF21: what is compressed is how the gradient has changed; what was sent so far is everyone's estimate of it."""
+"""EF21: compressed changes of the gradient, whose sum is the estimate of the mean gradient."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from commlib.transport.base import Communication
 
 
 class RestartingWorkspace(Protocol):
-    """A workspace with error feedback that can take some elements to its beginning."""
+    """A workspace whose error feedback can be restarted for some elements."""
 
     def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
-        """Owe `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
+        """Set the residual to `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
         ...
 
 
@@ -23,11 +23,11 @@ class Estimate:
     """The momentum v_r of this rank's gradients and the estimate h of their mean, [numel], unscaled.
 
     Args:
-        numel: Elements of the bucket.
-        device: Where it is.
-        weight: Of a new gradient in the momentum, above 0 and at most 1.
-        dtype: Of the state: fp32 or wider.
-        is_sent: Whether the momentum is what is sent; else there is no estimate.
+        numel: Number of elements of the bucket.
+        device: Device of the bucket.
+        weight: Weight of a new gradient in the momentum, in (0, 1].
+        dtype: Type of the state: fp32 or wider.
+        is_sent: Whether changes of the momentum are sent; otherwise there is no estimate.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Estimate:
         self.momentum = torch.zeros(numel, dtype=dtype, device=device)
         self.estimate = torch.zeros(numel if is_sent else 0, dtype=dtype, device=device)
         self._values = torch.zeros(0, dtype=dtype, device=device)
-        # What is sent is the rank's own, and what is not is everyone's: a parameter that changes sides begins anew.
+        # A momentum that is sent belongs to the rank, the other one is identical on all ranks. They are saved apart.
         self._kind = "momentum" if is_sent else "smoothed"
 
     def advance(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Move the momentum towards a gradient [numel], and return by how much; where that is not finite, not at all.
+        """Move the momentum towards a gradient [numel] where the change is finite, and return the change.
 
         The result lies in `gradient` if that has the state's dtype.
         """
@@ -110,21 +110,21 @@ def ef21(
     contributes: bool,
     scale: float = 1.0,
 ) -> Communication:
-    """Replace `gradient` by the estimate of the mean of all ranks' momenta, brought nearer to it by what is sent.
+    """Replace `gradient` by the estimate of the mean of all ranks' momenta, updated with the compressed changes.
 
-    With w the weight of a new gradient, C the compression, h_r the part of the estimate that is of rank r:
+    With w the weight of a new gradient, C the compression, h_r the contribution of rank r to the estimate:
 
         v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + 1/N sum_r c_r,   g = h
 
-    h_r is not kept: v_r - h_r is what error feedback remembers when the changes of v_r are averaged, so that any
-    averaging with error feedback will do, and what the second stage of one loses is made good too.
+    h_r is not stored: v_r - h_r is the residual of error feedback when the changes of v_r are averaged. Therefore any
+    averaging with error feedback can be used, and the error of its second stage is compensated too.
 
-    Where the result is not finite, it is NaN on all ranks, and all begin anew: h_r = h = 0.
+    Where the result is not finite, it is NaN on all ranks, and all ranks restart with h_r = h = 0.
 
     Args:
         gradient: [numel] fp32, bf16, fp16 or fp64; changed in place.
         state: The bucket's momentum and estimate.
-        workspace: What keeps the error feedback of `average`.
+        workspace: Holds the error feedback of `average`.
         average: Communicates a tensor in place, with error feedback that neither scales nor decays.
         contributes: Whether this rank has a gradient; one that has none changes nothing.
         scale: By which the gradient is scaled (a loss scale).

@@ -12,7 +12,7 @@ _CHUNK_STEP = 16
 
 
 class NodeStage:
-    """What one bucket keeps for the level inside a node: every local rank carries a stretch of it across nodes.
+    """The buffers of one bucket for the level inside a node. Each local rank exchanges a stretch of it across nodes.
 
     Args:
         numel: Elements of the bucket.
@@ -25,7 +25,7 @@ class NodeStage:
         begin: Where this rank's stretch begins in the bucket.
         count: Its elements; 0 where a small bucket does not reach that far.
         sum: [count or more] fp32 or wider: the stretch, summed over the node.
-        owed: [numel] fp32, or None: what is added to this rank's values once (what a change of the plan left).
+        owed: [numel] fp32, or None: residuals from a change of the plan, added to this rank's next values.
     """
 
     def __init__(

@@ -23,20 +23,20 @@ def to_nearest(stage: int) -> None:
 
 
 class LowPrecisionWorkspace:
-    """What one bucket keeps from round to round: two buffers of payloads and, with error feedback, both residuals.
+    """Payload buffers and, with error feedback, the residuals of one bucket.
 
-    The tensor is cut into one chunk per rank; rank r owns chunk r. Rank r's worker residual [numel] holds what its own
-    encodings lost, its owner residual [elements of chunk r] what the encodings of the sum lost; both fp32, without
-    the loss scale.
+    The tensor is split into one chunk per rank; rank r owns chunk r. The worker residual [numel] of a rank holds the
+    errors of its own encodings, its owner residual [elements of its chunk] those of the sum; both fp32, without the
+    loss scale.
 
     Args:
-        numel: Elements of the tensor: a bucket, or a stretch of one.
-        device: Where it is.
-        codec: The codec of both stages.
-        comm: The ranks that workspace.
-        begin: Where the stretch begins in its bucket.
+        numel: Number of elements of the tensor: a bucket, or a stretch of one.
+        device: Device of the tensor.
+        codec: Codec of both stages.
+        comm: The ranks that exchange payloads.
+        begin: First element of the stretch in its bucket.
         feedback: Whether errors are fed back.
-        averaging: How much of an old residual stays in the new one (LoCo); 0 is plain error feedback.
+        averaging: Weight of the old residual in the new one (LoCo); 0 is plain error feedback.
         segments: The first element of each parameter in the tensor and in the model, for stochastic rounding
             (`Random`).
     """
@@ -62,8 +62,8 @@ class LowPrecisionWorkspace:
         self.first = min(rank * self.chunk, numel)
         self.count = min(self.chunk, numel - self.first)
         nbytes = codec.payload_bytes(self.chunk)
-        # Two buffers of all payloads: what is sent to the chunks' owners, then what they have made of it, which comes
-        # from the beginning of the first and is gathered in the second.
+        # Two buffers for all payloads. First they hold the payloads to and from the owners of the chunks. Then the own
+        # sum is encoded into the first, and the sums of all ranks are gathered in the second.
         self._sent = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
         self._world_size = world_size
@@ -87,14 +87,14 @@ class LowPrecisionWorkspace:
         rows = self._received.view(self._world_size, -1)
         if self.count == self.chunk:
             return rows
-        # The last chunk is shorter, so its payloads have gaps between them. By way of what was sent, as they overlap.
+        # The last chunk is shorter, so there are gaps between its payloads. The sent payloads are used as scratch.
         nbytes = self.codec.payload_bytes(self.count)
         numel = self._world_size * nbytes
         close = self._sent[:numel].view(self._world_size, nbytes).copy_(rows[:, :nbytes])
         return self._received[:numel].view(close.shape).copy_(close)
 
     def own(self) -> torch.Tensor:
-        """Return where the own chunk's sum is encoded to, once what was sent is of no more use."""
+        """Return the buffer for the own chunk's encoded sum. It overwrites the payloads that were sent."""
         return self._sent[: self.codec.payload_bytes(self.count)]
 
     def gather(self, comm: Communicator) -> AllGather:
@@ -117,7 +117,7 @@ class LowPrecisionWorkspace:
 
     @contextlib.contextmanager
     def feeding_back(self, residual: torch.Tensor, scale: float, decay: float) -> Iterator[Feedback | None]:
-        """Give the feedback of one encoding; afterwards the residual is averaged with what it was, if so asked."""
+        """Give the feedback of one encoding; afterwards average the residual with its old value, with `averaging`."""
         if not self.has_feedback:
             yield None
             return
@@ -134,14 +134,14 @@ class LowPrecisionWorkspace:
         return {"worker": cut(self.worker, self.begin, parts), "owner": cut(self.owner, owner_begin, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Take residuals over, also from another plan.
+        """Load residuals, also of another plan or group.
 
-        What an owner lost of elements that another rank owns now becomes an error of this rank as a worker, times
-        `num_terms` (what the sum is divided by): it enters the mean in the same size, once.
+        An owner's error of elements that another rank owns now is added to this rank's worker residual, times
+        `num_terms` (the divisor of the sum): it enters the mean once, with the same magnitude.
 
         Returns:
-            [numel of the bucket] What is owed outside of the stretch, to be added to this rank's next values; None
-            where the stretch is the bucket.
+            [numel of the bucket] Residuals outside of the stretch, to be added to this rank's next values; None if the
+            stretch is the bucket.
         """
         if not self.has_feedback:
             return None

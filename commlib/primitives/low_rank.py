@@ -49,7 +49,7 @@ def _qr_is_batched(p: torch.Tensor) -> bool:
 
 
 class LowRankWorkspace:
-    """What one bucket of matrices keeps from round to round: factors, and the errors of the approximation (fp32).
+    """The factors of one bucket of matrices, and the errors of the approximation (fp32).
 
     The factors of all matrices lie in two flat buffers, so a bucket takes two all-reduces. Matrices of one shape are
     multiplied and orthogonalised together.
@@ -94,7 +94,7 @@ class LowRankWorkspace:
         return self._product[: part.numel].view(_matrix_shape(part))
 
     def renew_unless_finite(self) -> None:
-        """Give up a Q that an overflow has spoilt. Q is a sum over all ranks, so all of them do."""
+        """Reset a Q that is not finite. Q is a sum over all ranks, so all of them do."""
         torch.where(all_finite(self.q), self.q, self._first_q, out=self.q)
 
     def forget(self) -> None:

@@ -1,11 +1,11 @@
-"""In which order the elements of a parameter follow one another, wherever they lie in one dimension.
+"""The order of a parameter's elements in one-dimensional memory.
 
-[Note: the order of elements] A parameter that fills a stretch of memory (contiguous, channels-last, transposed) keeps
-the order of its memory; any other one (a strided slice) takes that of its indices. So gradients can be views of a
-bucket with the parameter's own strides. The order is that of when the model was wrapped, or its parameters adopted
-anew: all ranks have checked then that it is alike. Everything kept by bucket or by shard has it too: residuals,
-replicas, momenta. Whatever comes from elsewhere (an optimizer's state, a checkpoint of a model in another memory
-format) is brought into it; whatever sees more than single elements (the matrices of PowerSGD) goes by indices.
+[Note: the order of elements] A parameter that fills a range of memory (contiguous, channels-last, transposed) keeps its
+memory order; any other parameter (a strided slice) is in index order. So gradients can be views of a bucket with the
+parameter's strides. The order is fixed when the model is wrapped or its parameters are adopted, and compared between
+ranks. State by bucket or by shard (residuals, replicas, momenta) has the same order. External tensors (an optimizer's
+state, a checkpoint of a model in another memory format) are converted. Operations on more than single elements (the
+matrices of PowerSGD) use index order.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ _PASSES = 4
 def orthonormalise_(p: torch.Tensor) -> torch.Tensor:
     """Replace the columns of each matrix by an orthonormal basis of theirs: Householder QR's Q, but for signs.
 
-    [Note: Gram-Schmidt] On CUDA `torch.linalg.qr` takes one matrix after the other. Here all take each step together:
-    column after column is made orthogonal to those before it and scaled, four times. Two suffice for a column that is
-    independent of those before it, however little; what is left of one that depends on them is noise, or nothing, and a
-    fixed vector takes its place, so that the basis is always whole, as QR's is. No step waits for the device, and all
-    are the same for the same input, so replicas on equal devices stay equal. On a CPU QR is many times faster, and is
-    what runs there; the two differ in their last bits.
+    [Note: Gram-Schmidt] On CUDA `torch.linalg.qr` processes one matrix at a time. Here all matrices take each step
+    together: column after column is made orthogonal to the previous ones and scaled, four times. Two passes suffice for
+    a column that is independent of the previous ones. A dependent column leaves only noise and is replaced by a fixed
+    vector, so the basis is always complete, like QR's. No step waits for the device, and the result is a function of
+    the input, so replicas on equal devices stay equal. On a CPU, QR is many times faster and is used instead; the two
+    differ in the last bits.
 
     Args:
-        p: [count, rows, r] fp32, r <= rows; changed in place. What is not finite makes its column and later ones NaN.
+        p: [count, rows, r] fp32, r <= rows; changed in place. Non-finite values make their column and later ones NaN.
 
     Returns:
         `p`.

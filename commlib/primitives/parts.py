@@ -104,7 +104,7 @@ def pasted(pieces: Mapping[str, Piece], parts: Sequence[Part], like: torch.Tenso
 def placed(piece: Piece, part: Part) -> tuple[int, torch.Tensor]:
     """Return a piece in the order of the part: its first element, and the values; all of them, if the order changed.
 
-    A stretch in one order is scattered in another: zeros stand for what is not in the piece then.
+    A stretch in one order is scattered in another; elements that are not in the piece are then zeros.
     """
     start, values = piece[:2]
     order = order_of_piece(piece)

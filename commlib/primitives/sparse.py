@@ -17,16 +17,16 @@ from commlib.transport.base import Communication, Communicator, Request
 
 
 class SparseWorkspace:
-    """What one bucket keeps from round to round: payload buffers and the residual [numel] fp32, unscaled.
+    """Payload buffers and the residual [numel] fp32, unscaled, of one bucket.
 
     Args:
-        numel: Elements of the tensor: a bucket, or a stretch of one.
-        device: Where it is.
-        codec: Chooses the elements; the one with the most places that will be used.
-        comm: The ranks that workspace.
-        begin: Where the stretch begins in its bucket.
-        gathers: Whether everyone's payloads are gathered; else there is room for the own one only.
-        balanced: Whether they are summed by regions instead (`BalancedSum`); the codec is `TopK` then.
+        numel: Number of elements of the tensor: a bucket, or a stretch of one.
+        device: Device of the tensor.
+        codec: Chooses the elements; the codec with the most places if it changes from round to round.
+        comm: The ranks that exchange payloads.
+        begin: First element of the stretch in its bucket.
+        gathers: Whether the payloads of all ranks are gathered; otherwise there is a buffer for the own one only.
+        balanced: Whether payloads are summed by regions instead (`BalancedSum`); requires `TopK`.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class SparseWorkspace:
     def sum_up(
         self, codec: SparseCodec, total: torch.Tensor, comm: Communicator, *, divisor: float, gamma: float = 1.0
     ) -> Generator[Request, None, torch.Tensor | None]:
-        """Write the sum of what all ranks have encoded, divided, to `total` [numel] fp32, alike on all ranks.
+        """Write the sum of all ranks' payloads, divided, to `total` [numel] fp32; identical on all ranks.
 
-        Where it is summed by regions, choices that are not in it go back to the residual, times `gamma`.
+        If payloads are summed by regions, choices that are not in the sum return to the residual, times `gamma`.
 
         Returns:
-            [places] bool, which of the own choices are in the sum; None: all of them.
+            [places] bool, which of the own choices are in the sum; None if all are.
         """
         own, everyone = self.payloads(codec)
         if self.balanced is None:
@@ -92,7 +92,7 @@ class SparseWorkspace:
         is_summed = yield from self.balanced.sum_up(codec, own, total, comm, divisor)
         if comm.contributes:
             indices, values = codec.indices(own, self.numel).long() & 0xFFFFFFFF, codec.values(own, self.numel)
-            kept = self.residual[indices]  # what the encoding left of them: 0, but for values that are not finite
+            kept = self.residual[indices]  # after the encoding: 0, except for non-finite values
             back = torch.where(is_summed | ~torch.isfinite(values), kept, values * gamma)
             self.residual.index_copy_(0, indices, back)
         return is_summed
@@ -138,12 +138,12 @@ def centralized_sparse(
     scale: float = 1.0,
     decay: float = 1.0,
 ) -> Communication:
-    """Replace `tensor` by the sum of what each rank names of its own, divided by `divisor`; the rest is remembered.
+    """Replace `tensor` by the sum of the chosen elements of each rank, divided by `divisor`; keep the rest as residual.
 
         v_r = x_r + decay e_r,  s_r = the codec's elements of v_r,  e_r = v_r - s_r,  x = 1/divisor sum_r s_r
 
-    Every rank gathers all payloads, so (N - 1) payloads arrive at each; sums run in rank order, alike on all ranks.
-    With a balanced workspace the payloads are summed by regions, and s_r is what of the codec's choice is in the sum.
+    Every rank gathers all payloads, so (N - 1) payloads arrive at each; sums run in rank order and are identical on all
+    ranks. With a balanced workspace the payloads are summed by regions, and s_r are the choices that are in the sum.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -177,10 +177,9 @@ def centralized_aligned_sparse(
     scale: float = 1.0,
     decay: float = 1.0,
 ) -> Communication:
-    """The same where all ranks name the same elements: only values travel, by all-reduce.
+    """`centralized_sparse` for a codec that chooses the same elements on all ranks: an all-reduce of values only.
 
-    Whatever a rank names, a value that is not finite anywhere in its tensor makes the first named element NaN, so that
-    all ranks see it.
+    A non-finite value anywhere in the tensor of a rank makes the first chosen element NaN on all ranks.
 
     Args:
         tensor: As in `centralized_sparse`.
@@ -214,7 +213,7 @@ def encode_momentum(
     """Replace `velocity` by decay * velocity + factor * gradient and encode it; named elements of it become 0 then.
 
     Args:
-        gradient: [numel] fp32, bf16, fp16 or fp64; what is not finite counts as 0, and may become 0.
+        gradient: [numel] fp32, bf16, fp16 or fp64; non-finite values count as 0, and may become 0.
         velocity: [numel] fp32; changed in place.
         codec: Chooses the elements.
         out: [codec.payload_bytes(numel)] uint8.

@@ -1,8 +1,8 @@
-"""Who averages with whom: what each rank has to do, and the mixing matrix over the ranks that comes of it.
+"""Topologies of decentralized averaging: the neighbours of each rank, and the mixing matrix.
 
-A mixing matrix W [N, N] says that x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic),
-so the mean over the ranks stays what it was, and the ranks approach it. How fast, its spectral gap says: in the long
-run the distance to the mean shrinks by (1 - gap) per step.
+With a mixing matrix W [N, N], x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic), so
+the mean over the ranks does not change, and the ranks converge to it. The rate is given by the spectral gap: in the
+long run the distance to the mean shrinks by (1 - gap) per step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from commlib.errors import ConfigError
 
 Matrix = npt.NDArray[np.float64]
 
-#: What a sum of a matrix's row or column may differ from 1.
+#: Tolerance of the sum of a row or column.
 _TOLERANCE = 1e-9
 
-#: What is left of a distance after one step, if the step reached the mean.
+#: Relative distance to the mean below which it counts as reached.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What one rank has to do in one step.
+    """The neighbours of one rank in one step.
 
     Attributes:
-        own: The weight of its own value.
-        sources: The weights of those that it receives, by rank, ascending.
-        targets: The ranks that it sends to, ascending. The same as `sources` where the graph has no directions.
+        own: Weight of the rank's own value.
+        sources: Weights of the received values, by rank, ascending.
+        targets: The ranks that receive its value, ascending. The same as `sources` if the graph is undirected.
     """
 
     own: float
@@ -56,7 +56,7 @@ class Topology(ABC):
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
-        """Return what `rank` has to do in a step: row and column of the matrix, without the matrix.
+        """Return the neighbours of `rank` in a step: its row and column of the matrix, without the matrix.
 
         Raises:
             ConfigError: The topology does not exist for so many ranks.
@@ -100,19 +100,19 @@ class Topology(ABC):
         return max(0.0, 1.0 - rho)
 
 
-def _alike(rank: int, group: Iterable[int], weight: float, own: float) -> Neighbours:
-    """Return what a rank does that gives and takes the same weight to and from the others of a group."""
+def _symmetric(rank: int, group: Iterable[int], weight: float, own: float) -> Neighbours:
+    """Return the neighbours of a rank that exchanges values with the others of a group, with one weight."""
     others = sorted(set(group) - {rank})
     return Neighbours(own, dict.fromkeys(others, weight), tuple(others))
 
 
 def _paired(rank: int, partner: int) -> Neighbours:
-    """Return what a rank does that averages with its partner, or, where that is itself, rests."""
-    return _alike(rank, [partner], 0.5, 1.0 if partner == rank else 0.5)
+    """Return the neighbours of a rank that averages with its partner; none if that is the rank itself."""
+    return _symmetric(rank, [partner], 0.5, 1.0 if partner == rank else 0.5)
 
 
 def _shifted(rank: int, world_size: int, hops: Sequence[int]) -> Neighbours:
-    """Return what a rank does that takes the values of those so many places on, all weights equal to its own."""
+    """Return the neighbours of a rank that receives from the ranks at these distances, with equal weights."""
     weight = 1.0 / (1 + len(hops))
     sources = sorted((rank + hop) % world_size for hop in hops)
     return Neighbours(weight, dict.fromkeys(sources, weight), tuple(sorted((rank - hop) % world_size for hop in hops)))
@@ -120,13 +120,13 @@ def _shifted(rank: int, world_size: int, hops: Sequence[int]) -> Neighbours:
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Each rank averages with the two beside it, with equal weights (1/3; 1/2 where there are two ranks)."""
+    """Each rank averages with its two neighbours on a ring, with equal weights (1/3; 1/2 with two ranks)."""
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
-        beside = {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
-        weight = 1.0 / (1 + len(beside))
-        return _alike(rank, beside, weight, 1.0 - len(beside) * weight)
+        others = {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
+        weight = 1.0 / (1 + len(others))
+        return _symmetric(rank, others, weight, 1.0 - len(others) * weight)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class FullyConnected(Topology):
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
-        return _alike(rank, range(world_size), 1.0 / world_size, 1.0 / world_size)
+        return _symmetric(rank, range(world_size), 1.0 / world_size, 1.0 / world_size)
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Grid(Topology):
         turn = step % len(sides)
         side, stride = sides[turn], math.prod(sides[turn + 1 :])
         first = rank - rank // stride % side * stride
-        return _alike(rank, range(first, first + side * stride, stride), 1.0 / side, 1.0 / side)
+        return _symmetric(rank, range(first, first + side * stride, stride), 1.0 / side, 1.0 / side)
 
     def _sides(self, world_size: int) -> tuple[int, ...]:
         if self.dims is None:
@@ -368,10 +368,10 @@ TOPOLOGIES: dict[str, type[Topology]] = {
 
 
 def create(topology: str | Topology) -> Topology:
-    """Return `topology` itself, or that of the name.
+    """Return `topology` itself, or the topology of that name.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No topology has that name.
     """
     if isinstance(topology, Topology):
         return topology

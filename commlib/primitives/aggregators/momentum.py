@@ -50,7 +50,7 @@ class MomentumWorkspace(SparseWorkspace):
         moved = split_at(whole, self.begin, self.velocity)
         rest = super().load(saved, parts, num_terms)
         # Residuals that another local rank carries now enter with the gradient, which the momentum m multiplies by
-        # 1 / (1 - m) in the long run; the moved velocity would have contributed m / (1 - m) of itself.
+        # 1 / (1 - m) in the long run; the moved velocity would have contributed m / (1 - m) times its value.
         return None if rest is None else rest.mul_(1 - self._momentum).add_(moved, alpha=self._momentum)
 
 
