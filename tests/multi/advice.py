@@ -86,7 +86,7 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, loss: A
 def contiguous() -> None:
     model = OneParameter(torch.randn(4, 6)[:, ::2])
     model.weight.data = torch.ones(4, 6)[:, ::2]
-    with refused("does not fill a stretch"):
+    with refused("does not occupy contiguous memory"):
         commlib.wrap(model, "async_sgd", optimizer=sgd(model))
     model.weight.data = model.weight.data.contiguous()
     optimizer = sgd(model)
@@ -375,7 +375,7 @@ def no_wrappers() -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@follows("Call scaler.unscale_(optimizer) first, or make the optimizer with fused=False")
+@follows("Call scaler.unscale_(optimizer) first, or create the optimizer with fused=False")
 def unscaled() -> None:
     def step(is_fused: bool, is_unscaled: bool) -> None:
         model = seeded(Mlp)
