@@ -39,7 +39,7 @@ _CODED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AsyncSGD(Algorithm):
-    """Push weight updates to the ranks that own the parameters' shards, and pull the resulting weights.
+    """Pushes weight updates to the ranks that own the parameters' shards, and pulls the resulting weights.
 
     The parameters are split into one shard per rank. Each rank trains with its own optimizer, without waiting for its
     peers. It sends each shard's owner the difference of its weights w from an origin o. A thread of the owner adds the

@@ -129,7 +129,7 @@ class LocalSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(Channel):
-    """Communicate gradients in every synchronised backward, or in the backward of some steps.
+    """Communicates gradients in every synchronised backward, or in the backward of some steps.
 
     Attributes:
         local: Steps without a round, in which the ranks' weights diverge; None if every step has a round. With local
@@ -215,7 +215,7 @@ class Gradients(Channel):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Channel):
-    """Communicate weights at the end of optimizer steps.
+    """Communicates weights at the end of optimizer steps.
 
     Attributes:
         period: Optimizer steps between rounds.
@@ -283,7 +283,7 @@ class Weights(Channel):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState(Weights):
-    """Communicate an entry of the optimizer's state in place of the weights; see `Weights`.
+    """Communicates an entry of the optimizer's state in place of the weights; see `Weights`.
 
     Attributes:
         key: Key of the entry, as in `optimizer.state[parameter][key]`.
@@ -303,7 +303,7 @@ class OptimizerState(Weights):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfRunning(Channel):
-    """Use neither buckets nor rounds; the algorithm runs its own communication (`Algorithm.attach`).
+    """Uses neither buckets nor rounds; the algorithm runs its own communication (`Algorithm.attach`).
 
     Attributes:
         period: Minimum number of optimizer steps between exchanges with a peer.
