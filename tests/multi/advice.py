@@ -420,7 +420,7 @@ def scaled_alike() -> None:
     train(both, torch.amp.GradScaler("cpu", init_scale=64.0))
 
 
-@follows("Load the old one's state into it")
+@follows("Load the old optimizer's state into it")
 def state_of_the_old() -> None:
     model, optimizer = made(algorithm=algorithms.OneBitAdam(warmup_steps=2), make=frozen_variance)
     trains(model, optimizer, 3)
@@ -438,7 +438,7 @@ def other_groups() -> None:
     trains(model, optimizer)
     whole = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = whole[:-1]
-    with refused("is in no group of the optimizer any more"):
+    with refused("is no longer in a group of the optimizer"):
         trains(model, optimizer)
     commlib.unwrap(model)
     list(model.parameters())[-1].requires_grad_(False)
