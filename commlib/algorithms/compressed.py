@@ -39,7 +39,7 @@ class Aggregation(State):
     stretch with its peers of the other nodes.
 
     Args:
-        compressed: Aggregator of compressed buckets; None if there are none.
+        compressed: Aggregator of compressed buckets; None if no bucket is compressed.
         others: Aggregator of the other buckets; in full precision by default.
         is_mean: Whether results are means over all ranks; sums otherwise.
     """
