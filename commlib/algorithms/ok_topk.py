@@ -13,7 +13,7 @@ from commlib.primitives.aggregators import Balanced
 
 
 class OkTopK(Compressed):
-    """Averages the largest elements like `TopK`, with a traffic per rank that is nearly independent of the world size N.
+    """Averages the largest elements like `TopK`, with a traffic per rank that hardly grows with the world size N.
 
         v_r = g_r + e_r,   u = sum_r top_k(v_r),   g = 1/N T(u),   e_r <- v_r - (top_k(v_r) where T(u) has the element)
 

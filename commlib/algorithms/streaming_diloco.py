@@ -14,7 +14,7 @@ from commlib.errors import ConfigError
 
 
 class StreamingDiLoCo(OuterAveraging):
-    """Applies DiLoCo to fragments of the model in turn: sends one every `period / fragments` steps, merges after `delay`.
+    """Applies DiLoCo to fragments: sends one every `period / fragments` steps, and merges it `delay` steps later.
 
     With x_p the global weights of fragment p, x_rp those of rank r, C the codec, u_p the outer momentum buffer and m
     the momentum:
@@ -72,8 +72,8 @@ class StreamingDiLoCo(OuterAveraging):
             )
         if not 0 <= delay <= period // fragments:
             raise ConfigError(
-                "StreamingDiLoCo.delay: expected 0 to period / fragments, as a fragment is merged before the next one "
-                f"is sent; got {delay=}, {period=}, {fragments=}"
+                "StreamingDiLoCo.delay: expected 0 to period / fragments, because a fragment is merged before the next "
+                f"one is sent; got {delay=}, {period=}, {fragments=}"
             )
         if not 0 <= mixing < 1:
             raise ConfigError(f"StreamingDiLoCo.mixing: expected 0 <= mixing < 1, got {mixing}")
