@@ -12,7 +12,7 @@ from commlib.codecs.floats import OneBit
 
 
 class OneBitAdam(AveragedMomentum):
-    """Adam with a warm-up, after which the variance is frozen and the momentum is averaged in one bit with error feedback.
+    """Adam with a warm-up, after which the variance is frozen and the momentum averaged in one bit with error feedback.
 
     After the warm-up, with C the one-bit codec, m the common momentum, e_r and f the residuals:
 

@@ -96,7 +96,7 @@ def contiguous() -> None:
 @follows("use SGD(momentum=0)")
 def no_momentum() -> None:
     model = seeded(Mlp)
-    with refused("momentum of its own"):
+    with refused("the optimizer applies momentum"):
         commlib.wrap(model, "dgc", optimizer=sgd(model, 0.9))
     trains(*made(algorithm="dgc"))
 
