@@ -390,7 +390,7 @@ def unscaled() -> None:
         commlib.synchronize(model)
         assert_replicas_identical(model)
 
-    with refused("a fused optimizer unscales them within it"):
+    with refused("a fused optimizer unscales them inside the step"):
         step(is_fused=True, is_unscaled=False)
     step(is_fused=True, is_unscaled=True)
     step(is_fused=False, is_unscaled=False)
