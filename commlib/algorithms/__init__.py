@@ -1,4 +1,4 @@
-"""The algorithms, one file each, found by the file's name; others come through the entry point `commlib.algorithms`.
+"""The algorithms, one file each, registered by file name or through the entry point group `commlib.algorithms`.
 
 A file `my_algorithm.py` in this folder, or an entry point `my_algorithm = "package.module:MyAlgorithm"` of an installed
 package, makes `commlib.wrap(model, algorithm="my_algorithm")` work.
@@ -117,15 +117,15 @@ _SHARED = frozenset(
 
 
 def list() -> builtins.list[str]:
-    """Return the names that `wrap(..., algorithm=name)` takes, sorted."""
+    """Return the sorted names that `wrap(..., algorithm=name)` accepts."""
     return sorted({*_own_names(), *_entry_points()})
 
 
 def get(name: str) -> type[Algorithm]:
-    """Return the algorithm class of that name.
+    """Return the algorithm class with this name.
 
     Raises:
-        ConfigError: No such algorithm (near matches are named), or its module does not define one.
+        ConfigError: There is no such algorithm (the message suggests similar names), or its module does not define one.
     """
     if name in _own_names():
         return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
@@ -137,10 +137,10 @@ def get(name: str) -> type[Algorithm]:
 
 
 def create(algorithm: str | Algorithm) -> Algorithm:
-    """Return `algorithm` itself, or an instance of the one of that name with its defaults.
+    """Return `algorithm` itself, or an instance with default options of the algorithm with this name.
 
     Raises:
-        ConfigError: Unknown name, or neither a name nor an `Algorithm`.
+        ConfigError: The name is unknown, or the argument is neither a name nor an `Algorithm`.
     """
     if isinstance(algorithm, Algorithm):
         algorithm.name = algorithm.name or _name_of(type(algorithm))
@@ -191,7 +191,7 @@ def _checked(cls: Any, name: str) -> type[Algorithm]:
 
 
 def _name_of(cls: type[Algorithm]) -> str:
-    """Return the name under which a class is registered, or else its own: the same in every process."""
+    """Return the name under which a class is registered, or else the class name; the same in every process."""
     if cls.__module__.rpartition(".")[0] == __name__:
         return cls.__module__.rpartition(".")[2]
     path = f"{cls.__module__}:{cls.__qualname__}"

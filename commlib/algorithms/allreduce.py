@@ -1,4 +1,4 @@
-"""Full-precision gradient averaging: what DistributedDataParallel does."""
+"""Full-precision gradient averaging, as in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _WINDOW, _ALL_IN_FLIGHT = 8, 1 << 30
 
 
 class AllReduce(Algorithm):
-    """Average (or sum) of the gradients over all ranks by one all-reduce per bucket.
+    """Averages (or sums) the gradients over all ranks by one all-reduce per bucket.
 
-    Each parameter's gradient becomes `g = (1/N) sum_r g_r`, with N the number of ranks. The division happens in two
-    parts, `g_r / predivide` before the sum and `/ (N / predivide)` after it; by default all of it happens before, while
-    the gradients are gathered into the bucket.
+    Each parameter's gradient becomes `g = (1/N) sum_r g_r`, with N the number of ranks. The division is split into `g_r
+    / predivide` before the sum and `/ (N / predivide)` after it. By default, the gradients are divided by N before the
+    sum, while they are copied into the bucket.
 
     Args:
-        wire_dtype: "fp32" sends every bucket in its own dtype; "bf16" and "fp16" cast fp32 and fp64 buckets for the
-            wire, halving or quartering the bytes. The sum is then the backend's own, in that dtype.
+        wire_dtype: "fp32" sends every bucket in its own dtype. "bf16" and "fp16" cast fp32 and fp64 buckets for
+            sending, which reduces the bytes to a half or a quarter; the backend then sums in that dtype.
         op: "mean" or "sum".
-        predivide: For "mean": the part of N divided before the sum, in 1..N; None means all of it. With fp16 a value
-            near sqrt(N) balances overflow against underflow.
-        hierarchical: Whether gradients are summed inside each node first, in fp32 or wider; every local rank then sums
-            its part across nodes, on the wire in `wire_dtype`.
+        predivide: For "mean": the factor of N by which gradients are divided before the sum, in 1..N; None means N.
+            With fp16 a value near sqrt(N) balances overflow against underflow.
+        hierarchical: Whether gradients are first summed inside each node, in fp32 or wider. Every local rank then sums
+            a part across nodes, sent in `wire_dtype`.
 
-    Paper: for the ring, Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations" (2009).
-    Deviations: the order of the sum is the backend's.
+    Paper: for the ring, Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
+    (2009).
+    Deviations: the order of the sum depends on the backend.
     """
 
     made_for = "any"
@@ -71,7 +71,7 @@ class AllReduce(Algorithm):
             accumulates=op == "mean",
             window=_ALL_IN_FLIGHT if is_prompt else _WINDOW,
         )
-        # Made when they are first needed: a warm-up that has no steps communicates nothing.
+        # Created on first use, as a warm-up without steps communicates nothing.
         self._wires: dict[int, torch.Tensor] = {}
         self._stages: dict[int, NodeStage] = {}
 
@@ -80,17 +80,17 @@ class AllReduce(Algorithm):
         self._wires, self._stages = {}, {}
 
     def _stage(self, bucket: BucketView, local: Communicator) -> NodeStage:
-        """Return what the bucket keeps for the level inside a node."""
+        """Return the bucket's stage for reductions inside a node."""
         if bucket.index not in self._stages:
             payload = bucket.payload
             self._stages[bucket.index] = NodeStage(payload.numel(), payload.dtype, payload.device, local)
         return self._stages[bucket.index]
 
     def _wire(self, bucket: BucketView, summed: torch.Tensor) -> torch.Tensor | None:
-        """Return what `summed` is sent in, where that is of another dtype."""
+        """Return the buffer in which `summed` is sent, or None if the dtype on the wire is that of `summed`."""
         narrow, dtype = _WIRE_DTYPES[self.wire_dtype], bucket.payload.dtype
         wire_dtype = narrow if narrow and dtype in (torch.float32, torch.float64) else dtype
-        if wire_dtype != summed.dtype and bucket.index not in self._wires:  # a node's sum of bf16 gradients is fp32 too
+        if wire_dtype != summed.dtype and bucket.index not in self._wires:  # a node's sum of bf16 gradients is fp32
             self._wires[bucket.index] = torch.empty_like(summed, dtype=wire_dtype)
         return self._wires.get(bucket.index)
 

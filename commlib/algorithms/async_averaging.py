@@ -1,4 +1,4 @@
-"""Model averaging in the background, for which no step waits."""
+"""Asynchronous averaging of weights in the background."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from commlib.transport.base import Communication, Communicator
 
 
 class AsyncAveraging(Algorithm):
-    """Average the replicas in the background, every `period` steps or as often as the slowest rank allows.
+    """Averages the replicas in the background, every `period` steps or as often as the slowest rank permits.
 
-    At a step's end a rank copies its weights c_i and comes to the next round; when the last rank has come, the copies
-    are averaged; at the first step end at which the mean is there
+    At the end of a step, rank i copies its weights to c_i and joins the next round. The copies are averaged once the
+    last rank has joined. At the end of the first step at which the mean is available,
 
         x_i <- x_i + mean_j(c_j) - c_i
 
-    so that the steps made meanwhile are kept. A slow or stopped rank delays the averaging, never the others' training,
-    and nothing has to be paused for evaluation or saving. Weights change at step ends only.
+    which keeps the steps made in the meantime. A slow or stopped rank delays the averaging, but not the training of
+    other ranks. Training does not have to pause for evaluation or saving, because weights change only at the end of a
+    step.
 
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022, section 4
     (asynchronous model averaging); Lian et al. 2018 for the analysis.
 
-    Deviations: BAGUA averages the live weights under a lock that forward and backward take too, every so many
-    milliseconds, and the user calls `abort()` and `resume()`. Here a round works on a copy, periods are steps, and
-    there is no lock and nothing to call.
+    Deviations: BAGUA averages the live weights at a fixed interval in milliseconds, under a lock that forward and
+    backward also acquire, and the user calls `abort()` and `resume()`. Here a round works on a copy, periods are in
+    steps, and there are no locks and no such calls.
 
     Args:
-        period: Optimizer steps from the start of a round to the start of the next, at least.
-        warmup_steps: Optimizer steps of plain gradient all-reduce before.
+        period: Minimum number of optimizer steps between the starts of rounds.
+        warmup_steps: Optimizer steps of plain gradient all-reduce before the first round.
 
     Raises:
         ConfigError: `period` or `warmup_steps` is out of range.

@@ -31,42 +31,43 @@ from commlib.transport.mailbox import HEADER_BYTES, Message
 
 _log = logging.getLogger("commlib")
 
-#: How often a wait for an answer looks whether the peer is there, in seconds.
+#: Interval at which a wait for an answer checks that the peer is still present, in seconds.
 _LOOK_S = 0.2
 
-#: What parameters a codec takes; they are accumulated and sent in fp32.
+#: Parameter dtypes that work with a codec; they are accumulated and sent in fp32.
 _CODED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class AsyncSGD(Algorithm):
-    """Push what a rank has done to the ranks that own its parameters' shards; take over what has come of all pushes.
+    """Pushes weight updates to the ranks that own the parameters' shards, and pulls the resulting weights.
 
-    The parameters are cut into one shard per rank. Each rank trains with its own optimizer as if it were alone, and
-    sends to each shard's owner how far its weights w have gone from an origin o. There a thread adds it to weights W,
-    in the order of arrival, and answers with the newest W:
+    The parameters are split into one shard per rank. Each rank trains with its own optimizer, without waiting for its
+    peers. It sends each shard's owner the difference of its weights w from an origin o. A thread of the owner adds the
+    difference to its weights W, in the order of arrival, and answers with the newest W:
 
         push:                              W <- W + (w - o) / N,    version <- version + 1,    o <- w
-        end of the step when W is there:   w <- W + (w - o),    o <- W
+        end of the step when W arrives:    w <- W + (w - o),    o <- W
 
-    so that what the rank has done since the push is kept. Nobody waits: at most one push per shard is under way, and
-    the next covers all steps since: `period` at least, and those of the time that a shard rests after an answer, `rest`
-    times as long as push and answer took (the shorter of the last two), so that a slow network is not busy all the
-    time. Staleness is the number of updates of the shard since the W that the rank had taken over at the first step of
-    a push; with N ranks of the same speed it is about 2N with a push in every step.
+    The second line keeps the rank's steps since the push. At most one push per shard is in flight. The next push covers
+    all steps since the previous one: at least `period`, and at least those made while the shard rests. After an answer,
+    a shard rests `rest` times as long as a push with its answer took (the shorter of the last two), which leaves a slow
+    network idle part of the time. Staleness is the number of updates of the shard since the W that the rank had at the
+    first step of a push. With N ranks of equal speed and a push in every step it is about 2N.
 
-    With `push="gradients"` the push is the mean g of the gradients of the k steps since the last one, and the owner
-    applies the user's optimizer: its class, its hyper-parameters, its learning rate as it is then on the owner, a state
-    of its own:
+    With `push="gradients"`, a push is the mean g of the gradients of the k steps since the previous push. The owner
+    applies the user's optimizer, with the same class and hyperparameters, the owner's current learning rate, and a
+    separate state:
 
         push:                              W <- Optimizer(W, g, s(k) lr / N),    version <- version + 1,    o <- w
 
-    The mean of k gradients counts as a batch k times as large: s(k) is k for SGD, so that they count as their sum, and
-    sqrt(k) for Adam, which goes no further with a sum than with one of them. Adam with `fused=True` is fused there too.
-    Adding gradients up is a pass over them in every step, and seldom pushes learn less than with updates.
+    The mean of k gradients counts as a batch k times as large. s(k) is k for SGD, which applies their sum, and sqrt(k)
+    for Adam, whose step does not grow with the gradient. Adam with `fused=True` is fused on the owner too. Accumulating
+    gradients adds a pass over them to every step, and with infrequent pushes training converges more slowly than with
+    `push="updates"`.
 
-    With a codec C both ways are compressed. The push is C(p + e), where p is what would be pushed and e what the push
-    before has lost; the answer is C(W - W_r), where W_r is the sum of the owner's answers to rank r, so what the rank
-    has. The first answer is W itself, as are those of `commlib.synchronize`.
+    With a codec C, both directions are compressed. A push is C(p + e), where p is the uncompressed push and e the error
+    of the previous push. An answer is C(W - W_r), where W_r is the sum of the owner's answers to rank r, that is, the
+    rank's copy of W. The first answer, and those of `commlib.synchronize`, are W itself.
 
     Paper: of gradients, Dean et al., "Large Scale Distributed Deep Networks", NeurIPS 2012 (Downpour SGD); of updates,
     Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024. Damping: Zhang et al., "Staleness-aware
@@ -74,28 +75,30 @@ class AsyncSGD(Algorithm):
     Compensation", ICML 2017, eq. 10: g + lambda g * g * (w_now - w_old). The square root: Malladi et al., "On the SDEs
     and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022.
 
-    Deviations: both papers overwrite w with W, and so forget for a while what is on its way. Updates are averaged, as
-    with an outer optimizer of rate 1 without momentum. The learning rate of W is divided by the number of ranks N, so
-    that a step of all ranks goes about as far as one with their mean gradient; Downpour leaves that to the user, and
-    sends sums. Only what is older than `max_staleness` is damped, by `max_staleness / staleness`; in the paper all is,
-    by 1 / staleness. A parameter without a gradient counts as one with zeros. Shards live in host memory, also where
-    the model is on CUDA (which has not been run). A rank that leaves takes its shard along: each of the others trains
-    it alone from there on.
+    Deviations: both papers overwrite w with W, and so temporarily lose the update in flight. Updates are averaged, as
+    with an outer optimizer of learning rate 1 without momentum. The learning rate of W is divided by the number of
+    ranks N, so that one step on all ranks moves W about as far as one step with their mean gradient; Downpour sends
+    sums and leaves the scaling to the user. Only pushes with a staleness above `max_staleness` are damped, by
+    `max_staleness / staleness`; the paper damps every push, by 1 / staleness. A missing gradient counts as zeros.
+    Shards reside in host memory, also for a model on CUDA (not tested). When a rank leaves, its shard is no longer
+    shared: every remaining rank trains it alone.
 
     Args:
         push: "updates" of the weights, or "gradients".
-        period: Optimizer steps from one push to the next, at least (Downpour's n_push and n_fetch).
-        rest: How many times as long as its push and the answer took a shard rests before its next push, at least. With
-            0 a slow network is full all the time, which takes processor time from training.
-        max_staleness: Versions; None means four times the number of ranks.
-        on_stale: What happens to older pushes: "damp" or "drop".
-        delay_compensation: The factor lambda, for gradients; 0 for none. It needs a second copy of the shard per rank.
-        lr_scale: What updates, or the learning rate, are multiplied by; None means 1 / N.
-        codec: Any block codec or its name, for what is pushed and answered; None sends it in the parameters' dtypes.
+        period: Minimum number of optimizer steps between pushes (Downpour's n_push and n_fetch).
+        rest: Minimum rest of a shard before its next push, as a multiple of the duration of its push and the answer.
+            With 0, a slow network is always busy, which takes processor time from training.
+        max_staleness: Maximum staleness, in versions. None means four times the number of ranks.
+        on_stale: How older pushes are handled: "damp" or "drop".
+        delay_compensation: The factor lambda, for gradients; 0 disables it. It needs a second copy of the shard per
+            rank.
+        lr_scale: Factor of the updates, or of the learning rate; None means 1 / N.
+        codec: Block codec for pushes and answers, or its name. None sends both in the parameters' dtypes.
 
     Raises:
-        ConfigError: An option is out of range; when it is attached: the optimizer is not elementwise (SGD, Adam,
-            AdamW) with gradients, a parameter does not fill a stretch of memory, or a codec does not take its dtype.
+        ConfigError: An option is out of range. When the algorithm is attached: the optimizer is not elementwise (SGD,
+            Adam, AdamW) with `push="gradients"`, a parameter does not occupy contiguous memory, or the codec does not
+            support its dtype.
     """
 
     made_for = "any"
@@ -138,7 +141,7 @@ class AsyncSGD(Algorithm):
         self.codec = None if codec is None else block_codec(codec)
 
     def rule(self, world_size: int) -> Rule:
-        """Return how the owners of shards take pushes."""
+        """Return the rule by which the owners of shards apply pushes."""
         return Rule(
             scale=1 / world_size if self.lr_scale is None else self.lr_scale,
             max_staleness=4 * world_size if self.max_staleness is None else self.max_staleness,
@@ -148,7 +151,7 @@ class AsyncSGD(Algorithm):
 
     @override
     def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
-        """See `Algorithm`: a shard to each owner and back, as each rank is the owner of one."""
+        """See `Algorithm`. An exchange sends a shard to each owner and receives it back; every rank owns one shard."""
         numel = sum(parameter.numel() for parameter in parameters)
         nbytes = sum(parameter.nbytes for parameter in parameters)
         shard = nbytes // world_size if self.codec is None else self.codec.payload_bytes(-(-numel // world_size))
@@ -159,14 +162,14 @@ class AsyncSGD(Algorithm):
             question_bytes=HEADER_BYTES + shard,
             answer_bytes=HEADER_BYTES + shard,
             rest=self.rest,
-            step_bytes=3 * nbytes if pushes_gradients else 0,  # gradients are added up
-            # The origin; what has been done since, and the origin again. With a codec it is encoded, with feedback.
+            step_bytes=3 * nbytes if pushes_gradients else 0,  # accumulate the gradients
+            # Read the origin, write the update, rewrite the origin. With a codec, encode with error feedback.
             ask_bytes=(4 if pushes_gradients else 9) * nbytes + (3 * 4 * numel if is_coded else 0),
-            # W is changed, or the optimizer makes a step; W is copied, or its change encoded.
+            # Update W, or make an optimizer step; then copy W, or encode its change.
             beside_bytes=(10 if pushes_gradients else 5) * nbytes + (3 * 4 * numel if is_coded else 0),
-            # Of the weights the origin is taken off, replaced, and added again.
+            # Subtract the origin from the weights, replace it, and add it again.
             take_bytes=8 * nbytes + (2 * 4 * numel if is_coded else 0),
-            # Origin, what is pending, sent and received, and the own shard; with a codec its errors, and W_r of all.
+            # Origin, pending, sent and received buffers, and the own shard; with a codec, residuals and every W_r.
             memory_bytes=4 * nbytes + nbytes // world_size + (2 * 4 * numel if is_coded else 0),
         )
 
@@ -176,7 +179,7 @@ class AsyncSGD(Algorithm):
 
 
 class _Worker(Runner):
-    """The rank's part: its own shard, and its questions to the owners of all."""
+    """The runner of one rank: serves its own shard, and pushes to the owners of all shards."""
 
     def __init__(self, attachment: Attachment, algorithm: AsyncSGD) -> None:
         self._attachment = attachment
@@ -227,13 +230,13 @@ class _Worker(Runner):
         changed = zip(self._names, weights, self._strides, strict=True)
         name, now, before = next((n, w.stride(), s) for n, w, s in changed if w.stride() != s)
         raise ConfigError(
-            f"rank {self._attachment.comm.rank}: async_sgd cuts parameters into shards by their memory, and {name!r} "
-            f"has strides {now}, expected {before} as when it was wrapped. Change the memory format before wrapping"
+            f"rank {self._attachment.comm.rank}: async_sgd splits parameters into shards by their memory, and {name!r} "
+            f"has strides {now}, expected {before} as at wrap time. Change the memory format before wrapping"
         )
 
     @property
     def _orders(self) -> dict[str, Order]:
-        """The orders of elements of parameters that do not lie in that of their indices."""
+        """The memory orders of the parameters whose elements are not in the order of their indices."""
         orders = zip(self._names, map(order_of, self._parameters), strict=True)
         return {name: order for name, order in orders if order}
 
@@ -242,7 +245,7 @@ class _Worker(Runner):
     def bytes_sent(self) -> float:
         return self._mailbox.bytes_sent
 
-    # --- the shard that this rank owns, on the threads of those that ask --------------------------------------------
+    # --- the shard that this rank owns, on the mailbox threads ------------------------------------------------------
 
     @torch.no_grad()
     def _answer(self, peer: int, message: Message, reply: Callable[[Message], None]) -> None:
@@ -267,9 +270,9 @@ class _Worker(Runner):
                 return
             if getattr(self._attachment.optimizer, "grad_scale", None) is not None:
                 raise ConfigError(
-                    "async_sgd(push='gradients') takes gradients before the optimizer's step, and a fused optimizer "
-                    "unscales them within it. Call scaler.unscale_(optimizer) first, or make the optimizer with "
-                    "fused=False"
+                    "async_sgd(push='gradients') reads gradients before the optimizer's step, and a fused optimizer "
+                    "unscales them inside the step. Call scaler.unscale_(optimizer) first, or create the optimizer "
+                    "with fused=False"
                 )
             own = [_dense(g, p) for g, p in zip(gradients, self._parameters, strict=True)]
         weights = self._weights
@@ -286,14 +289,14 @@ class _Worker(Runner):
                 self._push(shard)
 
     def _take_over(self, shard: Shard) -> None:
-        """Take over the weights that have arrived, if they have."""
+        """Apply the shard's new weights if they have arrived."""
         if shard.has_arrived.is_set():
             frozen = {idx for idx, parameter in enumerate(self._parameters) if not parameter.requires_grad}
             shard.take_over(self._weights, frozen)
             self.num_rounds += 1
 
     def _push(self, shard: Shard) -> None:
-        """Push what is pending, if nothing is under way."""
+        """Push the pending steps, unless a push is in flight."""
         if shard.num_pending and not shard.is_under_way:
             shard.push(self._weights, self._mailbox.ask)
 
@@ -302,7 +305,7 @@ class _Worker(Runner):
         gone = [shard.owner for shard in self._shards if shard.owner not in here]
         if gone:
             self._shards = [shard for shard in self._shards if shard.owner in here]
-            _log.warning("ranks %s have left; each rank trains their shards of the parameters alone from here on", gone)
+            _log.warning("ranks %s have left; from now on each rank trains their parameter shards alone", gone)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -322,13 +325,13 @@ class _Worker(Runner):
                     self._wait(shard, "the end of its pushes")
                 self._take_over(shard)
                 self._push(shard)
-        self._attachment.gather(None)  # from here on every push has been applied, on all ranks
+        self._attachment.gather(None)  # every push of every rank has been applied
         for shard in self._shards:
             shard.pull(self._mailbox.ask)
         for shard in self._shards:
             self._wait(shard, "the final weights")
             shard.overwrite(self._weights)
-        self._attachment.gather(None)  # nobody pushes before all have pulled
+        self._attachment.gather(None)  # no rank pushes before all ranks have pulled
 
     def _wait(self, shard: Shard, what: str) -> None:
         limit_s = self._attachment.timeout_s
@@ -338,7 +341,7 @@ class _Worker(Runner):
             owner = self._mailbox.global_rank(shard.owner)
             words = f"rank {self._mailbox.global_rank(self._attachment.comm.rank)}: {what}: rank {owner}"
             has_left = shard.owner not in (self._attachment.comm.rank, *self._mailbox.present())
-            if has_left and not shard.has_arrived.wait(_LOOK_S):  # its answer may come after its goodbye
+            if has_left and not shard.has_arrived.wait(_LOOK_S):  # its answer may arrive after its goodbye
                 raise PeerFailure(f"{words} has left; every rank must call commlib.synchronize", [owner])
             if time.monotonic() > deadline:
                 raise PeerTimeout(f"{words} did not answer within {limit_s:g} s", [owner])
@@ -371,21 +374,22 @@ class _Worker(Runner):
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         if different:
             raise ConfigError(
-                f"rank {self._attachment.comm.rank}: async_sgd: the saved shards are of another memory format: "
-                f"{len(different)} parameters, the first is {different[0]!r}, whose dimensions lay in the order "
-                f"{saved.get(different[0], 'of its indices')}, expected {own.get(different[0], 'of its indices')}. "
-                "Bring the model into the memory format of the run that saved them before wrapping"
+                f"rank {self._attachment.comm.rank}: async_sgd: the saved shards have another memory format: "
+                f"{len(different)} parameters differ, the first is {different[0]!r}, saved with its dimensions in the "
+                f"order {saved.get(different[0], 'of its indices')}, expected "
+                f"{own.get(different[0], 'of its indices')}. Convert the model to the memory format of the run that "
+                "saved them before wrapping"
             )
 
 
 def _check_dense(name: str, parameter: torch.Tensor) -> None:
     if not parameter.is_contiguous() and not is_dense(parameter):
         raise ConfigError(
-            f"async_sgd cuts parameters into shards by their memory, and {name!r} with strides {parameter.stride()} "
-            "does not fill a stretch of it. Make the parameter contiguous"
+            f"async_sgd splits parameters into shards by their memory, and {name!r} with strides {parameter.stride()} "
+            "does not occupy contiguous memory. Make the parameter contiguous"
         )
 
 
 def _dense(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient with the parameter's strides; zeros where there is none."""
+    """Return the gradient with the parameter's strides; zeros if there is no gradient."""
     return torch.zeros_like(parameter) if gradient is None else laid_out(gradient, parameter)

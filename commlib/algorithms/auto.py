@@ -1,4 +1,4 @@
-"""The algorithm that measurement and simulation choose."""
+"""Automatic choice of an algorithm by measurement and simulation."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from commlib.errors import ConfigError
 
 
 class Auto(AllReduce):
-    """Averages gradients in full precision, measures, and goes on as the algorithm that will be the fastest here.
+    """Averages gradients in full precision, then measures and selects the algorithm predicted to be the fastest.
 
     After the first synchronised steps it measures the network (about two seconds), simulates one training step of each
-    candidate with what was measured, and takes the fastest; of those within 3 % of it the most exact, and of equally
-    exact ones the first listed. Left out is what is known to learn less with the optimizer given to `wrap` (Adam, where
-    none is), or is made for another one and not measured with it. One line of the log says which and why. Where steps
-    later take 20 % more or less than expected, it measures and chooses anew.
-    Rank 0 decides for all.
+    candidate with the measurements, and selects the fastest. Among candidates within 3 % of the fastest it selects the
+    most exact one, and among equally exact ones the first listed. It excludes algorithms that are known to reach a
+    higher loss with the optimizer given to `wrap` (Adam if none is given), and algorithms that are made for another
+    optimizer and were not measured with this one. One log line reports the choice and its reason. If steps later take
+    20 % more or less time than expected, it measures and selects again. Rank 0 decides for all ranks.
 
     Args:
-        allow: How far it may go: "exact", "8bit" (8 bits on the wire), "compensated" (what is not sent is remembered)
-            or "any" (weights that differ between ranks, too).
-        candidates: Names or instances to choose from, in order of preference, instead of commlib's own choice of that
-            class; those outside the class, or which need an optimizer that `wrap` was not given, are left out. What is
-            known against one is logged, and the choice is yours.
+        allow: Largest permitted effect on the optimisation: "exact", "8bit" (8 bits on the wire), "compensated"
+            (elements that are not sent are kept as residuals) or "any" (including weights that differ between ranks).
+        candidates: Names or instances to choose from, in order of preference, in place of commlib's own list for
+            `allow`. Candidates outside that class, or which need an optimizer that was not given to `wrap`, are
+            excluded. Candidates known to reach a higher loss are not excluded; the log reports them.
 
-    Paper: none; Gan et al., "BAGUA" (VLDB 2021), name an automatic choice as what they lack.
+    Paper: none; Gan et al., "BAGUA" (VLDB 2021), mention automatic selection as missing.
     """
 
     made_for = "any"
-    limits = MappingProxyType({"two_runs_are_alike": "what is chosen depends on what was measured"})
+    limits = MappingProxyType({"two_runs_are_alike": "the chosen algorithm depends on measurements"})
 
     def __init__(self, allow: str = "8bit", candidates: Sequence[str | Algorithm] | None = None) -> None:
         super().__init__()

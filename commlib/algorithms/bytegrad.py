@@ -15,24 +15,24 @@ from commlib.primitives.aggregators import LowPrecision
 
 
 class ByteGrad(Compressed):
-    """8-bit averaging of gradients: quantized before they are exchanged, and again after they were summed.
+    """Averages gradients in 8 bits: quantizes them before the exchange, and their sum again.
 
-    With C the codec and g_r the gradients of rank r, cut into a chunk per rank:
+    With C the codec and g_r the gradients of rank r, split into one chunk per rank:
 
         g = C(1/N sum_r C(g_r))
 
     Args:
-        codec: Any block codec or its name; `Int8` by default.
+        codec: Block codec or its name; `Int8` by default.
         op: "mean" or "sum".
-        feedback: Whether each stage's error is added to the next round's input (8 bits rarely need it).
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are compressed; all by default.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        feedback: Whether the error of each stage is added to the input of the next round; rarely needed with 8 bits.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to compress; all by default.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations" (VLDB 2021), C_LP_S without
     error compensation.
-    Deviations: blocks of 256 elements have a scale each, where BAGUA has one for 1/N of a bucket; absmax instead of
-    min-max (`codec=UInt8Bagua()` is BAGUA's own). The mean is divided in fp32 after the sum.
+    Deviations: one scale per block of 256 elements, where BAGUA has one per 1/N of a bucket; absmax instead of min-max
+    (`codec=UInt8Bagua()` is BAGUA's own). The mean is divided in fp32 after the sum.
     """
 
     made_for = "any"

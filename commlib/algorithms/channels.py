@@ -1,11 +1,11 @@
-"""What an algorithm communicates, and when: one declared object of the kind that fits, which the engine carries out.
+"""Channels: the declarations of the data that an algorithm communicates, and of the time at which it does.
 
     Gradients        every bucket of gradients, during backward
     Weights          the weights, after optimizer steps
     OptimizerState   an entry of the optimizer's state, after optimizer steps
-    SelfRunning      nothing that has rounds: the algorithm runs itself, around optimizer steps
+    SelfRunning      no rounds; the algorithm runs its own communication around optimizer steps
 
-During the warm-up of any kind, gradients are averaged in full precision.
+During the warm-up of any channel, gradients are averaged in full precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from commlib.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """What all kinds have in common.
+    """Base class of all channels.
 
     Attributes:
         warmup_steps: Optimizer steps of plain full-precision gradient all-reduce before the algorithm starts.
@@ -39,32 +39,32 @@ class Channel:
 
     @property
     def follows_steps(self) -> bool:
-        """Whether what it does in a step depends on how many the optimizer has made."""
+        """Whether the communication in a step depends on the number of optimizer steps."""
         return True
 
     @property
     def has_rounds(self) -> bool:
-        """Whether it is made of rounds of requests to a communicator; else `Algorithm.traffic` says what is sent."""
+        """Whether it consists of rounds of requests to a communicator. If not, `Algorithm.traffic` describes it."""
         return True
 
     @property
     def keeps_step(self) -> bool:
-        """Whether all ranks come to the same round at the same step; a run then depends on no clock."""
+        """Whether all ranks reach the same round at the same step, so that a run does not depend on timing."""
         return True
 
     @property
     def keeps_replicas_alike(self) -> bool:
-        """Whether ranks that begin with the same weights have the same weights after every step."""
+        """Whether ranks that start with identical weights have identical weights after every step."""
         return False
 
     @property
     def wants_nodes(self) -> bool:
-        """Whether `Communicator.nodes` is to be there."""
+        """Whether it uses `Communicator.nodes`."""
         return False
 
     @property
     def reads_state(self) -> bool:
-        """Whether it reads the optimizer's state, which an optimizer has after its first step."""
+        """Whether it reads the optimizer's state, which exists after the optimizer's first step."""
         return False
 
     @property
@@ -74,32 +74,33 @@ class Channel:
 
     @property
     def cycle(self) -> int:
-        """Steps after which everything begins anew: each cycle is like the one before."""
+        """Number of steps after which the communication pattern repeats."""
         return 1
 
     @property
     def steady_step(self) -> int:
-        """The step from which on that holds; what is simulated begins there."""
+        """First step from which the pattern repeats; simulations begin there."""
         return self.warmup_steps
 
     def syncs_gradients(self, step: int) -> bool:
-        """Return whether the backward of a step, from 0 on, synchronises gradients."""
+        """Return whether the backward of a step, counted from 0, synchronises gradients."""
         return step < self.warmup_steps
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a simulation takes the mean of several cycles."""
+        """Whether a simulation averages over several cycles."""
         return self.cycle > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
-    """Steps that each rank makes with its own gradients, between rounds that come ever more rarely.
+    """Steps that each rank makes with its own gradients, between rounds with growing intervals.
 
     Attributes:
-        after: The first steps, all of which have a round.
-        doubling_every: Rounds are 2 steps apart for as many steps, then 4, and so on.
-        longest: Steps from one round to the next in the end; a power of two.
+        after: Number of initial steps that all have a round.
+        doubling_every: Steps after which the interval doubles: rounds are 2 steps apart for this many steps, then 4,
+            and so on.
+        longest: Largest number of steps between rounds; a power of two.
     """
 
     after: int
@@ -115,11 +116,11 @@ class LocalSteps:
 
     @property
     def settled_at(self) -> int:
-        """The step from which on rounds are `longest` apart."""
+        """First step from which rounds are `longest` steps apart."""
         return self.after + self.doubling_every * (self.longest.bit_length() - 2)
 
     def has_round(self, step: int) -> bool:
-        """Return whether there is a round in a step, from 0 on."""
+        """Return whether a step, counted from 0, has a round."""
         since = step - self.after
         if since < 0:
             return True
@@ -128,26 +129,28 @@ class LocalSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(Channel):
-    """Gradients are communicated in every synchronised backward, or in those of some steps.
+    """Communicates gradients in every synchronised backward, or in the backward of some steps.
 
     Attributes:
-        local: Steps without a round, in which weights come to differ; None: there are none. Whatever `communicate`
-            leaves in a round must then let the optimizer make all ranks' weights alike.
-        varies_until: Before this step, rounds may be unlike those that follow, also after the warm-up.
+        local: Steps without a round, in which the ranks' weights diverge; None if every step has a round. With local
+            steps, the result of `communicate` must enable the optimizer to make the weights of all ranks identical
+            again.
+        varies_until: Step before which rounds may differ from later ones, even after the warm-up.
         reads_optimizer: Whether it reads the user's optimizer, so that `wrap(..., optimizer=...)` is required.
         reduces_flags: Whether `communicate` sums `bucket.payload` over the ranks in a format that keeps small positive
-            numbers positive. Where False, the engine sends its flags by themselves.
-        accumulates: Whether gradients that were communicated before may be in what is communicated, as when a step has
-            two synchronised backwards: their mean over the ranks then counts once more as itself. Not where what
-            `communicate` leaves is no mean of gradients but, say, of momentum; such gradients are refused then.
-        prompt: Whether `communicate` asks for its first collective without working on the data; the thread that makes a
-            bucket ready then issues it itself.
-        single: Whether `communicate` asks for one collective only and has next to nothing to do after it; the thread
-            that waits at the end of backward then finishes it itself.
+            numbers positive. If False, the engine sends its flags separately.
+        accumulates: Whether a bucket may include gradients that were already communicated, as with two synchronised
+            backwards in one step. A gradient that is already a mean over the ranks is then averaged again, which does
+            not change it. False if `communicate` returns something other than a mean of gradients, such as a mean of
+            momentum; such gradients are then rejected.
+        prompt: Whether `communicate` requests its first collective without processing the data. The thread that marks a
+            bucket ready then issues this collective itself.
+        single: Whether `communicate` requests only one collective, with little work after it. The thread that waits at
+            the end of backward then finishes it itself.
         idle_alone: Whether there is nothing to do in a group of one rank.
-        hierarchical: Whether it wants to know the nodes (`Communicator.nodes`).
-        window: How deep buckets are interleaved: the second collective of a bucket follows the first of the bucket
-            `window - 1` places later, and so on; 1 is one bucket after the other.
+        hierarchical: Whether it uses the nodes (`Communicator.nodes`).
+        window: Depth at which buckets are interleaved: the second collective of a bucket follows the first one of the
+            bucket `window - 1` places later, and so on. 1 processes one bucket after the other.
     """
 
     local: LocalSteps | None = None
@@ -206,27 +209,28 @@ class Gradients(Channel):
         return self.hierarchical
 
     def syncs_gradients(self, step: int) -> bool:
-        """See `Channel`: always, but for local steps."""
+        """See `Channel`. True except in local steps."""
         return self.local is None or self.local.has_round(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Channel):
-    """Weights are communicated at the end of optimizer steps.
+    """Communicates weights at the end of optimizer steps.
 
     Attributes:
-        period: Optimizer steps from one round to the next.
-        delay: Optimizer steps that a round stays in flight in the background before its result is taken; 0 means that
-            the step waits for it. At most `period`.
-        asynchronous: A round in the background is taken at the first step end at which its result is there, however
-            many steps that takes, and the next one starts no sooner. No step ever waits; ranks may be a round apart.
-            `period` is the least distance of two starts; `delay` is not given then.
-        mixing: How a result r enters tensors x. None: x becomes r, and in the background x + r - c, with c the copy
-            that the round worked on; a number a: x becomes a x + (1 - a) r.
-        fragments: Round k carries the buckets whose index is k modulo this number.
-        varies: Whether rounds over the same buckets differ, as those over a graph that changes do.
-        hierarchical: Whether it wants to know the nodes (`Communicator.nodes`).
-        window: As `Gradients.window`.
+        period: Optimizer steps between rounds.
+        delay: Optimizer steps for which a round is in flight in the background before its result is applied, at most
+            `period`. With 0 the step waits for the round.
+        asynchronous: Whether the result of a background round is applied at the end of the first step at which it is
+            available. No step waits, and ranks may be one round apart. The next round starts after that step; `period`
+            is the minimum number of steps between starts. Requires `delay=0`.
+        mixing: How a result r is applied to tensors x. With None, x becomes r, or x + r - c for a background round,
+            where c is the copy that the round started from. With a number a, x becomes a x + (1 - a) r.
+        fragments: Number of fragments. Round k communicates the buckets whose index is congruent to k modulo this
+            number.
+        varies: Whether rounds over the same buckets differ, for example over a graph that changes.
+        hierarchical: Whether it uses the nodes (`Communicator.nodes`).
+        window: See `Gradients.window`.
     """
 
     period: int = 1
@@ -249,13 +253,11 @@ class Weights(Channel):
             self.fragments >= 1 and 0 <= (self.mixing or 0) <= 1,
             f"fragments >= 1 and mixing None or from 0 to 1, got fragments={self.fragments}, mixing={self.mixing}",
         )
-        self._expect(
-            not (self.asynchronous and self.delay), f"no delay where rounds are asynchronous, got {self.delay}"
-        )
+        self._expect(not (self.asynchronous and self.delay), f"no delay with asynchronous rounds, got {self.delay}")
 
     @property
     def in_background(self) -> bool:
-        """Whether rounds go on while the next steps are made."""
+        """Whether rounds run during the next steps."""
         return self.asynchronous or self.delay > 0
 
     @property
@@ -270,7 +272,7 @@ class Weights(Channel):
 
     @property
     def cycle(self) -> int:
-        """See `Channel`: until all fragments have had their round."""
+        """See `Channel`. A cycle has one round of each fragment."""
         return self.period * self.fragments
 
     @property
@@ -281,10 +283,10 @@ class Weights(Channel):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState(Weights):
-    """As `Weights`, but buckets hold an entry of the optimizer's state.
+    """Communicates an entry of the optimizer's state in place of the weights; see `Weights`.
 
     Attributes:
-        key: The entry's, as in `optimizer.state[parameter][key]`.
+        key: Key of the entry, as in `optimizer.state[parameter][key]`.
     """
 
     key: str = ""
@@ -301,10 +303,10 @@ class OptimizerState(Weights):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfRunning(Channel):
-    """There are no buckets and no rounds: the algorithm runs itself (`Algorithm.attach`).
+    """Uses neither buckets nor rounds; the algorithm runs its own communication (`Algorithm.attach`).
 
     Attributes:
-        period: Optimizer steps from one exchange with a peer to the next, at least.
+        period: Minimum number of optimizer steps between exchanges with a peer.
     """
 
     period: int = 1

@@ -33,15 +33,15 @@ class _Bucket:
 
 
 class Aggregation(State):
-    """Averages buckets of the group "compressed" with one aggregator, the others with another one; holds their state.
+    """Averages buckets of the group "compressed" with one aggregator and the others with another; holds their state.
 
     With nodes, compressed buckets are summed inside each node in full precision, and each local rank exchanges a
     stretch with its peers of the other nodes.
 
     Args:
-        compressed: Aggregator of compressed buckets; None if there are none.
+        compressed: Aggregator of compressed buckets; None if no bucket is compressed.
         others: Aggregator of the other buckets; in full precision by default.
-        is_mean: Whether results are means over all ranks, else sums.
+        is_mean: Whether results are means over all ranks; sums otherwise.
     """
 
     def __init__(
@@ -126,27 +126,29 @@ class Aggregation(State):
 
 
 class Compressed(Algorithm):
-    """Averages the gradients of some parameters compressed, those of the others in full precision.
+    """Averages the gradients of some parameters in compressed form, and those of the others in full precision.
 
     Args:
         aggregator: Averages compressed buckets.
         others: Averages the other buckets; in full precision by default.
         op: "mean" or "sum".
-        compress: Which parameters are compressed.
-        hierarchical: Whether gradients are first summed inside each node, in full precision, and compressed only across
+        compress: Selects the parameters to compress.
+        hierarchical: Whether gradients are first summed inside each node in full precision, and compressed only across
             nodes; every local rank exchanges a part.
-        rescale_residuals: Whether residuals are multiplied by lr_then / lr_now (1 where either is 0) when the learning
-            rate changes, so that what an earlier step owes the weights is paid at that step's rate (Karimireddy et al.,
-            2019, algorithm 1). While the rate falls, residuals and `param.grad` grow: clip with care. Only for
-            `torch.optim.SGD`, given to `wrap`; other optimizers do not step in proportion to gradients.
+        rescale_residuals: Whether residuals are multiplied by lr_then / lr_now (1 if either is 0) when the learning
+            rate changes. The residual of an earlier step is then applied with that step's learning rate (Karimireddy et
+            al., 2019, algorithm 1). While the learning rate decreases, residuals and `param.grad` grow, which affects
+            gradient clipping. Requires `torch.optim.SGD`, given to `wrap`; other optimizers do not step in proportion
+            to gradients.
         ef21: Weight of a new gradient in each rank's momentum, in (0, 1] (EF21-SGDM, `aggregators.EF21`); None is plain
-            error feedback. Gradients that are not compressed get the same momentum.
-        ef21_excludes: The subclass's own options that `ef21` does not go with: whether each is set, by its text.
+            error feedback. Uncompressed gradients get the same momentum.
+        ef21_excludes: The subclass's options that are incompatible with `ef21`: the text of each, and whether it is
+            set.
     """
 
     channel = Gradients(idle_alone=True)
 
-    #: The optimizers with which residuals may follow the learning rate.
+    #: The optimizers that work with `rescale_residuals`.
     rescaled_for: tuple[type, ...] = (torch.optim.SGD,)
 
     def __init__(
@@ -164,7 +166,7 @@ class Compressed(Algorithm):
         if op not in ("mean", "sum"):
             raise ConfigError(f"{type(self).__name__}.op: expected 'mean' or 'sum', got {op!r}")
         if rescale_residuals and not aggregator.has_state:
-            raise ConfigError(f"{type(self).__name__}.rescale_residuals: expected it with feedback only")
+            raise ConfigError(f"{type(self).__name__}.rescale_residuals: expected error feedback with it, got none")
         self.exactness = aggregator.exactness
         self.portable = not aggregator.has_state and not hierarchical
         declared = type(self).channel
@@ -180,7 +182,7 @@ class Compressed(Algorithm):
             self._check_ef21(ef21, ef21_excludes)
             aggregator, others = EF21(aggregator, ef21), Smoothed(ef21)
             self.made_for = "sgd"
-            # What remains is not a mean of gradients, and a single rank has a momentum, too.
+            # The result is not a mean of gradients, and a single rank has momentum too.
             self.channel = dataclasses.replace(self.channel, accumulates=False, idle_alone=False)
         self.units = Units(rescale_residuals)
         self.aggregation = Aggregation(aggregator, others, is_mean=op == "mean")
@@ -232,7 +234,7 @@ class Compressed(Algorithm):
 
     @override
     def forget(self) -> None:
-        """Keep residuals: they are gradients, which other weights are owed as well."""
+        """Keep residuals: they are gradients, which also apply to other weights."""
 
     @override
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,5 +242,5 @@ class Compressed(Algorithm):
         if (self.ef21 is None) != ("estimate" not in state):
             got = "without EF21" if self.ef21 is not None else "with EF21"
             raise ConfigError(
-                f"{type(self).__name__}: the saved state is of a run {got}; expected one with ef21={self.ef21}"
+                f"{type(self).__name__}: the state was saved by a run {got}; expected one with ef21={self.ef21}"
             )

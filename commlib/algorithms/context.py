@@ -1,4 +1,4 @@
-"""The views of buckets and of the job that the engine gives to an algorithm."""
+"""Views of buckets and of the process group that the engine passes to an algorithm."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from commlib.transport.base import Communicator
 
 
 class BucketView(Protocol):
-    """A bucket as an algorithm sees it.
+    """An algorithm's view of a bucket.
 
     Attributes:
         index: The bucket's place in the plan; the same on all ranks.
-        group: What `Algorithm.group` returned for the parameters in it.
-        parts: The parameters' places, in the order in which they lie in `flat`; computed when asked for.
-        parameters: The parameters themselves, in that order; none for the scratch buckets of measurements.
-        flat: [numel] The bucket's values, one after the other; of the parameters' dtype (complex ones as pairs).
-        payload: [numel + num_flags] `flat` and, in the plan's last bucket, the engine's flags behind it; what an
-            algorithm sums that reduces in full precision (`Gradients.reduces_flags`).
+        group: The result of `Algorithm.group` for its parameters.
+        parts: The parameters' places, in the order of `flat`. Computed on access.
+        parameters: The parameters, in the same order; empty for the scratch buckets of measurements.
+        flat: [numel] The bucket's values, contiguous, in the parameters' dtype (complex values as pairs).
+        payload: [numel + num_flags] `flat`, followed by the engine's flags in the plan's last bucket. Algorithms that
+            reduce in full precision sum it (`Gradients.reduces_flags`).
     """
 
     index: int
@@ -43,10 +43,10 @@ class BucketView(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What an algorithm is told when its buckets exist.
+    """Arguments of `Algorithm.setup`.
 
     Attributes:
-        comm: The group, as `communicate` will see it.
+        comm: The group that `communicate` will receive.
         buckets: The buckets, in plan order.
         device: The device of the buckets.
         optimizer: The user's optimizer, or None.

@@ -1,4 +1,4 @@
-"""Averaging of weights with neighbours instead of gradients with everyone: D-PSGD."""
+"""Averaging of weights with neighbours: D-PSGD."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from commlib.primitives.topology import Topology
 
 
 class Decentralized(NeighbourAveraging):
-    """Each rank trains on its own gradients and averages its weights with its neighbours', in full precision.
+    """Trains each rank on its own gradients and averages weights with its neighbours in full precision.
 
-    With W the doubly stochastic mixing matrix of the topology, which may change from step to step, and overlap:
+    With overlap and W the doubly stochastic mixing matrix of the topology, which may change from step to step:
 
-        x_i,k+1 = sum_j W_ij x_j,k + (what the optimizer does with the gradient at x_i,k)
+        x_i,k+1 = sum_j W_ij x_j,k + (the optimizer's update for the gradient at x_i,k)
 
-    The average of the weights before the step is made while its forward and backward run. Without overlap the average
-    comes after the step, of what the steps have made: x_i,k+1 = sum_j W_ij (x_j,k + step_j).
-    Replicas differ; `commlib.synchronize(model)` gives their mean.
+    The weights from before the step are averaged while its forward and backward run. Without overlap, the weights are
+    averaged after the step: x_i,k+1 = sum_j W_ij (x_j,k + step_j). Replicas differ; `commlib.synchronize(model)` sets
+    all weights to their mean.
 
     Args:
         topology: A name of `commlib.primitives.topology.TOPOLOGIES` or a `Topology`: `Graph(edges)`, `MixingMatrix(W)`.
-        period: Optimizer steps from one average to the next.
-        overlap: See above.
-        hierarchical: Whether weights are averaged inside each node first, and the graph is one of nodes.
+        period: Optimizer steps between averages.
+        overlap: Whether a round runs during the next step's forward and backward; see above.
+        hierarchical: Whether weights are first averaged inside each node, and the graph connects nodes.
 
     Paper: Lian et al., "Can decentralized algorithms outperform centralized algorithms?" (NeurIPS 2017), algorithm 1
     (D-PSGD); without overlap the adapt-then-combine form. BAGUA's decentralized full precision.

@@ -1,4 +1,4 @@
-"""DeMo: the largest components of each rank's momentum, by a discrete cosine transform of its chunks."""
+"""DeMo: exchange of the largest components of each rank's momentum in a discrete cosine transform."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ from commlib.primitives.components import MAX_CHUNK
 
 
 class DeMo(Compressed):
-    """Each rank keeps a momentum of its own and sends the largest components of it, by a DCT of its chunks.
+    """Each rank keeps a local momentum and sends its largest components, by a DCT of its chunks.
 
         m_r <- decay m_r + g_r
         q_r = the `kept` largest components of each chunk of DCT(m_r),   m_r <- m_r - IDCT(q_r)
         g = IDCT(1/N sum_r q_r)
 
-    Matrices are cut into chunks of `chunk` x `chunk`, vectors into such of `chunk`; a dimension that does not divide is
-    cut by its largest divisor below. A parameter of more than two dimensions counts as its first against the others.
-    A component is sent in 4 bytes, its place as int16 and its value as bf16: half of an fp32 value's payload, and what
-    the value loses stays in the momentum. So every rank receives N - 1 payloads of 4 `kept` bytes per chunk: of an fp32
-    matrix with the defaults 1/128 each.
+    Matrices are split into chunks of `chunk` x `chunk` elements, vectors into chunks of `chunk` elements. If `chunk`
+    does not divide a dimension, the dimension's largest smaller divisor is used. A parameter of more than two
+    dimensions is treated as a matrix of its first dimension by the others. A component is sent in 4 bytes, its place as
+    int16 and its value as bf16, half of the payload with fp32 values; the rounding error stays in the momentum. Every
+    rank receives N - 1 payloads of 4 `kept` bytes per chunk; with the defaults, each is 1/128 of an fp32 matrix.
 
-    The paper descends along the sign of g, which `commlib.optim.DeMo` does. All that is sent leaves the momentum, so
-    that a gradient counts once in all, not 1 / (1 - decay) times: g is of a gradient's size for any optimizer.
+    The paper's optimizer steps along the sign of g, as `commlib.optim.DeMo` does. Components that are sent are removed
+    from the momentum, so every gradient is applied once in total, not 1 / (1 - decay) times, and g has the magnitude of
+    a gradient for any optimizer.
 
     Args:
-        decay: Of the momentum, 0 to 1; 1 is plain error feedback.
-        kept: Components of each chunk that are sent; all, where it has no more.
-        chunk: The side of a chunk, 1 to 181.
-        sign: Whether sign(g) is left in the place of g, for optimizers that do not take it.
-        compress: Which parameters are compressed; all by default. The others are averaged in full precision.
-        rescale_residuals: Whether the momentum follows the learning rate of `commlib.optim.DeMo` or `torch.optim.SGD`:
-            m_r <- decay (lr_then / lr) m_r + g_r, as in the authors' code. See `Compressed`.
+        decay: Decay of the momentum, in [0, 1]; 1 is plain error feedback.
+        kept: Number of components of each chunk that are sent; all if a chunk has fewer.
+        chunk: Side of a chunk, 1 to 181.
+        sign: Whether to return sign(g) in place of g, for optimizers that do not apply the sign.
+        compress: Selects the parameters to compress; all by default. The others are averaged in full precision.
+        rescale_residuals: Whether the momentum is rescaled with the learning rate of `commlib.optim.DeMo` or
+            `torch.optim.SGD`: m_r <- decay (lr_then / lr) m_r + g_r, as in the authors' code. See `Compressed`.
 
     Paper: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization" (2024, arXiv 2411.19870), algorithm 1.
-    Deviations: the momentum is kept as its DCT, which is linear and orthonormal: one transform fewer. It has the units
-    of gradients, as in the paper's algorithm; the authors' code adds lr g_r, which `rescale_residuals` is as long as
-    parameter groups change their learning rates in proportion. Where ranks choose different components, the authors'
-    code divides each component by the number of ranks that chose it, not by N. Values are bf16.
+    Deviations: the momentum is stored as its DCT, which is linear and orthonormal; this saves one transform. It has the
+    units of gradients, as in the paper's algorithm. The authors' code adds lr g_r, which is equivalent to
+    `rescale_residuals` as long as the learning rates of all parameter groups change in proportion. If ranks select
+    different components, the authors' code divides each component by the number of ranks that selected it, not by N.
+    Values are bf16.
     """
 
-    made_for = "sgd"  # or its own sign descent; error feedback is analysed for SGD
+    made_for = "sgd"  # or `commlib.optim.DeMo`; error feedback is analysed for SGD
     rescaled_for = (torch.optim.SGD, optim.DeMo)
-    channel = Gradients(accumulates=False)  # one rank alone has a momentum too
+    channel = Gradients(accumulates=False)  # a single rank has momentum too
 
     def __init__(
         self,
@@ -92,4 +94,4 @@ class DeMo(Compressed):
         super().check_state_dict(state)
         saved = state["chunk"]
         if saved != self.chunk:
-            raise ConfigError(f"DeMo.chunk: expected {saved}, with which the state was saved, got {self.chunk}")
+            raise ConfigError(f"DeMo.chunk: expected {saved}, as in the saved state, got {self.chunk}")

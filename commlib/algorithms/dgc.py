@@ -23,19 +23,21 @@ class DGC(Compressed):
         u_r <- m u_r + g_r,   v_r <- v_r + u_r
         s_r = top_k(v_r),   v_r <- v_r - s_r,   u_r <- 0 where s_r was chosen,   g = 1/N sum_r s_r
 
-    The result already has its momentum: the optimizer must have none of its own (SGD with momentum=0); one with
-    momentum that is given to `wrap` is refused.
+    The result includes momentum, so the optimizer must not apply momentum (SGD with momentum=0). If `wrap` is given an
+    optimizer with momentum, it raises a `ConfigError`.
 
     Args:
-        ratio: The part of a bucket's elements that is sent after the warm-up, above 0 and at most 1.
-        momentum: m above.
-        clip: The norm that the gradient of the whole model is clipped to on each rank; None does not clip.
-        ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio falls from 0.25 to
+        ratio: Fraction of a bucket's elements that is sent after the warm-up, in (0, 1].
+        momentum: The momentum m, in [0, 1).
+        clip: Norm to which each rank clips the gradient of the whole model; None does not clip.
+        ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio decreases from 0.25 to
             `ratio`, by the same factor at each quarter.
-        hierarchical: Whether gradients are summed inside each node first, in full precision; a node is a worker then.
-        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default. The gradients of the
-            others are averaged in full precision, and the momentum comes after.
-        exchange: "gathered", as above, or "balanced", as `OkTopK` does: s_r is what of top_k(v_r) is in the result.
+        hierarchical: Whether gradients are first summed inside each node in full precision; each node then acts as one
+            worker.
+        compress: Selects the parameters to sparsify; by default matrices of 1,024 elements or more. The gradients of
+            the others are averaged in full precision before momentum is applied.
+        exchange: "gathered", as above, or "balanced", as in `OkTopK`: s_r are then the elements of top_k(v_r) that the
+            result contains.
 
     Paper: Lin et al., "Deep Gradient Compression" (ICLR 2018), algorithm 4 and section 3.
     Deviations: clipping by bucket, as the norm of the whole gradient is not known during backward; no Nesterov
@@ -44,7 +46,7 @@ class DGC(Compressed):
 
     made_for = "sgd"
     has_momentum = True
-    channel = Gradients(accumulates=False)  # one rank alone has a momentum too
+    channel = Gradients(accumulates=False)  # a single rank has momentum too
 
     def __init__(
         self,
@@ -76,11 +78,11 @@ class DGC(Compressed):
         self._corrected = corrected
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio at an optimizer step (at a round, if no optimizer is known)."""
+        """Return the ratio at an optimizer step, or at a round without an optimizer."""
         return self._corrected.ratio_at(step)
 
     @override
     def setup(self, context: Context) -> None:
         if keeps_momentum(context.optimizer):
-            raise ConfigError("DGC: the optimizer has a momentum of its own; use SGD(momentum=0)")
+            raise ConfigError("DGC: the optimizer applies momentum, which DGC already includes; use SGD(momentum=0)")
         super().setup(context)

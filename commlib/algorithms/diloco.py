@@ -13,34 +13,34 @@ from commlib.codecs.sparse import SparseCodec
 
 
 class DiLoCo(OuterAveraging):
-    """Every `period` local steps, one step of Nesterov SGD along the mean of what the ranks moved.
+    """Every `period` local steps, makes a Nesterov SGD step along the mean of the ranks' outer gradients.
 
-    With x the global weights and x_r those that rank r came to from them, C the codec, u the outer momentum m:
+    With x the global weights, x_r the weights of rank r after its local steps from x, C the codec, u the outer momentum
+    buffer and m the momentum:
 
         g = C(1/N sum_r C(x - x_r)),   u <- m u + g,   x <- x - outer_lr (g + m u),   x_r = x
 
     The inner optimizer is the user's; AdamW in the paper. The replicas are identical after every outer step.
 
     Args:
-        period: Inner steps from one outer step to the next (H).
-        outer_lr: The outer learning rate.
-        outer_momentum: The outer momentum m.
-        nesterov: Whether the outer momentum is Nesterov's; False steps along u.
-        codec: For the outer gradients: any block codec, or a sparse one, `TopK`, `BlockTopK` or `Threshold`, with which
-            the mean is not encoded again; or its name. None sends them in the weights' dtype.
-        feedback: Whether errors of the codec are fed back, by all who encode; None does where there is a codec. A
-            sparse one needs it.
-        compress: With a codec: which parameters are compressed; all by default.
+        period: Inner steps between outer steps (H).
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Momentum m of the outer optimizer.
+        nesterov: Whether the outer optimizer uses Nesterov momentum; False steps along u.
+        codec: Codec of the outer gradients, or its name: any block codec, or a sparse one, `TopK`, `BlockTopK` or
+            `Threshold`, with which the mean is not encoded again. None sends them in the weights' dtype.
+        feedback: Whether to use error feedback in all stages; None enables it with a codec. A sparse codec requires it.
+        compress: With a codec, selects the parameters to compress; all by default.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step (the
             paper starts from a pretrained model).
-        outer: Makes another outer optimizer of the global weights, such as `torch.optim.AdamW`, in place of
-            outer_lr, outer_momentum and nesterov; called with lists of parameters, once for each bucket. Its state is
+        outer: Creates another outer optimizer of the global weights, such as `torch.optim.AdamW`, which replaces
+            outer_lr, outer_momentum and nesterov. Called with a list of parameters, once for each bucket. Its state is
             saved.
-        error_decay: What error feedback keeps from one outer step to the next, from 0 to 1.
+        error_decay: Factor of residuals from one outer step to the next, in [0, 1].
 
     Paper: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (2023), algorithm 1.
     Deviations: none without a codec; the paper's outer gradients are fp32. The inner optimizer's state stays local, as
-    there.
+    in the paper.
     """
 
     made_for = "adam"

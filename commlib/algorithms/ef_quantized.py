@@ -16,34 +16,36 @@ from commlib.primitives.aggregators import LowPrecision
 
 
 class EFQuantized(Compressed):
-    """Quantized averaging that remembers, on both sides, what the codec lost, and adds it to the next round.
+    """Averages quantized gradients with error feedback in both stages: each adds its error to the next round.
 
-    With C the codec, e_r the residual of rank r and f that of a chunk's owner, lambda = `averaging`:
+    With C the codec, e_r the residual of rank r, f the residual of a chunk's owner, and lambda = `averaging`:
 
         v_r = g_r + e_r,              e_r <- lambda e_r + (1 - lambda) (v_r - C(v_r))
         w   = 1/N sum_r C(v_r) + f,   f   <- lambda f + (1 - lambda) (w - C(w)),    g = C(w)
 
-    With `ef21` = w what is sent is how the momentum v_r differs from what was sent of it, and the sum h of that is g:
+    With `ef21` = w, each rank sends the compressed difference of its momentum v_r from h_r, the sum of the differences
+    it has sent. The result g is the sum h of the compressed means of the differences:
 
         v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + C(1/N sum_r c_r + f),   g = h
 
     Args:
-        codec: Any block codec or its name; `Int4` by default.
+        codec: Block codec or its name; `Int4` by default.
         op: "mean" or "sum".
-        averaging: 0 is plain error feedback, which loses nothing in the long run. LoCo averages.
-        reset_every: Rounds after which residuals are forgotten (LoCo: 1024); None never does.
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are compressed; matrices of 1,024 elements and more by default.
-        ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
-            is plain error feedback. Not with `averaging`, `reset_every` or nodes.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        averaging: The factor lambda, in [0, 1). 0 is plain error feedback, which loses nothing in the long run. LoCo
+            uses a moving average.
+        reset_every: Rounds after which residuals are reset (LoCo: 1024); None never resets them.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to compress; by default matrices of 1,024 elements or more.
+        ef21: Weight w of a new gradient in each rank's momentum, in (0, 1] (EF21-SGDM, see above). None uses plain
+            error feedback. Incompatible with `averaging`, `reset_every` and `hierarchical`.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training" (2024), equations 4 to 6;
     both stages compensated as in Tang et al., "DoubleSqueeze" (ICML 2019), algorithm 1.
     EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
     weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
-    Deviations: residuals are fp32, LoCo's are 8-bit; plain feedback by default. With `ef21` the mean is compressed
-    once more, with error feedback, and all state begins with zeros.
+    Deviations: residuals are fp32, LoCo's are 8-bit; plain error feedback is the default. With `ef21`, the mean is
+    compressed once more, with error feedback, and all state is initially zero.
     """
 
     made_for = "any"

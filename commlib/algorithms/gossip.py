@@ -10,23 +10,23 @@ from commlib.primitives.topology import RandomMatching
 
 
 class Gossip(NeighbourAveraging):
-    """Every `period` steps the ranks are paired at random, and the two of each pair average their weights.
+    """Pairs the ranks at random every `period` steps; the two ranks of each pair average their weights.
 
-    With i and j a pair; of an odd number of ranks one rests:
+    With i and j a pair (with an odd number of ranks, one has no partner):
 
         x_i, x_j <- (x_i + x_j) / 2                          without a codec
-        x_i <- x_i + (C(x_j) - C(x_i)) / 2, x_j likewise     with codec C: the mean of the two stays what it was
+        x_i <- x_i + (C(x_j) - C(x_i)) / 2, x_j likewise     with codec C: the mean of the two is preserved
 
     Args:
-        period: Optimizer steps from one average to the next.
-        seed: Of the pairs; the same on all ranks.
-        codec: Any block codec or its name. Replicas come no nearer to each other than its error; fine codecs of values,
-            not of differences, are asked for: `Int8`, `BF16`.
-        overlap: Whether a round runs while the next step's forward and backward do; its effect is added at that step's
-            end.
-        hierarchical: Whether weights are averaged inside each node first, and nodes are paired.
+        period: Optimizer steps between averages.
+        seed: Seed of the pairs; the same on all ranks.
+        codec: Block codec or its name. It encodes values, not differences, and its error limits how close replicas
+            become; use an accurate codec such as `Int8` or `BF16`.
+        overlap: Whether a round runs during the next step's forward and backward. Its effect is added at the end of
+            that step.
+        hierarchical: Whether weights are first averaged inside each node, and nodes are paired.
 
-    Paper: Boyd et al., "Randomized gossip algorithms" (2006), as many pairs at once as there can be, and local steps
+    Paper: Boyd et al., "Randomized gossip algorithms" (2006), with as many pairs at once as possible and local steps in
     between; with a codec the compensating rule of Carli et al., "Gossip consensus algorithms via quantized
     communication" (2010).
     Deviations: pairs are drawn from a shared seed, not by each rank.

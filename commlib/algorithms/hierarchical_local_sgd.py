@@ -1,4 +1,4 @@
-"""Hierarchical local SGD: weights are averaged inside each node often, across nodes seldom."""
+"""Hierarchical local SGD: frequent averages of the weights inside each node, infrequent ones across nodes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from commlib.transport.base import Communication, Communicator
 
 
 class HierarchicalLocalSGD(Algorithm):
-    """Averages the weights inside each node every `period` steps, and over all ranks every `period * global_every`.
+    """Averages weights inside each node every `period` steps, and over all ranks every `period * global_every` steps.
 
     With x_r the weights of rank r and n(r) its node of L ranks, in round k = 1, 2, ...:
 
         x_r = 1/L sum_{s in n(r)} x_s   where k is no multiple of global_every,   else   x_r = 1/N sum_s x_s
 
-    Where there are no two levels (one node, or one rank on each) every average is over all ranks.
+    Without two levels (one node, or one rank on each node), every average is over all ranks.
 
     Args:
-        period: Optimizer steps from one average to the next.
-        global_every: How many averages make one over all ranks: 3 means two inside the node, then one over all.
+        period: Optimizer steps between averages.
+        global_every: Interval of global averages: 3 means two averages inside the node, then one over all ranks.
 
-    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): hierarchical local SGD; `period`
-    is its H, `global_every` its H^b.
+    Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): hierarchical local SGD; `period` is
+    its H, `global_every` its H^b.
     Deviations: the local optimizer is the user's, and its state stays local.
     """
 

@@ -21,27 +21,27 @@ _TOKEN_BYTES = 16
 
 
 class Hogwild(Algorithm):
-    """Let all ranks of one machine update the same parameters, each whenever it makes a step, without locks.
+    """Lets all ranks of one machine update the same parameters in shared memory, without locks.
 
-        w <- w - lr g(w_read)      element by element, where w_read may be changed by others while it is read
+        w <- w - lr g(w_read)      elementwise, where other ranks may change w_read while it is read
 
-    Nothing is sent. The parameters of all ranks are one memory, so an optimizer's step is seen by all at once, in the
-    middle of their forwards and backwards too; two updates of an element at the same moment may lose one of them.
-    Each rank's optimizer has a state of its own, and N ranks make N steps where all-reduce makes one: divide the
-    learning rate by N to go about as far.
+    There is no communication. The parameters of all ranks share one memory, so an optimizer step is immediately visible
+    to all ranks, also during their forward and backward. Of two simultaneous updates of an element, one may be lost.
+    Each rank's optimizer has its own state. N ranks make N steps in place of one all-reduce step; divide the learning
+    rate by N to make about the same progress.
 
-    Weights change at any time, evaluation and saving included, for as long as any rank makes steps;
+    Weights may change at any time while any rank makes steps, including during evaluation and saving;
     `commlib.synchronize` waits until every rank has called it. `commlib.unwrap` gives each rank its own copy.
 
     Paper: Niu, Recht, Re, Wright, "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent",
     NeurIPS 2011, algorithm 1.
 
-    Deviations: The paper's updates are sparse, so that few collide; these are whatever the model's gradients are. Any
-    optimizer may be used; only the weights are shared, not its state.
+    Deviations: the paper's updates are sparse, so that few collide; here they are as dense as the model's gradients.
+    Any optimizer may be used; only the weights are shared, not its state.
 
     Raises:
-        ConfigError: When it is attached: the ranks are on several machines, the model is not on the CPU, or the
-            machine's shared memory is too small.
+        ConfigError: When the algorithm is attached: the ranks are on several machines, the model is not on the CPU, or
+            the machine's shared memory is too small.
     """
 
     made_for = "sgd"
@@ -51,7 +51,7 @@ class Hogwild(Algorithm):
     @override
     def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
         raise ConfigError(
-            "hogwild sends nothing: what ranks cost one another is in one machine's caches, which no network describes"
+            "hogwild sends nothing: its ranks interact only through the caches of one machine, which no network models"
         )
 
     @override
@@ -76,7 +76,7 @@ class _Sharing(Runner):
         if attachment.comm.rank == 0:
             for view, parameter in zip(shared, self._parameters, strict=True):
                 view.copy_(parameter.data)
-        attachment.gather(None)  # all see rank 0's values
+        attachment.gather(None)  # wait for rank 0's values
         for view, parameter in zip(shared, self._parameters, strict=True):
             parameter.data = view
         self._addresses = [view.data_ptr() for view in shared]
@@ -89,13 +89,13 @@ class _Sharing(Runner):
             named = zip(self._attachment.parameters, addresses, self._addresses, strict=True)
             name = next(name for (name, _), now, before in named if now != before)
             raise ConfigError(
-                f"rank {self._attachment.comm.rank}: hogwild: the memory of {name!r} was replaced (a change of memory "
-                "format does that), and is not shared with the other ranks any more. Change the model before wrapping"
+                f"rank {self._attachment.comm.rank}: hogwild: the memory of {name!r} was replaced (for example by a "
+                "new memory format) and is no longer shared with the other ranks. Change the model before wrapping"
             )
 
     @override
     def synchronize(self) -> None:
-        self._attachment.gather(None)  # every rank is here, so nobody is in the middle of a step
+        self._attachment.gather(None)  # all ranks have arrived, so no rank is inside a step
 
     @override
     def close(self) -> None:
@@ -106,10 +106,10 @@ class _Sharing(Runner):
 
 
 def _share(attachment: Attachment, nbytes: int) -> torch.Tensor:
-    """Return [nbytes] uint8 that all ranks map. Its file is removed before this returns.
+    """Return a tensor [nbytes] uint8 that all ranks map. Its file is removed before this returns.
 
     Raises:
-        ConfigError: Some rank could not map it; alike on all ranks.
+        ConfigError: A rank could not map it. Raised on all ranks.
     """
     path, error = None, None
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -133,7 +133,7 @@ def _share(attachment: Attachment, nbytes: int) -> torch.Tensor:
 
 
 def _make_file(nbytes: int, token: bytes) -> tuple[str | None, str | None]:
-    """Make a file that begins with `token`; return its path, or what went wrong."""
+    """Create a file that begins with `token`; return its path and an error message, or None for either."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     path = None
     try:
@@ -141,23 +141,23 @@ def _make_file(nbytes: int, token: bytes) -> tuple[str | None, str | None]:
         with open(descriptor, "r+b") as file:
             file.write(token)
             file.flush()
-            os.posix_fallocate(descriptor, 0, _TOKEN_BYTES + nbytes)  # a file without room would fail at first use
+            os.posix_fallocate(descriptor, 0, _TOKEN_BYTES + nbytes)  # fail here rather than at the first access
     except OSError as error:
         return path, f"{folder} has no room for {nbytes} bytes, or cannot be written: {error}"
     return path, None
 
 
 def _map_file(path: str, nbytes: int, token: bytes) -> tuple[torch.Tensor | None, str | None]:
-    """Map rank 0's file; return the buffer, or why there is none."""
+    """Map rank 0's file; return the buffer or an error message."""
     if not Path(path).is_file():
-        return None, "it does not see rank 0's file: all ranks must be on one machine"
+        return None, "it does not find rank 0's file: all ranks must be on one machine"
     try:
         storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=_TOKEN_BYTES + nbytes)
     except RuntimeError as error:
         return None, str(error)
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # pyright: ignore[reportArgumentType]
     if bytes(buffer[:_TOKEN_BYTES].tolist()) != token:
-        return None, "it sees another file than rank 0 made: all ranks must be on one machine"
+        return None, "it finds a different file than rank 0 created: all ranks must be on one machine"
     return buffer[_TOKEN_BYTES:], None
 
 

@@ -1,7 +1,7 @@
-"""What is known of the loss that algorithms reach with an optimizer: measured runs, as data.
+"""Measured losses of algorithms with an optimizer, as data.
 
-The figures are of `benchmarks/results/`, where a test finds them again. Rows of a single seed are left out, but for
-`diloco` with SGD, of which only that run is long enough for tens of its rounds.
+The figures are from `benchmarks/results/`; a test compares them. Results with a single seed are omitted, except for
+`diloco` with SGD, where only this run is long enough for tens of rounds.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 from commlib.algorithms.base import Algorithm
 from commlib.primitives.topology import Topology
 
-#: An algorithm loses with an optimizer where its loss on unseen data is higher than all-reduce's by more than this.
-#: The measured ones lie apart there: below it the highest mean is 4.8 %, above it the lowest is 7.2 %.
+#: Relative increase of the validation loss over all-reduce's above which an algorithm counts as losing. It lies in a
+#: gap of the measurements: the highest mean below it is 4.8 %, the lowest above it is 7.2 %.
 LOSES = 0.05
-#: What each kind of optimizer is called, by the kind (`Algorithm.made_for`).
+#: Display names of the optimizer kinds (`Algorithm.made_for`).
 OPTIMIZERS = {"sgd": "SGD", "adam": "AdamW", "muon": "Muon"}
-#: The models, by what the benchmark calls them.
+#: Descriptions of the models, by their name in the benchmark.
 _MODELS = {"digits": "a CNN on digits", "bytes-1m": "a byte GPT of 1 M parameters"}
-#: Options of which less means that less is sent, and those of which more does.
+#: Options for which a smaller value sends less, and options for which a larger value sends less.
 _SENDS_LESS_BELOW, _SENDS_LESS_ABOVE = ("ratio", "rank", "bits"), ("period",)
 
 
 @dataclass(frozen=True)
 class Known:
-    """How an algorithm fared beside all-reduce in as many steps, with nothing tuned; the mean over seeds.
+    """The loss of an algorithm relative to all-reduce after the same number of steps, untuned; the mean over seeds.
 
     Attributes:
-        system: What the result file calls it: the registered name, and the options that were given.
+        system: Name in the result file: the registered name and the given options.
         optimizer: The optimizer's kind, "sgd" or "adam".
-        model: What the benchmark calls the model.
-        steps: After how many steps.
-        loss: Of unseen data, relative to all-reduce's with the same seeds: 0.32 is 32 % more.
-        file: In `benchmarks/results`.
-        options: What an instance must have for this to speak of it, the defaults that matter included.
-        seeds: Which ones.
-        ranks: On how many ranks.
+        model: Name of the model in the benchmark.
+        steps: Number of steps.
+        loss: Validation loss relative to all-reduce's with the same seeds, minus 1: 0.32 is 32 % more.
+        file: File in `benchmarks/results`.
+        options: Options that an instance must have for this result to apply, including relevant defaults.
+        seeds: The seeds.
+        ranks: Number of ranks.
     """
 
     system: str
@@ -58,7 +58,7 @@ class Known:
 
     @property
     def command(self) -> str:
-        """The command that measures it, beside all-reduce."""
+        """The command that measures it together with all-reduce."""
         optimizer = OPTIMIZERS[self.optimizer].lower()
         return (
             f"python benchmarks/convergence.py final --model {self.model} --optimizer {optimizer} --steps {self.steps} "
@@ -67,10 +67,10 @@ class Known:
         )
 
     def speaks_of(self, algorithm: Algorithm) -> bool:
-        """Return whether it holds for an instance, too.
+        """Return whether the result applies to an instance.
 
-        A loss does for options with which as much or less is sent, keeping up for those with as much or more. EF21
-        takes another gradient, of which another run must speak.
+        A result above `LOSES` also applies to options that send less, and any other result to options that send more.
+        EF21 changes the gradient, so its results do not apply without it, nor vice versa.
         """
         return (
             algorithm.name == self.algorithm
@@ -85,7 +85,7 @@ class Known:
         return value == measured or sends_less == (self.loss > LOSES)
 
     def __str__(self) -> str:
-        """Say it in a few words."""
+        """Return a short description."""
         beside = f"{abs(self.loss):.0%} {'more' if self.loss > 0 else 'less'} loss than all-reduce"
         model = _MODELS[self.model]
         return f"{beside} with {OPTIMIZERS[self.optimizer]} ({model}, {self.steps} steps, {self.ranks} ranks)"
@@ -98,7 +98,7 @@ def _runs(
     *found: tuple[str, float] | tuple[str, float, Mapping[str, Any]],
     **more: Any,
 ) -> tuple[Known, ...]:
-    """Return what one command measured: systems, with losses and options."""
+    """Return the results of one command, given its systems with losses and options."""
     return tuple(
         Known(system, optimizer, model, steps, loss, options=dict(*options), **more) for system, loss, *options in found
     )
@@ -110,7 +110,7 @@ _TUNED = {"period": 50, "outer_lr": 1.0, "outer_momentum": 0.5}
 _PAPER = {"period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}
 _STREAMING = {**_PAPER, "period": 10}
 
-#: What was measured.
+#: The measured results.
 KNOWN: tuple[Known, ...] = (
     *_runs(
         *("adam", "bytes-1m", 200),
@@ -185,10 +185,10 @@ KNOWN: tuple[Known, ...] = (
 
 
 def measured(algorithm: Algorithm, kind: str) -> Known | None:
-    """Return what speaks most against an algorithm, of what was measured with a kind of optimizer; None: nothing was.
+    """Return the least favorable result of an algorithm with a kind of optimizer, or None without a measurement.
 
-    Of the runs of one model the best counts, as more steps may make up for a slow start; of the models the worst. What
-    was not measured with Muon counts as with AdamW, which does not step in proportion to gradients either.
+    Of several runs of one model the best one is used, since more steps can compensate for a slow start; of several
+    models the worst one. Results with AdamW stand in for Muon, as neither steps in proportion to gradients.
     """
     found = [each for each in _known_with(kind) if each.speaks_of(algorithm)]
     found.sort(key=_model)
@@ -197,10 +197,10 @@ def measured(algorithm: Algorithm, kind: str) -> Known | None:
 
 
 def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
-    """Return the run in which an algorithm lost more than `LOSES` with an optimizer, or None where none is known.
+    """Return the result that exceeds `LOSES` for an algorithm with an optimizer, or None if no such result is known.
 
     Args:
-        algorithm: An instance that has its name (`create`).
+        algorithm: An instance with its name set (`create`).
         optimizer_kind: "sgd", "adam" or "muon".
     """
     found = measured(algorithm, optimizer_kind)
@@ -208,9 +208,9 @@ def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
 
 
 def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
-    """Return why an algorithm should not be chosen with an optimizer without a look at the loss; "" where nothing is.
+    """Return the reason to monitor the loss of an algorithm with an optimizer, or "" if there is no reason.
 
-    It is known to lose, or it is made for another optimizer and was not measured with this one.
+    Either a result exceeds `LOSES`, or the algorithm is made for another optimizer and was not measured with this one.
     """
     found = measured(algorithm, optimizer_kind)
     if found is not None:
@@ -222,7 +222,7 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
 
 
 def keeping_up(optimizer_kind: str) -> list[str]:
-    """Return the systems that were measured with an optimizer and lost at most `LOSES` in every run, the best first."""
+    """Return the systems measured with an optimizer whose loss is at most `LOSES` in every run, the best first."""
     alike: dict[str, list[Known]] = {}
     for each in _known_with(optimizer_kind):
         alike.setdefault(f"{each.algorithm} {each.options}", []).append(each)
@@ -231,12 +231,12 @@ def keeping_up(optimizer_kind: str) -> list[str]:
 
 
 def _known_with(kind: str) -> list[Known]:
-    """Return what was measured with a kind of optimizer; for "muon", with which nothing was, that with "adam"."""
+    """Return the results with a kind of optimizer; those with "adam" for "muon", which was not measured."""
     return [each for each in KNOWN if each.optimizer == ("adam" if kind == "muon" else kind)]
 
 
 def _option(algorithm: Algorithm, name: str) -> Any:
-    """Return an option of an instance as `Known.options` has it."""
+    """Return an option of an instance in the format of `Known.options`."""
     value = getattr(algorithm, name, None)
     if value is None:
         value = getattr(algorithm.channel, name, None)

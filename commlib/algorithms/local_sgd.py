@@ -1,4 +1,4 @@
-"""Local SGD: every rank trains on its own, and the weights are averaged now and then."""
+"""Local SGD: local steps on every rank, and periodic averages of the weights."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from commlib.codecs.sparse import SparseCodec
 
 
 class LocalSGD(OuterAveraging):
-    """Averages the weights every `period` optimizer steps; in between nothing is communicated.
+    """Averages the weights every `period` optimizer steps, without communication in between.
 
     With x_r the weights of rank r after its `period` steps:
 
         x_r = 1/N sum_s x_s
 
-    With a codec C, the differences to the last common weights x are averaged, since weights themselves change little:
+    With a codec C, the differences from the last common weights x are averaged, since weights themselves change little:
 
         x <- x - C(1/N sum_s C(x - x_s)),   x_r = x
 
     Args:
-        period: Optimizer steps from one average to the next.
-        codec: Any block codec, or a sparse one, `TopK`, `BlockTopK` or `Threshold`; or its name. None averages in the
-            weights' dtype.
-        feedback: Whether errors of the codec are fed back, by all who encode; None does where there is a codec. A
-            sparse one needs it.
-        compress: With a codec: which parameters are compressed; all by default.
+        period: Optimizer steps between averages.
+        codec: Codec or its name: any block codec, or a sparse one, `TopK`, `BlockTopK` or `Threshold`. None averages in
+            the weights' dtype.
+        feedback: Whether to use error feedback in all stages; None enables it with a codec. A sparse codec requires it.
+        compress: With a codec, selects the parameters to compress; all by default.
 
     Paper: Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019), algorithm 1; with a codec, Basu et
     al., "Qsparse-local-SGD" (NeurIPS 2019), algorithm 1.
-    Deviations: the local optimizer is the user's, and its state (momentum, variance) stays local. With a block
-    codec the mean is encoded as well, and its error fed back.
+    Deviations: the local optimizer is the user's, and its state (momentum, variance) stays local. With a block codec
+    the mean is encoded as well, with error feedback.
     """
 
     made_for = "sgd"

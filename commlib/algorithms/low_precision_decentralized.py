@@ -1,4 +1,4 @@
-"""Averaging of weights with neighbours, by compressed differences: CHOCO-SGD and DCD-PSGD."""
+"""Averaging of weights with neighbours by compressed differences: CHOCO-SGD and DCD-PSGD."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from commlib.primitives.topology import Topology
 
 
 class LowPrecisionDecentralized(NeighbourAveraging):
-    """Each rank trains on its own gradients and averages its weights with its neighbours', sending differences.
+    """Trains each rank on its own gradients and averages weights with its neighbours by compressed differences.
 
-    With C the codec, W the mixing matrix, x_i the weights after the optimizer's step, and x^_j what the neighbours of j
-    know of x_j; after each step,
+    With C the codec, W the mixing matrix, x_i the weights after the optimizer's step, and x^_j the replica of x_j that
+    the neighbours of j share; after each step,
 
         choco:  x^_j <- x^_j + C(x_j - x^_j) for all j,    x_i <- x_i + s sum_j W_ij (x^_j - x^_i)
         dcd:    z_j = sum_k W_jk (x^_k - x^_j) + x_j - x^_j,  x^_j <- x^_j + C(z_j) for all j,  x_i <- x^_i
 
-    A rank keeps x^_i and the sum over j of W_ij (x^_j - x^_i), not a replica of each neighbour. The first differences,
+    A rank stores x^_i and the sum over j of W_ij (x^_j - x^_i), not a replica of each neighbour. The first differences,
     from x^ = 0, are sent uncompressed.
 
     Args:
-        codec: Any block codec or its name; `Int8` by default. `choco` takes coarse ones too, with a smaller consensus
-            step; `dcd` diverges with them.
-        topology: A name or a `Topology`, the same in every step: "ring", "exponential", "fully_connected", `Graph`,
-            `MixingMatrix`.
+        codec: Block codec or its name; `Int8` by default. `choco` supports coarse codecs with a smaller consensus step;
+            `dcd` diverges with them.
+        topology: A name or a `Topology` that is the same in every step: "ring", "exponential", "fully_connected",
+            `Graph`, `MixingMatrix`.
         method: "choco" or "dcd".
-        consensus_step: s above, for choco: from 0 (excluded) to 1.
-        period: Optimizer steps from one average to the next.
-        overlap: Whether a round runs while the next step's forward and backward do; its effect is added at that step's
-            end. Without it the equations are the papers'.
-        hierarchical: Whether weights are averaged inside each node first, in full precision, and the graph is one of
+        consensus_step: The consensus step s of choco, in (0, 1].
+        period: Optimizer steps between averages.
+        overlap: Whether a round runs during the next step's forward and backward. Its effect is added at the end of
+            that step. Without overlap, the equations are those of the papers.
+        hierarchical: Whether weights are first averaged inside each node in full precision, and the graph connects
             nodes.
 
     Paper: Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed communication"
@@ -63,16 +63,16 @@ class LowPrecisionDecentralized(NeighbourAveraging):
         super().__init__(topology, mixer, period=period, overlap=overlap, hierarchical=hierarchical)
         if not self.topology.is_static:
             raise ConfigError(
-                f"LowPrecisionDecentralized.topology: {self.topology} changes from step to step, and neighbours keep "
-                "replicas of each other; expected one that does not, such as 'ring' or 'exponential'"
+                f"LowPrecisionDecentralized.topology: {self.topology} changes from step to step, but neighbours keep "
+                "replicas of each other; expected a static topology, such as 'ring' or 'exponential'"
             )
         if method not in ("choco", "dcd") or not 0 < consensus_step <= 1 or (method == "dcd" and consensus_step != 1):
             raise ConfigError(
-                "LowPrecisionDecentralized: expected method 'choco' with 0 < consensus_step <= 1, or 'dcd', which has "
-                f"none; got {method!r} with {consensus_step}"
+                "LowPrecisionDecentralized: expected method 'choco' with 0 < consensus_step <= 1, or 'dcd' with 1; got "
+                f"{method!r} with {consensus_step}"
             )
         self.method = method
-        self.keeps_mean = method == "choco"  # what one is given the other gives; in dcd both are rounded
+        self.keeps_mean = method == "choco"  # the updates of two neighbours cancel; in dcd both are rounded
         self.consensus_step = consensus_step
 
     @override
@@ -84,7 +84,6 @@ class LowPrecisionDecentralized(NeighbourAveraging):
         super().check_state_dict(state)
         if state["replica"] and state["weights"] != self.mixing.weights:
             raise ConfigError(
-                "LowPrecisionDecentralized: expected the graph with which the state was saved (topology, "
-                "hierarchical), as neighbours keep replicas of each other: weights "
-                f"{state['weights']}, got {self.mixing.weights}"
+                "LowPrecisionDecentralized: expected the graph of the saved state (topology, hierarchical), because "
+                f"neighbours keep replicas of each other: weights {state['weights']}, got {self.mixing.weights}"
             )

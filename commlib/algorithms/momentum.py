@@ -1,4 +1,4 @@
-"""Algorithms that average the momentum of Adam, quantized: `AveragedMomentum`."""
+"""Algorithms that average the quantized momentum of Adam: `AveragedMomentum`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from commlib.transport.base import Communication, Communicator
 
 
 class AveragedMomentum(Compressed):
-    """Plain averaging of gradients first; then the variance of Adam is frozen and its momentum averaged, quantized.
+    """Averages gradients during a warm-up, then freezes the variance of Adam and averages the quantized momentum.
 
     Args:
-        codec: What the momentum is encoded with.
-        warmup_steps: Steps before the freeze, at least 1.
-        feedback: Whether errors are fed back, on both sides.
+        codec: Codec of the momentum, or its name.
+        warmup_steps: Steps before the variance is frozen, at least 1.
+        feedback: Whether error feedback is used in both stages.
         hierarchical: See `Compressed`.
-        compress: Which parameters are compressed; the momentum of the others is averaged in full precision.
+        compress: Selects the parameters to compress. The momentum of the others is averaged in full precision.
     """
 
     optimizer_type = FrozenVarianceAdam
@@ -62,13 +62,14 @@ class AveragedMomentum(Compressed):
 
     @override
     def check_optimizer(self, optimizer: Any, is_warming_up: bool) -> None:
-        if optimizer is None:  # only its rounds are looked at
+        if optimizer is None:  # only its rounds are used
             return
         own = self._expected(optimizer)
         if not is_warming_up and not all(group["frozen"] for group in own.param_groups):
             raise ConfigError(
-                f"{type(self).__name__}: the warm-up has ended, so gradients are momentum now, and the variance of the "
-                "new optimizer is not frozen. Load the old one's state into it: new.load_state_dict(old.state_dict())"
+                f"{type(self).__name__}: the warm-up has ended and gradients now hold momentum, but the variance of "
+                "the new optimizer is not frozen. Load the old optimizer's state into it: "
+                "new.load_state_dict(old.state_dict())"
             )
 
     def _expected(self, optimizer: Any) -> FrozenVarianceAdam:
@@ -87,7 +88,7 @@ class AveragedMomentum(Compressed):
             self._groups = Groups(optimizer)
             self._own = {bucket.index: _own(bucket) for bucket in context.buckets}
         self._gradient_units.follow(None, context.scaler)
-        # What is exchanged is the momentum: without a loss scale, and of no learning rate.
+        # The momentum is exchanged. It has no loss scale and does not depend on the learning rate.
         super().setup(dataclasses.replace(context, optimizer=None, scaler=None))
 
     @override
@@ -100,7 +101,7 @@ class AveragedMomentum(Compressed):
             self._optimizer.freeze()
 
     def _to_momentum(self, bucket: BucketView, scale: float) -> None:
-        """Replace this rank's gradients g by b1 m + (1 - b1) g, m the momentum, or its mean since the last round."""
+        """Replace this rank's gradients g by b1 m + (1 - b1) g with momentum m, or by its mean since the last round."""
         optimizer, groups = self._optimizer, self._groups
         if optimizer is None or groups is None:
             return
@@ -108,8 +109,8 @@ class AveragedMomentum(Compressed):
             group = groups.find(parameter)
             if group is None:
                 raise ConfigError(
-                    f"{type(self).__name__}: {part.name!r} is in no group of the optimizer any more, which keeps the "
-                    "momentum that is averaged. Unwrap the model, change the optimizer, and wrap it again on all ranks"
+                    f"{type(self).__name__}: {part.name!r} is no longer in a group of the optimizer, which stores the "
+                    "averaged momentum. Unwrap the model, change the optimizer, and wrap it again on all ranks"
                 )
             beta = group["betas"][0]
             momentum = flattened(local_of(optimizer.momentum(parameter)), part.order)

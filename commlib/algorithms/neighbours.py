@@ -23,7 +23,7 @@ from commlib.transport.base import Communication, Communicator
 class Mixing(State):
     """Averages buckets with the neighbours of this rank, or of its node; holds the mixer's state.
 
-    State is shared with the neighbours: with another communicator it begins again.
+    State is shared with the neighbours, so another communicator resets it.
 
     Args:
         mixer: Exchanges values with the neighbours.
@@ -53,12 +53,12 @@ class Mixing(State):
                 stage = NodeStage(bucket.flat.numel(), bucket.flat.dtype, context.device, nodes.local)
                 like, begin = stage.sum[: stage.count], stage.begin
                 self._stages[bucket.index] = stage
-            neighbours = self._neighbours(peers, 0)  # raises if the graph does not exist for so many ranks
+            neighbours = self._neighbours(peers, 0)  # raises if the graph does not exist for this world size
             self._workspaces[bucket.index] = self._mixer.workspace(like, begin, neighbours)
         self.load(saved)
 
     def average(self, bucket: BucketView, comm: Communicator) -> Communication:
-        """Replace `bucket.flat` by the weighted mean of this rank's and its neighbours' in the round `comm.step`."""
+        """Replace `bucket.flat` by its weighted mean over this rank and its neighbours in round `comm.step`."""
         workspace, stage = self._workspaces[bucket.index], self._stages.get(bucket.index)
         if stage is None:
             yield from self._mixer.mix(bucket.flat, workspace, self._neighbours(comm, comm.step), comm)
@@ -107,13 +107,13 @@ class NeighbourAveraging(Algorithm):
     """Averages weights with the neighbours in a graph, every `period` optimizer steps.
 
     Args:
-        topology: The graph: a name or a `Topology`.
-        mixer: Exchanges values with the neighbours; in full precision or compressed.
-        period: Optimizer steps from one round to the next.
-        overlap: Whether a round runs during the next step's forward and backward: its effect on a copy of the weights
-            is added at that step's end. Otherwise the optimizer step waits for it.
-        hierarchical: Whether weights are averaged inside each node first, in full precision, and the graph is one of
-            nodes; every local rank carries a part.
+        topology: Name of the graph, or a `Topology`.
+        mixer: Exchanges values with the neighbours, in full precision or compressed.
+        period: Optimizer steps between rounds.
+        overlap: Whether a round runs on a copy of the weights during the next step's forward and backward, and its
+            change of the copy is added at the end of that step. Otherwise the optimizer step waits for it.
+        hierarchical: Whether weights are first averaged inside each node, in full precision, and the graph connects
+            nodes; every local rank exchanges a part.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""NoLoCo: many local steps, then an outer step with the weights of one other rank, drawn at random."""
+"""NoLoCo: many local steps, then an outer step with the weights of a random partner."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from commlib.transport.base import Communication, Communicator
 
 
 class NoLoCo(NeighbourAveraging):
-    """Every `period` local steps the ranks are paired at random, and each makes an outer step with the pair's weights.
+    """Pairs the ranks at random every `period` local steps; each makes an outer step with the weights of its pair.
 
-    With f_i the slow weights of rank i, x_i those that it came to from them, j its partner, m_i its outer momentum a:
+    With f_i the slow weights of rank i, x_i its weights after the local steps from f_i, j its partner, m_i its outer
+    momentum buffer and a the momentum:
 
         m_i <- a m_i + outer_lr ((x_i + x_j) / 2 - f_i),   f_i <- f_i + m_i,   x_i = f_i
 
-    The bracket is the mean of the ways that the two went, plus what pulls f_i to the mean of their slow weights. Nobody
-    waits for more than one rank, whatever their number; a rank sends 4n bytes. Of an odd number of ranks one rests and
-    steps along its own way. Replicas differ; `commlib.synchronize` gives their mean.
+    The parenthesis is the mean of the outer updates of the two ranks, plus a term that pulls f_i to the mean of their
+    slow weights. A rank waits for only one other rank, for any world size, and sends 4n bytes. With an odd number of
+    ranks, one has no partner and uses only its own update. Replicas differ; `commlib.synchronize` sets all weights to
+    their mean.
 
     Args:
-        period: Inner steps from one outer step to the next.
-        outer_lr: The outer learning rate.
-        outer_momentum: The outer momentum a.
-        seed: Of the pairs; the same on all ranks.
-        overlap: Whether a round runs while the next step's forward and backward do; its effect is added at that step's
-            end.
+        period: Inner steps between outer steps.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Momentum a of the outer optimizer.
+        seed: Seed of the pairs; the same on all ranks.
+        overlap: Whether a round runs during the next step's forward and backward. Its effect is added at the end of
+            that step.
 
     Paper: Kolehmainen, Blagoev, Donaghy, Ersoy, Nies, "NoLoCo: No-all-reduce Low Communication Training Method for
     Large Models" (2025), the modified Nesterov momentum with groups of two.
-    Deviations: the weight of the pull is the outer learning rate, as in the authors' code, so that only x travels.
-    Pairs are drawn from a shared seed. Activations are not routed between replicas: there is no pipeline here.
+    Deviations: the weight of the pull is the outer learning rate, as in the authors' code, so that only x is sent.
+    Pairs are drawn from a shared seed. Activations are not routed between replicas, since there is no pipeline.
     `overlap` is not in the paper.
     """
 

@@ -1,4 +1,4 @@
-"""Ok-Topk: the largest elements of each rank, summed by regions of equal load, and the largest sums of these."""
+"""Ok-Topk: top-k gradient averaging with a balanced sparse all-reduce."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from commlib.primitives.aggregators import Balanced
 
 
 class OkTopK(Compressed):
-    """As `TopK`, but for many ranks: what a rank sends and receives hardly grows with their number N.
+    """Averages the largest elements like `TopK`, with a traffic per rank that hardly grows with the world size N.
 
         v_r = g_r + e_r,   u = sum_r top_k(v_r),   g = 1/N T(u),   e_r <- v_r - (top_k(v_r) where T(u) has the element)
 
-    Each of N regions of a bucket has a rank that sums it, and T keeps the k/N largest sums of each region. Regions
-    follow the choices of the last round, so that about k/N of each rank's fall into each. Every rank sends
-    6k(N-1)/N numbers of 4 bytes, where gathering the choices takes 2k(N-1). A rank keeps as its residual what the
-    result has not, so nothing is lost and nothing counts twice.
+    A bucket is divided into N regions, each summed by one rank, and T keeps the k/N largest sums of each region. The
+    regions are adapted to the last round's selection, so that each contains about k/N of each rank's selected elements.
+    Every rank sends 6k(N-1)/N numbers of 4 bytes; gathering the selections takes 2k(N-1). A rank keeps elements that
+    are missing from the result as its residual, so every element is counted exactly once.
 
-    There are places for 2k/N choices of a rank in a region. What does not fit, the smallest, stays in that rank's
-    residual too: sizes are fixed and known to all, so no rank has to be asked whether another one's region overflows,
-    and the regions are balanced anew in the next round. Gathering instead would take a collective that all ranks agree
-    by, in every round, and make one late element cost what the balance saves.
+    A payload has room for 2k/N selected elements of a rank in a region. The smallest elements, which do not fit, stay
+    in that rank's residual too. Sizes are therefore fixed and known to all ranks, so that no rank needs to know whether
+    another rank's region overflows. The regions are balanced again for the next round. Falling back to gathering would
+    need an agreement collective in every round, and a single overflowing element would cost the savings of the
+    exchange.
 
     Args:
-        ratio: The part of a bucket's elements that a rank chooses, and that the result has: above 0 and at most 1.
+        ratio: Fraction of a bucket's elements that a rank selects, and that the result contains, in (0, 1].
         op: "mean" or "sum".
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to sparsify; by default matrices of 1,024 elements or more.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), algorithms 1 and
     2.
-    Deviations: the choice is exact, where the paper reuses a threshold for some rounds; the k largest sums are the k/N
-    largest of each region, where the paper has a threshold for all and evens out what the regions then have; regions
-    are balanced in every round, for the next one, as their ends travel with the payloads; payloads have places for
-    2k/N choices instead of sizes that are exchanged first. The largest elements of a bucket, not of the whole model.
+    Deviations: the selection is exact, where the paper reuses a threshold for several rounds. The k largest sums are
+    the k/N largest of each region, where the paper uses one threshold and then balances the resulting region sizes.
+    Regions are balanced in every round for the next one, since their ends are sent with the payloads. Payloads have
+    room for 2k/N selected elements instead of sizes that are exchanged first. The largest elements of a bucket are
+    selected, not of the whole model.
     """
 
     made_for = "sgd"

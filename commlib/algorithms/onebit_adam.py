@@ -12,7 +12,7 @@ from commlib.codecs.floats import OneBit
 
 
 class OneBitAdam(AveragedMomentum):
-    """Adam whose variance is frozen after a warm-up; then the momentum is averaged in one bit with error feedback.
+    """Adam with a warm-up, after which the variance is frozen and the momentum averaged in one bit with error feedback.
 
     After the warm-up, with C the one-bit codec, m the common momentum, e_r and f the residuals:
 
@@ -22,15 +22,15 @@ class OneBitAdam(AveragedMomentum):
     and the optimizer steps along m / sqrt(v). It requires `optimizer=commlib.optim.FrozenVarianceAdam(...)`.
 
     Args:
-        warmup_steps: Steps of Adam with full-precision averaging, until the variance has settled (the paper:
-            15 to 20 % of all steps).
-        hierarchical: Whether momentum is summed inside each node first, in full precision.
-        compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The momentum of the
+        warmup_steps: Steps of Adam with full-precision averaging, until the variance has settled (the paper: 15 to 20 %
+            of all steps).
+        hierarchical: Whether momentum is first summed inside each node in full precision.
+        compress: Selects the parameters to compress; by default matrices of 1,024 elements or more. The momentum of the
             others is averaged in full precision.
 
     Paper: Tang et al., "1-bit Adam" (ICML 2021), algorithm 1.
-    Deviations: a scale for 512 elements instead of one per tensor; decoupled weight decay, as in AdamW; the bias
-    corrections of Adam are kept, the variance's as it was at the freeze; an element's step is bounded as Adam's is
+    Deviations: one scale per 512 elements instead of one per tensor; decoupled weight decay, as in AdamW; Adam's bias
+    corrections are kept, with the variance's fixed at its value at the freeze; an element's step is bounded as in Adam
     (`FrozenVarianceAdam`).
     """
 

@@ -1,4 +1,4 @@
-"""Outer steps along the mean of local steps: local SGD, DiLoCo and their variants."""
+"""Outer optimizer steps along the mean of the ranks' outer gradients: local SGD, DiLoCo and their variants."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from commlib.primitives.aggregators import Aggregator, Gathered, LowPrecision
 from commlib.primitives.parts import Part, cut, placed, shaped
 from commlib.transport.base import Communication, Communicator
 
-#: Makes an optimizer of a list of parameters, such as a class of `torch.optim`.
+#: Creates an optimizer for a list of parameters, such as a class of `torch.optim`.
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class OuterStep(State):
-    """The global weights x, from which ranks start their local steps, and the optimizer that moves them.
+    """The global weights x, from which ranks start their local steps, and the outer optimizer, which updates them.
 
     With g the outer gradient and u the outer momentum:
 
         u <- m u + g,   x <- x - lr (g + m u)  (Nesterov), or x - lr u
 
-    which is the step of `torch.optim.SGD` with g as the gradient, in the parameters' dtype; or a step of another
-    optimizer. The first x are the weights of the ranks before the first step after the warm-up: those that `wrap`
-    broadcast.
+    This is the step of `torch.optim.SGD` with g as the gradient, in the parameters' dtype. Another optimizer can
+    replace it. The initial x are the ranks' weights before the first step after the warm-up, as `wrap` broadcast them.
 
     Args:
         owner: Name of the algorithm, for errors.
-        lr: The outer learning rate.
-        momentum: The outer momentum m, in [0, 1).
-        nesterov: Whether it is Nesterov's.
-        make: Makes another optimizer of x, in place of these three.
+        lr: Learning rate of the outer optimizer.
+        momentum: Momentum m of the outer optimizer, in [0, 1).
+        nesterov: Whether to use Nesterov momentum.
+        make: Creates another outer optimizer of x, which replaces `lr`, `momentum` and `nesterov`.
         only_compressed: Whether only buckets of the group "compressed" have global weights.
 
     Raises:
@@ -132,11 +131,11 @@ class OuterStep(State):
                 values[part.start : part.start + part.numel] = placed(piece, part)[1]
 
     def subtract(self, bucket: BucketView) -> None:
-        """Replace the weights in `bucket.flat` by x minus them: the outer gradient of this rank."""
+        """Replace the weights in `bucket.flat` by this rank's outer gradient, x minus the weights."""
         torch.sub(self._common[bucket.index], bucket.flat, out=bucket.flat)
 
     def step(self, bucket: BucketView) -> None:
-        """Step along g in `bucket.flat`, and leave the new x there."""
+        """Make a step with g in `bucket.flat`, and replace g by the new x."""
         common, gradient = self._common[bucket.index], bucket.flat
         if self._make is not None:
             self._optimizers[bucket.index].step(gradient)
@@ -157,14 +156,12 @@ class OuterStep(State):
             return
         own = None if self._make is None else type(self._make([torch.nn.Parameter(torch.zeros(1))])).__name__
         if state["optimizer"] != own:
-            raise ConfigError(
-                f"{self._owner}.outer: expected {state['optimizer']}, with which the state was saved, got {own}"
-            )
+            raise ConfigError(f"{self._owner}.outer: expected {state['optimizer']}, as in the saved state, got {own}")
         names = {part.name for bucket in self._buckets.values() for part in bucket.parts if part.numel}
         missing = sorted(names - state["common"].keys())
         if missing:
             raise ConfigError(
-                f"{self._owner}: the saved common weights are of another model or other options: "
+                f"{self._owner}: the saved common weights belong to another model or other options: "
                 f"{len(missing)} of {len(names)} parameters are missing, the first is {missing[0]!r}"
             )
 
@@ -185,7 +182,7 @@ class OuterStep(State):
 
 
 class OuterAveraging(Algorithm):
-    """Local steps, then an outer step along the mean of what the ranks moved.
+    """Makes local steps, then an outer step along the mean of the ranks' outer gradients.
 
     With x the global weights, x_r those of rank r after its local steps, C the codec, e_r and f the error feedback,
     d = `error_decay`:
@@ -193,19 +190,19 @@ class OuterAveraging(Algorithm):
         v_r = x - x_r + d e_r,   e_r <- v_r - C(v_r),   w = 1/N sum_r C(v_r)
         g = w  where C is sparse,   else   g = C(w + d f),   f <- w + d f - g
 
-    and an `OuterStep` along g. All ranks hold the same x. With lr = 1 and m = 0 the new x of parameters that are not
-    compressed is the mean of the x_r, and no x is kept.
+    and an `OuterStep` along g. All ranks hold the same x. With lr = 1 and m = 0 the new x of uncompressed parameters is
+    the mean of the x_r, and no x is stored.
 
     Args:
-        outer_lr: The outer learning rate.
-        outer_momentum: The outer momentum m, in [0, 1).
-        nesterov: Whether it is Nesterov's.
-        outer: Makes another optimizer of x, in place of these three.
-        codec: See above; None sends x - x_r in the parameters' dtype.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Momentum m of the outer optimizer, in [0, 1).
+        nesterov: Whether the outer optimizer uses Nesterov momentum.
+        outer: Creates another outer optimizer of x, which replaces `outer_lr`, `outer_momentum` and `nesterov`.
+        codec: The codec C. None sends x - x_r in the parameters' dtype.
         aggregator: Averages the outer gradients in place of the codec's own aggregator.
-        feedback: Whether errors of the codec are fed back; None: if there is a codec. A sparse one needs it.
+        feedback: Whether to use error feedback; None enables it with a codec. A sparse codec requires it.
         error_decay: Factor of residuals from one round to the next, in [0, 1].
-        compress: With a codec: which parameters are compressed; the others travel in full precision.
+        compress: With a codec, selects the parameters to compress; the others are sent in full precision.
         **channel: The fields of its `Weights`.
     """
 
@@ -250,11 +247,11 @@ class OuterAveraging(Algorithm):
     def _check_feedback(self) -> None:
         name = type(self).__name__
         if self.feedback and self.codec is None:
-            raise ConfigError(f"{name}: feedback=True needs a codec, whose errors it feeds back; got codec=None")
+            raise ConfigError(f"{name}: feedback=True needs a codec whose errors it feeds back, got codec=None")
         if not self.feedback and isinstance(self.codec, SparseCodec):
             raise ConfigError(
-                f"{name}: feedback=False needs a codec that sends all elements, got {self.codec}; what a sparse one "
-                "does not send must be remembered"
+                f"{name}: feedback=False needs a codec that sends all elements, got {self.codec}; a sparse codec "
+                "requires error feedback"
             )
         if not 0 <= self.error_decay <= 1:
             raise ConfigError(f"{name}.error_decay: expected 0 <= error_decay <= 1, got {self.error_decay}")
@@ -278,23 +275,23 @@ class OuterAveraging(Algorithm):
         is_stepped = self.outer_step.has(bucket)
         if is_stepped:
             self.outer_step.subtract(bucket)
-        # Residuals are in units of weights: neither a loss scale nor a learning rate applies to them.
+        # Residuals are in units of weights, so neither the loss scale nor the learning rate applies to them.
         yield from self.aggregation.average(bucket, comm, divisor=comm.num_active, decay=self.error_decay)
         if is_stepped:
             self.outer_step.step(bucket)
 
 
 class _OuterOptimizer:
-    """An optimizer of a bucket's common weights, which lie in one tensor.
+    """An optimizer of a bucket's common weights, which are stored in one tensor.
 
     Attributes:
-        name: Its class.
+        name: The name of its class.
 
     Args:
-        make: Makes it.
+        make: Creates it.
         parts: The bucket's parameters.
-        common: [numel] Their common weights; changed in place by a step.
-        loaded: What `state_by_name` returned of an earlier one; what is taken is removed.
+        common: [numel] Their common weights; a step changes them in place.
+        loaded: The result of `state_by_name` of an earlier instance; entries that are used are removed from it.
     """
 
     def __init__(
@@ -321,7 +318,7 @@ class _OuterOptimizer:
         self._optimizer.zero_grad()
 
     def state_by_name(self) -> dict[str, Any]:
-        """Return a copy of what the optimizer knows of each parameter."""
+        """Return a copy of the optimizer's state of each parameter, by name."""
         pairs = zip(self._parts, self._weights, strict=True)
         return {part.name: _copied(self._optimizer.state.get(weight, {})) for part, weight in pairs}
 
@@ -331,6 +328,6 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of(buckets: Iterable[BucketView], pieces: dict[str, Any]) -> dict[str, Any]:
-    """Return the pieces of parameters that are in the buckets: others begin anew when they come back."""
+    """Return the pieces of parameters that are in the buckets. Other parameters lose their state."""
     names = {part.name for bucket in buckets for part in bucket.parts}
     return {name: piece for name, piece in pieces.items() if name in names}

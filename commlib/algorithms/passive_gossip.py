@@ -1,4 +1,4 @@
-"""Gossip that asks nobody to take part: averaging with the weights that a partner published."""
+"""Passive gossip: averaging with weights that a partner has published, without its participation."""
 
 from __future__ import annotations
 
@@ -19,47 +19,50 @@ from commlib.primitives.replicate import mean_all
 from commlib.primitives.topology import RandomMatching
 from commlib.transport.mailbox import HEADER_BYTES, Message
 
-#: Questions: for the copy of a number; for that, or the latest in its place.
+#: Questions: request the copy with a given number; request that copy or else the latest one.
 _FETCH, _FETCH_ANY = 1, 2
-#: Answers: a copy; that there is none yet, with the number of the latest.
+#: Answers: a copy; no copy yet, with the number of the latest one.
 _COPY, _NOTHING = 1, 2
-#: How many copies a partner may be behind for its copy of the same number to be waited for.
+#: Maximum number of copies that a partner may be behind for this rank to wait for its copy with the same number.
 _PATIENCE = 2
 
 
 class PassiveGossip(Algorithm):
-    """Average, every `period` steps, with the weights that a partner published. Nobody ever waits.
+    """Averages weights with the published weights of a partner every `period` steps. No rank waits for another.
 
-    Each rank publishes a copy of its weights every `period` steps, c_i,k for the k-th time, and asks the partner that a
-    shared seed pairs it with for the copy of the same number, c_j,k: at once, and again at the ends of the next steps
-    if the partner has not come to it. When the copy is there, at the end of a step that is a steps later than c_i,k:
+    Every `period` steps, rank i publishes a copy of its weights; c_i,k is its k-th copy. It requests the copy with the
+    same number, c_j,k, from the partner j that a shared seed selects. If the partner has not published it yet, the
+    request is repeated at the end of each following step. When the copy has arrived, at the end of a step that is a
+    steps later than c_i,k:
 
         x_i <- x_i + 1/2 period / (period + a) (c_j,k - c_i,k)
 
-    so that steps made meanwhile are kept. The partner does nothing for it, a thread of its own answers, and makes the
-    same change with the opposite sign: the mean of the ranks stays what it is. The longer ago the difference was, the
-    less of it is true still, so the less of it is made up for.
+    This update keeps the steps made in the meantime. A background thread of the partner answers the request. The
+    partner applies the same difference with the opposite sign, so the mean over the ranks does not change. The factor
+    decreases with the age a of the difference, since an older difference describes the current weights less accurately.
 
-    Where the partner is more than two periods behind, or so far ahead that it has that copy no more, its latest copy,
-    of number l, is taken, and compared with the own one of the nearest number, m, with l / (l + m) instead of 1/2: a
-    rank that has come less far counts less. The one that is behind counts what it took as steps of its own: its next
-    number is as much higher as it was brought nearer to l. A partner that stands still is left behind: its copy is
-    taken again, with an a that grows. One that does not answer is left alone after `limit_s` seconds, and another one
-    is asked beside it.
+    If the partner is more than two periods behind, or so far ahead that it no longer has this copy, its latest copy,
+    with number l, is used. It is compared with the rank's own copy of the nearest number m, and the factor is l / (l +
+    m) instead of 1/2, so that a rank with fewer steps has less weight. The number of the rank that is behind then
+    increases in proportion to the distance by which it was moved towards l. A stalled partner has a decreasing effect:
+    the same copy is used again, with growing a. After `limit_s` seconds without an answer, the rank asks a second
+    partner in addition.
 
     Paper: Lian et al., "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018 (AD-PSGD, eq. 2).
 
-    Deviations: There, both of a pair set their weights to the mean in one atomic step, at any time. Here each moves by
-    itself, by a difference of copies of equal numbers. Both make up for the same difference, so the mean is kept, but
-    for unequal a and for partners that are far behind; `commlib.synchronize` gives the mean. A difference to a copy
-    that is some steps older would pull the weights back by half of those steps, in every exchange: two ranks then learn
-    less together than each of them alone. Partners are drawn from a shared seed, not by each rank.
+    Deviations: in the paper, both ranks of a pair set their weights to the mean in one atomic step, at any time. Here
+    each rank updates its own weights, by a difference of copies with equal numbers. Both ranks of a pair apply the same
+    difference, so the mean is preserved, except for unequal a and for partners that are far behind;
+    `commlib.synchronize` sets all weights to the mean. A difference to a copy that is several steps older would undo
+    half of those steps in every exchange, and two ranks together would then converge more slowly than each of them
+    alone. Partners are drawn from a shared seed, not by each rank.
 
     Args:
-        period: Optimizer steps from one exchange to the next, at least.
-        seed: Of the choice of partners; 0 to 2**64 - 1, the same on all ranks.
-        warmup_steps: Optimizer steps of plain gradient all-reduce before.
-        limit_s: Seconds after which a partner that does not answer is left alone; at most two are asked at once.
+        period: Minimum number of optimizer steps between exchanges.
+        seed: Seed of the choice of partners, 0 to 2**64 - 1; the same on all ranks.
+        warmup_steps: Optimizer steps of plain gradient all-reduce before the first exchange.
+        limit_s: Timeout of a partner's answer, in seconds, after which another partner is asked. At most two are asked
+            at once.
 
     Raises:
         ConfigError: `period`, `seed`, `warmup_steps` or `limit_s` is out of range.
@@ -77,16 +80,16 @@ class PassiveGossip(Algorithm):
 
     @override
     def traffic(self, parameters: Sequence[torch.Tensor], world_size: int) -> Traffic:
-        """See `Algorithm`: a copy of the weights each way, as each of a pair asks the other."""
+        """See `Algorithm`. The two ranks of a pair ask each other, so each sends one copy of its weights."""
         nbytes = sum(parameter.nbytes for parameter in parameters)
         return Traffic(
             peers=1,
             question_bytes=HEADER_BYTES,
             answer_bytes=HEADER_BYTES + nbytes,
-            ask_bytes=2 * nbytes,  # a copy is published
-            beside_bytes=3 * nbytes,  # the difference to the own one
-            take_bytes=3 * nbytes,  # which is added
-            memory_bytes=(_PATIENCE + 2) * nbytes,  # copies, and one that is received
+            ask_bytes=2 * nbytes,  # publish a copy
+            beside_bytes=3 * nbytes,  # compute the difference to the own copy
+            take_bytes=3 * nbytes,  # add the difference
+            memory_bytes=(_PATIENCE + 2) * nbytes,  # published copies and a received one
         )
 
     @override
@@ -95,17 +98,17 @@ class PassiveGossip(Algorithm):
 
 
 class _Fetch:
-    """One question to a partner, from the copy of the own weights that it is about to the change of them.
+    """One request for a copy of a partner, from the question to the update of the weights.
 
     Attributes:
-        partner: Who is asked; None while nothing is under way.
-        number: The copy that is wanted.
-        has_arrived: Whether the answer is there.
-        has_found: Whether a copy came.
-        found: The number of that copy; where none came, that of the partner's latest.
-        own_number: That of the own copy that it was compared with.
-        made_at: The own steps of the time at which that one was made.
-        asked_s: When it was asked.
+        partner: The rank that is asked; None if no request is in flight.
+        number: The number of the requested copy.
+        has_arrived: Whether the answer has arrived.
+        has_found: Whether the answer contains a copy.
+        found: The number of that copy, or else the number of the partner's latest copy.
+        own_number: The number of the own copy that it was compared with.
+        made_at: This rank's step at which that own copy was made.
+        asked_s: Time of the request, in seconds.
     """
 
     def __init__(self, published: Published) -> None:
@@ -126,13 +129,13 @@ class _Fetch:
         ask(partner, made, self._on_reply, self._received.payload)
 
     def _after_copies(self, question: Message) -> Message:
-        """Return the question once a device does not read the answer before it any more. On the line's thread."""
+        """Return the question after the device has read the previous answer. Runs on the mailbox's thread."""
         self._received.wait()
         return question
 
     @torch.no_grad()
     def _on_reply(self, answer: Message) -> None:
-        """Compute the difference, on the thread that received."""
+        """Compute the difference on the receiving thread."""
         self.found, self.has_found = answer.number, False
         if answer.kind == _COPY:
             with self._published.holding(functools.partial(_counterpart, answer.number)) as own:
@@ -143,18 +146,18 @@ class _Fetch:
         self.has_arrived = True
 
     def share(self) -> float:
-        """Return for how much the partner counts: a half, or more if its copy has more steps behind it than the own."""
+        """Return the partner's weight: one half, or more if its copy has a higher number than the own one."""
         return self.found / (self.found + self.own_number) if self.found != self.own_number else 0.5
 
     def take(self, parameters: Sequence[torch.nn.Parameter], share: float) -> None:
-        """Change parameters that are not frozen by the difference times `share`."""
+        """Add the difference times `share` to the parameters that are not frozen."""
         places = [place for place, parameter in enumerate(parameters) if parameter.requires_grad]
         if places:
             weights = [parameters[place].data for place in places]
             torch._foreach_add_(weights, self._received.on_device_of(weights, places), alpha=share)
 
     def drop(self) -> None:
-        """Let go of an answer that has arrived."""
+        """Release an answer that has arrived."""
         self.partner, self.has_arrived = None, False
 
 
@@ -167,7 +170,7 @@ def _later_than(number: int, copies: Sequence[Snapshot]) -> Snapshot | None:
 
 
 def _answer_to(question: Message, copies: Sequence[Snapshot]) -> Snapshot | None:
-    """Return the copy that was asked for; where it is gone, or any will do, the latest."""
+    """Return the requested copy, or the latest one if the requested one is obsolete or any copy is accepted."""
     copy = _of_number(copies, question.number)
     if copy is None and copies and (question.kind == _FETCH_ANY or copies[-1].number > question.number):
         return copies[-1]
@@ -175,15 +178,16 @@ def _answer_to(question: Message, copies: Sequence[Snapshot]) -> Snapshot | None
 
 
 def _counterpart(number: int, own: Sequence[Snapshot]) -> Snapshot | None:
-    """Return the copy of the same number, or of the nearest."""
+    """Return the own copy with the nearest number."""
     return min(own, key=lambda copy: abs(copy.number - number), default=None)
 
 
 class _Gossiping(Runner):
-    """The rank's part: what it publishes, whom it asks.
+    """The runner of one rank: publishes its weights and requests copies of its partners.
 
-    [Note: numbers] A copy's number says how far its rank had come, in periods, since all ranks were alike: what is
-    compared has as many steps behind it. A rank that takes over more from one ahead has come as far as that brings it.
+    [Note: numbers] The number of a copy is its rank's progress in periods since the weights of all ranks were
+    identical, so that compared copies have equal progress. A rank that moves towards a rank ahead of it increases its
+    number in proportion.
     """
 
     def __init__(self, attachment: Attachment, period: int, matching: RandomMatching, limit_s: float) -> None:
@@ -192,21 +196,21 @@ class _Gossiping(Runner):
         self._matching = matching
         self._limit_s = limit_s
         self._step = self._published_at = self._number = 0
-        self._random = random.Random(f"{matching.seed}/{attachment.comm.rank}")  # of partners for those that have left
+        self._random = random.Random(f"{matching.seed}/{attachment.comm.rank}")  # draws substitutes of partners
         self._published = Published(self._weights, _PATIENCE + 1)
         self._republish(0)
         self._mailbox = attachment.connect(self._answer, 0)
 
     def _begin_anew(self) -> None:
-        """Forget what was published and asked for; what still comes of it is dropped."""
+        """Drop published copies and pending requests; late answers are ignored."""
         self._published.forget()
         self._fetches = [_Fetch(self._published)]
-        self._wanted: Snapshot | None = None  # the own copy to which the partner's was not had yet; held for it too
-        self._paired_with: int | None = None  # the partner for it
-        self._takes_any = False  # whether the partner's latest copy will do
-        self._has_waited = False  # whether the partner had not come to it when it was asked
-        self._done = 0  # the number of the last own copy that was wanted for
-        # By partner, the number of its copy that was had last, and the own steps of the time at which it was new.
+        self._wanted: Snapshot | None = None  # own copy whose counterpart is outstanding; held until it arrives
+        self._paired_with: int | None = None  # the partner for this copy
+        self._takes_any = False  # whether the partner's latest copy is accepted
+        self._has_waited = False  # whether the partner had not published the copy when it was asked
+        self._done = 0  # the number of the last own copy that was processed
+        # By partner: the number of its copy that was applied last, and this rank's step when that copy was new.
         self._had: dict[int, tuple[int, int]] = {}
 
     @property
@@ -240,14 +244,14 @@ class _Gossiping(Runner):
             self._ask(self._wanted.number)
 
     def _want_next(self) -> None:
-        """Want the partner's copy to the first of the own ones that has not had its turn."""
+        """Select the first own copy that was not processed yet, and its partner."""
         self._takes_any = self._has_waited = False
         while (own := self._published.take(functools.partial(_later_than, self._done))) is not None:
             self._paired_with = self._paired(own.number)
             if self._paired_with is not None:
                 self._wanted = own
                 return
-            self._published.give_back(own)  # of an odd number of ranks one rests
+            self._published.give_back(own)  # with an odd number of ranks, one has no partner
             self._done = own.number
 
     def _publish(self, number: int) -> None:
@@ -255,7 +259,7 @@ class _Gossiping(Runner):
         self._published.publish(self._weights, number, self._step)
 
     def _take(self, fetch: _Fetch) -> None:
-        """Take an answer that has arrived; where it was "none yet", the same copy is asked for again."""
+        """Process an answer that has arrived; if the partner has no such copy yet, it is requested again."""
         wanted = self._wanted if self._wanted is not None and fetch.number == self._wanted.number else None
         if fetch.has_found:
             self._apply(fetch)
@@ -270,10 +274,10 @@ class _Gossiping(Runner):
         fetch.drop()
 
     def _next_done(self, number: int) -> int:
-        """Return up to which number own copies have had their turn, now that the one of `number` has.
+        """Return the number up to which own copies are processed, after the copy with `number` was.
 
-        A partner that is a little behind comes to each of them in turn. Where answers take longer than a period, only
-        the latest is of use.
+        If the partner is slightly behind, it reaches each copy in turn. If answers take longer than a period, only the
+        latest copy is useful.
         """
         if self._takes_any:
             return self._number
@@ -282,7 +286,7 @@ class _Gossiping(Runner):
     def _apply(self, fetch: _Fetch) -> None:
         assert fetch.partner is not None
         number, made_at = self._had.get(fetch.partner, (None, 0))
-        if number != fetch.found:  # else it is the same copy again, and was new when it was had first
+        if number != fetch.found:  # otherwise the same copy again, whose age counts from its first use
             made_at = fetch.made_at
         self._had[fetch.partner] = fetch.found, made_at
         share = fetch.share() * self._period / (self._period + self._step - made_at)
@@ -291,7 +295,7 @@ class _Gossiping(Runner):
         self.num_rounds += 1
 
     def _ask(self, wanted: int) -> None:
-        """Ask for a copy of that number, if nobody is being asked, or one alone that is late."""
+        """Request the copy with this number, unless a request is in flight that is not late, or two are in flight."""
         present = self._mailbox.present()
         self._fetches = [fetch for fetch in self._fetches if fetch.partner is None or fetch.partner in present]
         under_way = [fetch for fetch in self._fetches if fetch.partner is not None]
@@ -308,7 +312,7 @@ class _Gossiping(Runner):
         free.start(partner, Message(kind, wanted), self._mailbox.ask)
 
     def _paired(self, number: int) -> int | None:
-        """Return the rank that this one is paired with for a number; of an odd number of ranks one has none."""
+        """Return the partner for a copy's number; with an odd number of ranks, one rank has none."""
         comm = self._attachment.comm
         return next(iter(self._matching.neighbours(comm.rank, comm.world_size, number).sources), None)
 
@@ -316,14 +320,14 @@ class _Gossiping(Runner):
     def synchronize(self) -> None:
         self._attachment.run("the mean of the weights", mean_all(self._weights, self._attachment.comm))
         self._republish(0)
-        self._attachment.gather(None)  # nobody asks before all have published what they are now
+        self._attachment.gather(None)  # no rank asks before all ranks have published their new weights
 
     @override
     def weights_were_loaded(self) -> None:
         self._republish(self._number)
 
     def _republish(self, number: int) -> None:
-        """Publish the weights, which have become others; what was published and asked for before is of no use now."""
+        """Publish replaced weights, and drop earlier copies and requests."""
         self._begin_anew()
         self._publish(number)
         self._done = number

@@ -1,4 +1,4 @@
-"""Which parameters an algorithm compresses, and in which units it keeps what it lost."""
+"""Selection of the parameters to compress, and units of residuals."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from commlib.algorithms.state import State
 
 @dataclass(frozen=True)
 class CompressionPolicy:
-    """Says which parameters are compressed; the others are averaged in full precision, in buckets of their own.
+    """Selects the parameters to compress. The others are averaged in full precision, in separate buckets.
 
     Attributes:
-        min_numel: Parameters of fewer elements are not compressed.
-        min_dims: Parameters of fewer dimensions (biases and norms have one) are not compressed.
-        skip: Patterns of names (as `fnmatch` has them) that are not compressed, for example `("*embed*", "head.*")`.
+        min_numel: Parameters with fewer elements are not compressed.
+        min_dims: Parameters with fewer dimensions are not compressed; biases and norms have one.
+        skip: `fnmatch` patterns of the names of parameters that are not compressed, for example `("*embed*",
+            "head.*")`.
     """
 
     min_numel: int = 0
@@ -28,7 +29,7 @@ class CompressionPolicy:
     skip: tuple[str, ...] = ()
 
     def __call__(self, name: str, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter is compressed. Complex ones and those of integer types never are."""
+        """Return whether the parameter is compressed. Complex and integer parameters never are."""
         return (
             parameter.is_floating_point()
             and parameter.numel() >= self.min_numel
@@ -37,20 +38,20 @@ class CompressionPolicy:
         )
 
 
-#: The default of algorithms whose codec serves small tensors as well as large ones.
+#: Default for codecs that are accurate enough for small tensors too.
 EVERYTHING = CompressionPolicy()
 
-#: For codecs so coarse that norms and biases suffer, which are a small part of the bytes.
+#: Default for codecs that are too coarse for norms and biases, which are a small fraction of the bytes.
 MATRICES = CompressionPolicy(min_numel=1024, min_dims=2)
 
 
 class Units(State):
-    """The units of residuals: those of the gradient without its loss scale; by option, times the learning rate.
+    """The units of residuals: gradients without the loss scale; optionally multiplied by the learning rate.
 
     Args:
-        rescale: Whether a residual e is added as `(lr_then / lr_now) * e`, since SGD owes `lr_then * e` to the weights
-            (Karimireddy et al., 2019, algorithm 1, keeps `lr * e`). With several parameter groups the learning rate of
-            the first one counts.
+        rescale: Whether a residual e is added as `(lr_then / lr_now) * e`, so that SGD applies it to the weights as
+            `lr_then * e` (Karimireddy et al., 2019, algorithm 1, stores `lr * e`). With several parameter groups the
+            learning rate of the first one is used.
     """
 
     def __init__(self, rescale: bool = False) -> None:
@@ -74,23 +75,24 @@ class Units(State):
         self.load_state_dict(state["units"])
 
     def follow(self, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
-        """Take the learning rate and the loss scale from these."""
+        """Read the learning rate and the loss scale from this optimizer and scaler from now on."""
         self._optimizer, self._scaler = optimizer, scaler
         self._scale, self._scale_step = 1.0, -1
 
     def scale(self, step: int) -> float:
         """Return the loss scale of the gradients in the round of number `step`.
 
-        The scaler is asked once a round: on CUDA the host waits for its answer.
+        The scaler is read once per round, as `get_scale` synchronizes with the device on CUDA.
         """
         if step != self._scale_step and self._scaler is not None and self._scaler.is_enabled():
             self._scale, self._scale_step = float(self._scaler.get_scale()), step
         return self._scale
 
     def decay(self, step: int) -> float:
-        """Return the factor of residuals in the round of number `step`; the same however often it is asked.
+        """Return the factor of residuals in the round of number `step`; repeated calls return the same value.
 
-        It is lr_then / lr_now with `rescale`, lr_then that of the round before; 1 where either is 0, and without.
+        With `rescale` it is lr_then / lr_now, where lr_then is the learning rate of the previous round. It is 1 if
+        either is 0, and without `rescale`.
         """
         if step != self._step and self._optimizer is not None and self.rescale:
             now = self._lr_of(self._optimizer.param_groups[0])
@@ -100,7 +102,7 @@ class Units(State):
         return self._decay
 
     def _lr_of(self, group: dict[str, Any]) -> float:
-        """Return by what a group's optimizer will multiply what the round brings."""
+        """Return the factor that the group's optimizer applies to the result of the round."""
         return float(group["lr"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,5 +110,5 @@ class Units(State):
         return {"lr": self._lr}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._lr, self._scale_step = state["lr"], -1

@@ -13,19 +13,19 @@ from commlib.codecs.sparse import SparseCodec
 
 
 class PostLocalSGD(OuterAveraging):
-    """Averages gradients in every one of the first `warmup_steps` steps; after them it is `LocalSGD`.
+    """Averages gradients in the first `warmup_steps` steps, then switches to `LocalSGD`.
 
     Args:
-        warmup_steps: Optimizer steps with full-precision averages of the gradients. The paper switches where the
-            learning rate first falls, halfway through the training.
-        period: Optimizer steps from one average of the weights to the next, counted from the switch.
+        warmup_steps: Optimizer steps with full-precision averages of the gradients. The paper switches at the first
+            decrease of the learning rate, halfway through the training.
+        period: Optimizer steps between averages of the weights, counted from the switch.
         codec: As in `LocalSGD`.
         feedback: As in `LocalSGD`.
         compress: As in `LocalSGD`.
 
     Paper: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020): post-local SGD.
-    Deviations: the switch is a number of steps. The local optimizer is the user's; its state stays local after the
-    switch.
+    Deviations: the switch is given as a number of steps. The local optimizer is the user's, and its state stays local
+    after the switch.
     """
 
     made_for = "sgd"

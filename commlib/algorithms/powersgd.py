@@ -16,28 +16,28 @@ from commlib.primitives.low_rank import matrix_shape
 
 
 class PowerSGD(Compressed):
-    """One step of power iteration per round gives each gradient matrix as P Q', with error feedback.
+    """Approximates each gradient matrix by P Q', with one step of power iteration per round and error feedback.
 
         M_r = G_r + E_r,   P = orth(sum_r M_r Q),   Q = 1/N sum_r M_r' P,   G = P Q',   E_r = M_r - G
 
-    Q starts from the last round's. A parameter of more than two dimensions counts as its first dimension against the
-    others, whatever its memory format. Tensors of one dimension, and matrices that would not become smaller by
-    `min_compression`, are averaged in full precision. Each bucket takes two all-reduces of (rows + columns) * rank
-    elements per matrix.
+    Q starts from the previous round's value. A parameter of more than two dimensions is treated as a matrix of its
+    first dimension by the others, for any memory format. Tensors of one dimension, and matrices whose factors are not
+    at least `min_compression` times smaller, are averaged in full precision. Each bucket takes two all-reduces, with
+    (rows + columns) * rank elements per matrix in total.
 
     Args:
-        rank: Of the approximation.
-        warmup_steps: Steps of plain averaging before it starts.
-        min_compression: How many times smaller the factors of a matrix must be than the matrix.
-        seed: Of the first Q; the same on all ranks.
-        hierarchical: Whether gradients are summed inside each node first, in full precision. Local ranks then share out
-            the matrices of a bucket, whole ones.
-        compress: Which parameters are considered; all by default.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        rank: Rank of the approximation.
+        warmup_steps: Steps of plain averaging before compression starts.
+        min_compression: Minimum ratio of the size of a matrix to the size of its factors.
+        seed: Seed of the initial Q; the same on all ranks.
+        hierarchical: Whether gradients are first summed inside each node in full precision. Local ranks then share the
+            work on a bucket by whole matrices.
+        compress: Selects the parameters to consider; all by default.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019), algorithms 1 and 2.
-    Deviations: orthogonalisation by Householder QR on a CPU and by Gram-Schmidt, repeated, on CUDA, same-shape matrices
-    together. Replicas stay bit-identical where all ranks compute alike (the same kind of processor).
+    Deviations: orthogonalisation uses Householder QR on a CPU and repeated Gram-Schmidt on CUDA, with matrices of the
+    same shape batched. Replicas stay bit-identical if all ranks compute identically (the same kind of processor).
     """
 
     made_for = "sgd"

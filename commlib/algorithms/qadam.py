@@ -13,7 +13,7 @@ from commlib.codecs.integer import Int8
 
 
 class QAdam(AveragedMomentum):
-    """Adam whose variance is frozen after a warm-up; then the momentum is averaged in 8 bits.
+    """Adam with a warm-up, after which the variance is frozen and the momentum is averaged in 8 bits.
 
     After the warm-up, with C the codec and m the common momentum:
 
@@ -22,16 +22,16 @@ class QAdam(AveragedMomentum):
     and the optimizer steps along m / sqrt(v). It requires `optimizer=commlib.optim.FrozenVarianceAdam(...)`.
 
     Args:
-        codec: Any block codec or its name; `Int8` by default.
+        codec: Block codec or its name; `Int8` by default.
         warmup_steps: Steps of Adam with full-precision averaging.
-        feedback: Whether errors are fed back, on both sides.
-        hierarchical: Whether momentum is summed inside each node first, in full precision.
-        compress: Which parameters are compressed; all by default.
+        feedback: Whether to use error feedback in both stages.
+        hierarchical: Whether momentum is first summed inside each node in full precision.
+        compress: Selects the parameters to compress; all by default.
 
     Paper: Gan et al., "BAGUA" (VLDB 2021), as released: 1-bit Adam's scheme with 8 bits and without error feedback.
-    Deviations from BAGUA's code, which are defects there: the gradient at the switch counts; weight decay (decoupled
-    here) and every group's betas stay in force after it; the variance's bias correction stops with the variance; an
-    element's step is bounded as Adam's is (`FrozenVarianceAdam`).
+    Deviations from BAGUA's code, which correct its defects: the gradient at the switch is used; weight decay (decoupled
+    here) and the betas of every group remain in effect after it; the variance's bias correction is frozen with the
+    variance; an element's step is bounded as in Adam (`FrozenVarianceAdam`).
     """
 
     made_for = "adam"

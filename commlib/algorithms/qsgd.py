@@ -16,9 +16,9 @@ _CODECS = {2: Int2, 4: Int4, 8: Int8}
 
 
 class QSGD(Compressed):
-    """Unbiased quantization to 2, 4 or 8 bits: E[g] is the mean of the gradients, and nothing is remembered.
+    """Averages gradients with unbiased quantization to 2, 4 or 8 bits: E[g] is their mean, without error feedback.
 
-    With Q_b rounding x / s up or down at random so that its expectation is x / s, s the block's scale:
+    With Q_b rounding x / s up or down at random so that its expectation is x / s, where s is the block's scale:
 
         g = Q_b(1/N sum_r Q_b(g_r))
 
@@ -26,15 +26,15 @@ class QSGD(Compressed):
 
     Args:
         bits: 2, 4 or 8.
-        seed: Of the random numbers; the same on all ranks.
+        seed: Seed of the random numbers; the same on all ranks.
         op: "mean" or "sum".
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are compressed; all by default.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to compress; all by default.
 
     Paper: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding" (NeurIPS 2017),
     equation 3.1; with 2 bits it is Wen et al., "TernGrad" (NeurIPS 2017), by blocks.
-    Deviations: the scale of a block is its largest magnitude (the paper's experiments do so, section 5), rounded up to
-    bf16; fixed-width codes instead of Elias coding; the sum is quantized again, with random numbers of its own.
+    Deviations: the scale of a block is its largest magnitude (as in the paper's experiments, section 5), rounded up to
+    bf16; fixed-width codes instead of Elias coding; the sum is quantized again, with separate random numbers.
     """
 
     made_for = "any"

@@ -1,4 +1,4 @@
-"""Gradient averaging of random elements, with error feedback."""
+"""Random-k gradient averaging with error feedback."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from commlib.primitives.aggregators import Aligned
 
 
 class RandomK(Compressed):
-    """All ranks send the same random elements of each bucket, by all-reduce, and remember the others.
+    """Sends the same random elements of each bucket on all ranks, by all-reduce, and keeps the others as residuals.
 
         v_r = g_r + e_r,   g = 1/N sum_r R_t(v_r),   e_r <- v_r - R_t(v_r)
 
-    R_t keeps one random element of each of k neighbourhoods. 4 bytes per element sent and no indices, whatever N.
+    R_t keeps one random element of each of k neighbourhoods. The payload has 4 bytes per element sent and no indices,
+    for any N.
 
-    With `ef21` = w what is sent is how the momentum v_r differs from what was sent of it, and the sum h of that is g:
+    With `ef21` = w, each rank sends the compressed difference of its momentum v_r from h_r, the sum of the differences
+    it has sent. The result g is the mean of the h_r:
 
         v_r <- v_r + w (g_r - v_r),   c_r = R_t(v_r - h_r),   h_r <- h_r + c_r,   h <- h + 1/N sum_r c_r,   g = h
 
     Args:
-        ratio: The part of a bucket's elements that is sent, above 0 and at most 1.
-        seed: Of the choice; the same on all ranks.
+        ratio: Fraction of a bucket's elements that is sent, in (0, 1].
+        seed: Seed of the random selection; the same on all ranks.
         op: "mean" or "sum".
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are made sparse; matrices of 1,024 elements and more by default.
-        ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
-            is plain error feedback. Not with nodes.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to sparsify; by default matrices of 1,024 elements or more.
+        ef21: Weight w of a new gradient in each rank's momentum, in (0, 1] (EF21-SGDM, see above). None uses plain
+            error feedback. Incompatible with `hierarchical`.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018), algorithm 1, with rand_k.
     EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
     weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
-    Deviations: stratified choice, the same on all ranks. With `ef21` all state begins with zeros.
+    Deviations: the selection is stratified and the same on all ranks. With `ef21`, all state is initially zero.
     """
 
     made_for = "sgd"

@@ -14,37 +14,38 @@ from commlib.primitives.aggregators import LowPrecision, MajorityVote
 
 
 class SignSGD(Compressed):
-    """Signs with error feedback, or the majority vote of signs.
+    """Averages the signs of gradients with error feedback, or takes their majority vote.
 
-    With feedback (the default), C(v) = mean|v| sign(v) by blocks of 512, compensated on both sides:
+    With feedback (the default), C(v) = mean|v| sign(v) by blocks of 512, with error feedback in both stages:
 
         v_r = g_r + e_r,  e_r <- v_r - C(v_r);   w = 1/N sum_r C(v_r) + f,  f <- w - C(w),   g = C(w)
 
-    Without, each rank votes and g is plus or minus 1 (the sum of the signs; a tie counts as plus):
+    Without feedback, each rank votes and g is plus or minus 1 (the sign of the sum of the signs; a tie counts as plus):
 
         g = sign(sum_r sign(g_r))
 
-    so the learning rate is that of signSGD, far smaller than SGD's.
+    The learning rate is then that of signSGD, far smaller than SGD's.
 
-    With `ef21` = w what is sent is how the momentum v_r differs from what was sent of it, and the sum h of that is g:
+    With `ef21` = w, each rank sends the compressed difference of its momentum v_r from h_r, the sum of the differences
+    it has sent. The result g is the sum h of the compressed means of the differences:
 
         v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + C(1/N sum_r c_r + f),   g = h
 
     Args:
-        feedback: See above.
-        hierarchical: Whether gradients are summed inside each node first, in full precision.
-        compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The others are
+        feedback: Whether to use error feedback; False uses the majority vote.
+        hierarchical: Whether gradients are first summed inside each node in full precision.
+        compress: Selects the parameters to compress; by default matrices of 1,024 elements or more. The others are
             averaged in full precision.
-        ef21: The weight w of a new gradient in each rank's momentum, above 0 and at most 1 (EF21-SGDM, see above); None
-            is plain error feedback. Not with nodes.
-        rescale_residuals: Whether residuals follow the learning rate of `torch.optim.SGD`; see `Compressed`.
+        ef21: Weight w of a new gradient in each rank's momentum, in (0, 1] (EF21-SGDM, see above). None uses plain
+            error feedback. Incompatible with `feedback=False` and `hierarchical`.
+        rescale_residuals: Whether residuals are rescaled with the learning rate of `torch.optim.SGD`; see `Compressed`.
 
     Paper: with feedback Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019), algorithm 1, both stages as in
     Zheng et al. (NeurIPS 2019), algorithm 2; the vote is Bernstein et al., "signSGD with Majority Vote" (ICLR 2019).
     EF21-SGDM: Fatkhullin, Tyurin, Richtárik, "Momentum Provides Error Feedback!" (NeurIPS 2023), algorithm 1; with a
     weight of 1 EF21: Richtárik, Sokolov, Fatkhullin (NeurIPS 2021).
-    Deviations: a scale for 512 elements instead of one per layer; the vote has no momentum of its own. With
-    `ef21` the mean is compressed once more, with error feedback, and all state begins with zeros.
+    Deviations: one scale per 512 elements instead of one per layer; the vote has no momentum. With `ef21`, the mean is
+    compressed once more, with error feedback, and all state is initially zero.
     """
 
     made_for = "sgd"
@@ -68,5 +69,5 @@ class SignSGD(Compressed):
         )
         self.feedback = feedback
         if not feedback:
-            self.made_for = "any"  # error feedback is analysed for SGD; a sign suits any optimizer
-            self.channel = dataclasses.replace(self.channel, accumulates=False)  # a vote is no gradient
+            self.made_for = "any"  # error feedback is analysed for SGD; a sign works with any optimizer
+            self.channel = dataclasses.replace(self.channel, accumulates=False)  # a vote is not a mean of gradients

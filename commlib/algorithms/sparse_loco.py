@@ -1,4 +1,4 @@
-"""SparseLoCo: many local steps, then a step along the mean of what is largest of the ways that the ranks went."""
+"""SparseLoCo: many local steps, then a step along the mean of the sparsified outer gradients."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from commlib.primitives.aggregators import Balanced
 
 
 class SparseLoCo(OuterAveraging):
-    """Every `period` local steps, a step of SGD along the mean of the largest elements of what the ranks moved.
+    """Every `period` local steps, makes an SGD step along the mean of the ranks' sparsified outer gradients.
 
-    With x the global weights, x_r those that rank r came to from them, e_r its error feedback, and C the largest `kept`
-    elements of each 4,096, with 2 bits of value (the codec `blocktopk`):
+    With x the global weights, x_r the weights of rank r after its local steps from x, e_r its residual, and C the
+    largest `kept` elements of each 4,096, with 2 bits of value (the codec `blocktopk`):
 
         v_r = error_decay e_r + (x - x_r),   e_r <- v_r - C(v_r),   x <- x - outer_lr 1/N sum_r C(v_r),   x_r = x
 
-    The decayed error feedback takes the place of an outer momentum. Every rank receives N - 1 payloads of
-    (1.75 kept + 4) / 4,096 bytes per element: 64 of 4,096 are 141 times smaller than fp32. The inner optimizer is the
-    user's; AdamW in the paper. Without `delay` the replicas are identical after every outer step.
+    The decayed error feedback replaces an outer momentum. Every rank receives N - 1 payloads of (1.75 kept + 4) / 4,096
+    bytes per element; with 64 of 4,096 they are 141 times smaller than fp32. The inner optimizer is the user's; AdamW
+    in the paper. Without `delay` the replicas are identical after every outer step.
 
-    With `exchange="balanced"` the ranks' choices are summed as `OkTopK` does it: C is the largest kept / 4,096 of a
-    bucket, in full precision, what of it is in the sum. Every rank sends 24 (N - 1)/N kept / 4,096 bytes per element,
-    whatever their number N: fewer than gathering takes from 14 ranks on.
+    With `exchange="balanced"` the selected elements are summed as in `OkTopK`: C is the fraction kept / 4,096 of a
+    bucket with the largest magnitude, in full precision, as far as it is part of the sum. Every rank sends 24 (N - 1)/N
+    kept / 4,096 bytes per element, which is less than with "gathered" for 14 or more ranks.
 
     Args:
-        period: Inner steps from one outer step to the next (H).
+        period: Inner steps between outer steps (H).
         kept: Elements sent of each 4,096 (k), 1 to 4,096.
-        error_decay: What the error feedback keeps from one outer step to the next, from 0 to 1.
-        outer_lr: The outer learning rate.
-        delay: Inner steps that the payloads are in flight in the background, at most `period`: a rank then adds what
-            the outer step changed to what it has come to meanwhile. 0 makes the step wait.
-        compress: Which parameters are made sparse; all by default. The others are averaged in full precision.
+        error_decay: Factor of residuals from one outer step to the next, in [0, 1].
+        outer_lr: Learning rate of the outer optimizer.
+        delay: Inner steps for which the payloads are in flight in the background, at most `period`. A rank then adds
+            the change of the outer step to its current weights. With 0 the step waits.
+        compress: Selects the parameters to sparsify; all by default. The others are averaged in full precision.
         warmup_steps: Optimizer steps with full-precision averages of the gradients before the first inner step.
         exchange: "gathered" or "balanced", see above.
 
     Paper: Sarfi, Thérien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo" (2025),
     algorithm 1.
-    Deviations: blocks are 4,096 elements in a row of a bucket, where the paper's are 64 x 64 pieces of a matrix, and
-    never across parameters. The 2 bits are a sign and one of two levels of the block; the authors' code cuts the values
-    of a parameter into four classes about their mean, 1.5 standard deviations wide, and sends the mean of each, as is
-    done here. Indices are 12 bits wide, not entropy coded. `delay` is not in the algorithm.
+    Deviations: blocks are 4,096 consecutive elements of a bucket, where the paper's are 64 x 64 pieces of a matrix that
+    never span parameters. The 2 bits are a sign and one of two levels of the block. The authors' code divides the
+    values of a parameter into four classes about their mean, 1.5 standard deviations wide; as here, it sends the mean
+    of each class. Indices are 12 bits wide and not entropy coded. `delay` is not part of the algorithm.
     """
 
     made_for = "adam"

@@ -13,16 +13,16 @@ from commlib.primitives.parts import Part, cut, pasted
 
 
 class State:
-    """One piece of an algorithm's state. The algorithm calls these methods of all its `states`, in their order.
+    """One component of an algorithm's state. The algorithm calls these methods of all its `states`, in order.
 
-    Keys in `save` are distinct among the states of one algorithm.
+    The keys of `save` differ between the states of one algorithm.
     """
 
-    #: The entries of `save` that hold one piece for each whole parameter; see `Algorithm.shaped_state`.
+    #: Entries of `save` with one piece for each whole parameter; see `Algorithm.shaped_state`.
     shaped: Sequence[str] = ()
 
     def setup(self, context: Context) -> None:
-        """Create the state for `context.buckets`; later calls carry it over to other buckets or another group."""
+        """Create the state for `context.buckets`. Later calls carry it over to other buckets or another group."""
 
     def begin(self, bucket: BucketView) -> None:
         """See `Algorithm.begin`."""
@@ -42,7 +42,7 @@ class State:
         """
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the result of `save`, also of other buckets or another group."""
+        """Load the result of `save`, possibly from other buckets or another group."""
 
 
 class PerElement(State):
@@ -52,7 +52,7 @@ class PerElement(State):
 
     Args:
         name: Key in the saved state.
-        dtype: Type of the values.
+        dtype: The dtype of the values.
     """
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:

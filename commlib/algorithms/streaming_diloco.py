@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the model's fragments take their outer steps in turn, in the background."""
+"""Streaming DiLoCo: outer steps of the model's fragments in turn, in the background."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from commlib.errors import ConfigError
 
 
 class StreamingDiLoCo(OuterAveraging):
-    """DiLoCo by fragments: every `period / fragments` steps the next one is sent, and merged `delay` steps later.
+    """Applies DiLoCo to fragments: sends one every `period / fragments` steps, and merges it `delay` steps later.
 
-    With x_p the global weights of fragment p, x_rp those of rank r, C the codec, u_p the outer momentum m:
+    With x_p the global weights of fragment p, x_rp those of rank r, C the codec, u_p the outer momentum buffer and m
+    the momentum:
 
         at step t:          g = C(1/N sum_r C(x_p - x_rp)),  u_p <- m u_p + g,  x_p <- x_p - outer_lr (g + m u_p)
         at step t + delay:  x_rp <- mixing x_rp + (1 - mixing) x_p
 
-    Ranks go on with their inner steps meanwhile, so the peak of the traffic is `fragments` times lower than DiLoCo's
-    and nobody waits, if a fragment travels within `delay` steps. Where mixing is not 0 the replicas differ even after a
-    merge; the global weights do not.
+    Inner steps continue meanwhile, so the peak traffic is `fragments` times lower than DiLoCo's, and no rank waits if a
+    fragment is transferred within `delay` steps. If `mixing` is not 0, replicas differ even after a merge; the global
+    weights do not.
 
     Args:
-        period: Inner steps from one outer step of a fragment to its next (H); a multiple of `fragments`.
-        fragments: Parts of the model (P): its buckets, dealt out in turn. Their sizes are as even as whole parameters
-            allow.
-        delay: Inner steps that a fragment is in flight (tau); at most `period / fragments`, since one fragment has to
-            be merged before the next one is sent: what is in flight at once stays one fragment. 0 makes the step wait.
-        mixing: What a rank keeps of its own weights at a merge (alpha): 0 forgets the steps made in flight, 1 would
-            forget the others.
-        outer_lr: The outer learning rate.
-        outer_momentum: The outer momentum m.
-        nesterov: Whether the outer momentum is Nesterov's.
+        period: Inner steps between outer steps of a fragment (H); a multiple of `fragments`.
+        fragments: Number of fragments of the model (P). Its buckets are assigned to them in turn, with sizes as even as
+            whole parameters allow.
+        delay: Inner steps for which a fragment is in flight (tau), at most `period / fragments`, so that a fragment is
+            merged before the next one is sent. With 0 the step waits.
+        mixing: Weight of a rank's own weights at a merge (alpha), in [0, 1). 0 discards the steps made in flight.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Momentum m of the outer optimizer.
+        nesterov: Whether the outer optimizer uses Nesterov momentum.
         codec: As in `DiLoCo`; the paper sends 4 bits.
         feedback: As in `DiLoCo`.
-        compress: With a codec: which parameters are compressed; all by default.
+        compress: With a codec, selects the parameters to compress; all by default.
         warmup_steps: As in `DiLoCo`.
         outer: As in `DiLoCo`.
-        error_decay: As in `DiLoCo`, from one outer step of a fragment to its next.
+        error_decay: As in `DiLoCo`, between outer steps of one fragment.
 
     Paper: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025), algorithm 2.
-    Deviations: fragments consist of buckets, every `fragments`-th one, where the paper's are of transformer blocks;
-    that is its strided pattern with finer strides. The outer gradients are 4-bit floats there.
+    Deviations: fragments consist of every `fragments`-th bucket, where the paper's consist of transformer blocks; this
+    is the paper's strided pattern with finer strides. The paper's outer gradients are 4-bit floats.
     """
 
     made_for = "adam"
@@ -72,8 +72,8 @@ class StreamingDiLoCo(OuterAveraging):
             )
         if not 0 <= delay <= period // fragments:
             raise ConfigError(
-                "StreamingDiLoCo.delay: expected 0 to period / fragments, as a fragment is merged before the next one "
-                f"is sent; got {delay=}, {period=}, {fragments=}"
+                "StreamingDiLoCo.delay: expected 0 to period / fragments, because a fragment is merged before the next "
+                f"one is sent; got {delay=}, {period=}, {fragments=}"
             )
         if not 0 <= mixing < 1:
             raise ConfigError(f"StreamingDiLoCo.mixing: expected 0 <= mixing < 1, got {mixing}")

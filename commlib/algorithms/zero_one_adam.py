@@ -1,4 +1,4 @@
-"""0/1 Adam: one bit per element on the wire or none, and a variance that is updated ever more rarely."""
+"""0/1 Adam: at most one bit per element on the wire, and variance updates at growing intervals."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from commlib.errors import ConfigError
 from commlib.primitives.centralized import centralized_full_precision
 from commlib.transport.base import Communication, Communicator
 
-#: Simulations begin where updates of the variance are 2 ** 10 steps apart.
+#: Simulations begin at the step where variance updates are 2 ** 10 steps apart.
 _STEADY_DOUBLINGS = 10
 
 
 class ZeroOneAdam(AveragedMomentum):
-    """Adam whose variance is updated at growing intervals; at all other steps what moved is averaged in one bit.
+    """Adam with one-bit averages of its updates, optional local steps, and variance updates at growing intervals.
 
-    With lr_t the learning rate, t' the last step with a round, and C the one-bit codec with error feedback on both
-    sides, as in `OneBitAdam`, in every step t:
+    With lr_t the learning rate, t' the last step with a round, and C the one-bit codec with error feedback in both
+    stages, as in `OneBitAdam`, in every step t:
 
         m_r <- b1 m_r + (1 - b1) g_r,   s_r <- s_r + lr_t m_r,   x_r <- x_r - lr_t m_r / sqrt(v)
 
@@ -34,32 +34,33 @@ class ZeroOneAdam(AveragedMomentum):
 
         s = C(1/N sum_r C(s_r)),   m_r = s / S,   x_r = x_t' - s / sqrt(v),   s_r = 0
 
-    The variance v is updated, with the mean gradient in full precision, in step 0 and then `warmup_steps` times after 1
-    step each, as often after 2 steps each, after 4, and so on (T_v in the paper). Every step has a round until
-    `local_after`; from one step before on v is frozen. Then rounds are 2 steps apart for `interval_doubling` steps,
-    then 4, up to `longest_interval`. Steps in between communicate nothing, and the replicas are identical after every
-    round.
+    The variance v is updated with the mean gradient in full precision: in step 0, then `warmup_steps` times at an
+    interval of 1 step, as often at an interval of 2 steps, of 4, and so on (T_v in the paper). Every step has a round
+    until `local_after`; v is frozen from the step before it. Then rounds are 2 steps apart for `interval_doubling`
+    steps, then 4, up to `longest_interval`. There is no communication in the steps in between, and the replicas are
+    identical after every round.
 
     It requires `optimizer=commlib.optim.FrozenVarianceAdam(...)`.
 
     Args:
-        warmup_steps: The updates of the variance after which their interval doubles (kappa).
-        local_after: Steps until local steps begin, more than `warmup_steps`: the paper's end of the learning rate's
-            warm-up. None: every step has a round, and replicas are always identical.
-        interval_doubling: Steps after which the interval of rounds doubles: in which the learning rate halves.
+        warmup_steps: Number of variance updates after which their interval doubles (kappa).
+        local_after: Steps before local steps begin, more than `warmup_steps`: the end of the learning rate's warm-up in
+            the paper. With None, every step has a round, and replicas are always identical.
+        interval_doubling: Steps after which the interval of rounds doubles; in the paper, those in which the learning
+            rate halves.
         longest_interval: The longest interval of rounds (H), a power of two.
-        hierarchical: Whether momentum is summed inside each node first, in full precision.
-        compress: Which parameters are compressed; matrices of 1,024 elements and more by default. The momentum of the
+        hierarchical: Whether momentum is first summed inside each node in full precision.
+        compress: Selects the parameters to compress; by default matrices of 1,024 elements or more. The momentum of the
             others is averaged in full precision.
 
-    Paper: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (ICLR 2023),
-    algorithm 1, with the policies of its section 6.
-    Deviations: where the variance is updated, the momentum is made of the mean gradient that all ranks have then, and
-    nothing is sent in one bit (as in the authors' code). What is encoded is s / S, and residuals are multiplied by
-    S_then / S_now: the same in exact arithmetic for one group of parameters, and representable in 16 bits. A scale for
-    512 elements instead of one per tensor. Bias corrections, decoupled weight decay and the bound of an element's step
-    as in `FrozenVarianceAdam`, which decays x_t' as well. No local steps with a GradScaler, whose skipped steps are
-    each rank's own.
+    Paper: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (ICLR 2023), algorithm
+    1, with the policies of its section 6.
+    Deviations: in a step that updates the variance, the momentum is computed from the mean gradient, which all ranks
+    then have, and nothing is sent in one bit (as in the authors' code). s / S is encoded, and residuals are multiplied
+    by S_then / S_now; this is the same in exact arithmetic for one parameter group, and representable in 16 bits. There
+    is one scale per 512 elements instead of one per tensor. Bias corrections, decoupled weight decay and the bound of
+    an element's step are as in `FrozenVarianceAdam`, which applies the weight decay to x_t' as well. Local steps are
+    not supported with a GradScaler, since each rank would skip steps independently.
     """
 
     made_for = "adam"
@@ -91,7 +92,7 @@ class ZeroOneAdam(AveragedMomentum):
         self.states = (self.units, self.aggregation)
 
     def updates_variance(self, step: int) -> bool:
-        """Return whether the variance is updated in a step, from 0 on."""
+        """Return whether the variance is updated in a step, counted from 0."""
         if self.local_after is not None and step >= self.local_after - 1:
             return False
         doublings = (step // self.doubling + 1).bit_length() - 1
@@ -102,7 +103,7 @@ class ZeroOneAdam(AveragedMomentum):
         if self.local_after is not None and context.scaler is not None and context.scaler.is_enabled():
             raise ConfigError(
                 "ZeroOneAdam: expected no enabled GradScaler with local_after, got one: in local steps each rank would "
-                "skip steps by itself. Train in bf16, or with local_after=None"
+                "skip steps independently. Train in bf16, or with local_after=None"
             )
         super().setup(context)
         self.units.follow(context.optimizer, None)
@@ -110,7 +111,7 @@ class ZeroOneAdam(AveragedMomentum):
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         optimizer = self._optimizer
-        # A rank that has joined early counts the rounds, not the steps of others.
+        # Without local steps, count rounds, which a rank that has joined early also counts.
         step = comm.step if self.local_after is None else comm.optimizer_step
         if optimizer is not None and self.updates_variance(step):
             optimizer.freeze(False)
@@ -128,7 +129,7 @@ class ZeroOneAdam(AveragedMomentum):
 
 
 class _RoundUnits(Units):
-    """Residuals go with the learning rates of all steps since the round before."""
+    """Rescales residuals with the sum of the learning rates of all steps since the previous round."""
 
     @override
     def _lr_of(self, group: dict[str, Any]) -> float:

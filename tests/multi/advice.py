@@ -86,7 +86,7 @@ def trains(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, loss: A
 def contiguous() -> None:
     model = OneParameter(torch.randn(4, 6)[:, ::2])
     model.weight.data = torch.ones(4, 6)[:, ::2]
-    with refused("does not fill a stretch"):
+    with refused("does not occupy contiguous memory"):
         commlib.wrap(model, "async_sgd", optimizer=sgd(model))
     model.weight.data = model.weight.data.contiguous()
     optimizer = sgd(model)
@@ -96,7 +96,7 @@ def contiguous() -> None:
 @follows("use SGD(momentum=0)")
 def no_momentum() -> None:
     model = seeded(Mlp)
-    with refused("momentum of its own"):
+    with refused("the optimizer applies momentum"):
         commlib.wrap(model, "dgc", optimizer=sgd(model, 0.9))
     trains(*made(algorithm="dgc"))
 
@@ -375,7 +375,7 @@ def no_wrappers() -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@follows("Call scaler.unscale_(optimizer) first, or make the optimizer with fused=False")
+@follows("Call scaler.unscale_(optimizer) first, or create the optimizer with fused=False")
 def unscaled() -> None:
     def step(is_fused: bool, is_unscaled: bool) -> None:
         model = seeded(Mlp)
@@ -390,7 +390,7 @@ def unscaled() -> None:
         commlib.synchronize(model)
         assert_replicas_identical(model)
 
-    with refused("a fused optimizer unscales them within it"):
+    with refused("a fused optimizer unscales them inside the step"):
         step(is_fused=True, is_unscaled=False)
     step(is_fused=True, is_unscaled=True)
     step(is_fused=False, is_unscaled=False)
@@ -420,7 +420,7 @@ def scaled_alike() -> None:
     train(both, torch.amp.GradScaler("cpu", init_scale=64.0))
 
 
-@follows("Load the old one's state into it")
+@follows("Load the old optimizer's state into it")
 def state_of_the_old() -> None:
     model, optimizer = made(algorithm=algorithms.OneBitAdam(warmup_steps=2), make=frozen_variance)
     trains(model, optimizer, 3)
@@ -438,7 +438,7 @@ def other_groups() -> None:
     trains(model, optimizer)
     whole = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = whole[:-1]
-    with refused("is in no group of the optimizer any more"):
+    with refused("is no longer in a group of the optimizer"):
         trains(model, optimizer)
     commlib.unwrap(model)
     list(model.parameters())[-1].requires_grad_(False)

@@ -550,7 +550,7 @@ def test_state_of_another_outer_optimizer_is_refused() -> None:
     train(model, mlp_loss, 7, optimizer)
     saved = saved_of(model, optimizer)
     other, _ = wrapped(DiLoCo(period=3, outer=adamw))
-    with pytest.raises(ConfigError, match="DiLoCo.outer: expected None, with which the state was saved, got AdamW"):
+    with pytest.raises(ConfigError, match="DiLoCo.outer: expected None, as in the saved state, got AdamW"):
         commlib.load_state_dict(other, saved[2])
 
 

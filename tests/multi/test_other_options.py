@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Make, Make, str]] = {
     "the graph": (
         lambda: LowPrecisionDecentralized(topology="ring"),
         lambda: LowPrecisionDecentralized(topology="fully_connected"),
-        "expected the graph with which the state was saved",
+        "expected the graph of the saved state",
     ),
 }
 

@@ -657,7 +657,7 @@ def test_rescaled_residuals_are_for_sgd() -> None:
 
 def test_residuals_are_rescaled_with_feedback_only() -> None:
     for make in (ByteGrad, partial(SignSGD, feedback=False)):
-        with pytest.raises(ConfigError, match="rescale_residuals: expected it with feedback only"):
+        with pytest.raises(ConfigError, match="rescale_residuals: expected error feedback with it"):
             make(rescale_residuals=True)
 
 

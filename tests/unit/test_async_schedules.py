@@ -573,7 +573,7 @@ def test_async_sgd_resumes_from_its_state() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.LBFGS(p), "elementwise optimizer: one of SGD, Adam, AdamW, got LBFGS"),
+        (lambda p: torch.optim.LBFGS(p), "elementwise optimizer, one of SGD, Adam, AdamW, got LBFGS"),
         (lambda p: torch.optim.Adagrad(p), "got Adagrad"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What the families of algorithms share: an algorithm's own file has only what is its own."""
+"""Code shared by families of algorithms."""

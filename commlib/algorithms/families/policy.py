@@ -1,4 +1,4 @@
-"""The former place of `commlib.algorithms.policy`."""
+"""Deprecated alias of `commlib.algorithms.policy`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in one buffer of bytes, and copies of them that other ranks may read at any time."""
+"""Tensors in one byte buffer, and published copies of them that other ranks can read at any time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ALIGNMENT = 16
 
 
 class Layout:
-    """Where tensors of any shapes and dtypes lie in one buffer of bytes in host memory.
+    """The layout of tensors of any shapes and dtypes in one byte buffer in host memory.
 
     Args:
-        tensors: What lies there.
-        dtype: That of all of them in the buffer, where they follow one another without gaps; None for each its own.
+        tensors: The tensors.
+        dtype: A common dtype in the buffer, where they are stored without gaps; None keeps each tensor's dtype.
 
     Attributes:
-        nbytes: The buffer's size.
+        nbytes: The buffer's size in bytes.
         is_remote: Whether the tensors are on a device, so that buffers are pinned.
     """
 
@@ -39,7 +39,7 @@ class Layout:
         self.nbytes = self._offsets[-1]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors that lie in `buffer` [nbytes] uint8, contiguous each."""
+        """Return contiguous views of the tensors in `buffer` [nbytes] uint8."""
         return [
             buffer[offset : offset + nbytes].view(dtype).view(shape)
             for offset, (shape, dtype, nbytes) in zip(self._offsets, self._kinds, strict=False)
@@ -47,11 +47,11 @@ class Layout:
 
 
 class Copy:
-    """A buffer, the tensors in it, and who holds it.
+    """A buffer, the tensors in it, and the number of its readers.
 
     Attributes:
         buffer: [nbytes] uint8.
-        tensors: What lies in it.
+        tensors: Views of the tensors in the buffer.
         number: The step or version of its contents.
     """
 
@@ -61,19 +61,19 @@ class Copy:
         self.number = 0
         self.num_readers = 0
         self._is_remote = layout.is_remote
-        self._copied: Any = None  # the event of the last copies into or out of it, until they are known to be done
+        self._copied: Any = None  # the event of the last copies from or to a device
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy tensors into it; from a device without waiting, so `wait` before it is read."""
+        """Copy tensors into it. Asynchronous from a device; call `wait` before it is read."""
         self._copied = transfers.copy(self.tensors, tensors)
 
     def copy_to(self, tensors: Sequence[torch.Tensor], places: Sequence[int] | None = None) -> None:
-        """Copy what lies in it, or at some places, to tensors; `wait` before it changes."""
+        """Copy its tensors, or those at some places, to `tensors`. Call `wait` before it changes."""
         source = self.tensors if places is None else [self.tensors[place] for place in places]
         self._copied = transfers.copy(tensors, source)
 
     def on_device_of(self, tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
-        """Return what lies at some places, where tensors like it are: copies, but on the host."""
+        """Return the tensors at some places: copies on the device of `tensors`, or its own tensors on the host."""
         if not self._is_remote:
             return [self.tensors[place] for place in places]
         copies = [torch.empty_like(tensor) for tensor in tensors]
@@ -81,7 +81,7 @@ class Copy:
         return copies
 
     def wait(self) -> None:
-        """Wait until copies from and to a device are done: not on a thread that trains."""
+        """Wait for copies from and to a device. Not for the training thread."""
         copied = self._copied
         if copied is not None:
             copied.synchronize()
@@ -93,15 +93,15 @@ class Copy:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The elements of all tensors, of a layout in fp32: [nbytes / 4]."""
+        """The elements of all tensors [nbytes / 4], for a layout in fp32."""
         return self.buffer.view(torch.float32)
 
 
 class Snapshot(Copy):
-    """A copy that others may read.
+    """A copy that other threads can read.
 
     Attributes:
-        step: The steps that its rank had made.
+        step: The number of steps of its rank at the time of the copy.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -110,13 +110,13 @@ class Snapshot(Copy):
 
 
 class Published:
-    """The latest copies of some tensors. A reader's copy stays whole for as long as it holds it; a writer never waits.
+    """The latest copies of some tensors. A copy does not change while a reader holds it; a writer never waits.
 
-    There are `depth` buffers, and one for each copy that is still held when it is not among the latest any more.
+    There are `depth` buffers, plus one for each older copy that is still held.
 
     Args:
-        tensors: What is copied; at once, with the number 0.
-        depth: How many of the latest copies are kept; the oldest is given up for the next one.
+        tensors: The tensors, copied immediately with the number 0.
+        depth: Number of copies to keep; the next copy replaces the oldest.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], depth: int = 2) -> None:
@@ -128,7 +128,7 @@ class Published:
         self.publish(tensors, 0)
 
     def publish(self, tensors: Sequence[torch.Tensor], number: int, step: int = 0) -> None:
-        """Copy `tensors` and make the copy the latest."""
+        """Publish a copy of `tensors` as the latest."""
         with self._lock:
             if len(self._kept) == self._depth:
                 del self._kept[0]
@@ -142,18 +142,18 @@ class Published:
                 self._copies.append(copy)
 
     def _available(self) -> list[Snapshot]:
-        """Return the latest copies and those that are held, the latest last."""
+        """Return the kept copies and those that are held, the latest last."""
         held = [copy for copy in self._copies if copy.num_readers > 0 and copy not in self._kept]
         return [*sorted(held, key=lambda copy: copy.number), *self._kept]
 
     def forget(self) -> None:
-        """Give up all copies, those that are held too: nobody else gets them any more."""
+        """Drop all copies, including those that are held, so that later readers do not get them."""
         with self._lock:
             self._kept.clear()
             self._copies.clear()
 
     def take(self, choose: Callable[[Sequence[Snapshot]], Snapshot | None]) -> Snapshot | None:
-        """Return the copy that is chosen of those there are, the latest last; it is held until it is given back."""
+        """Return the copy chosen from those available, the latest last, and hold it until `give_back`."""
         with self._lock:
             copy = choose(self._available())
             if copy is not None:
@@ -161,13 +161,13 @@ class Published:
             return copy
 
     def give_back(self, copy: Snapshot) -> None:
-        """Say that a copy is not read any more."""
+        """Release a copy that is no longer read."""
         with self._lock:
             copy.num_readers -= 1
 
     @contextlib.contextmanager
     def holding(self, choose: Callable[[Sequence[Snapshot]], Snapshot | None]) -> Iterator[Snapshot | None]:
-        """Hold the copy that is chosen, whole, for the length of the block."""
+        """Hold the chosen, complete copy within a `with` block."""
         copy = self.take(choose)
         try:
             if copy is not None:

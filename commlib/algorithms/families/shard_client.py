@@ -1,4 +1,4 @@
-"""A worker's part of one shard of the parameters: what it pushes, and what it takes over."""
+"""The worker side of one shard of the parameters: pushes, and updates from the answers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from commlib.algorithms.families.shard_server import Piece, cut
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.transport.mailbox import Message
 
-#: Questions: a push, answered with the whole weights; nothing, answered so; a push, answered with the weights' change.
+#: Questions: push, answered with the weights; pull, answered with the weights; push, answered with their change.
 PUSH, PULL, PUSH_FOR_CHANGE = 1, 2, 3
 
 
-#: A question: made, or to be made on the thread that sends it, as copies from a device are waited for there.
+#: A question, or a function that creates it on the sending thread, which waits for copies from a device.
 Question = Message | Callable[[], Message]
 
 
 class WholeWire:
-    """How a shard's pushes and answers are sent: as they are.
+    """Sends a shard's pushes and answers uncompressed.
 
     Attributes:
         is_remote: Whether the parameters are on a device.
-        pending: What is pushed next.
-        received: The weights that came last.
+        pending: The contents of the next push.
+        received: The weights received last.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -39,13 +39,13 @@ class WholeWire:
         self.pending, self._sending, self.received = Copy(layout), Copy(layout), Copy(layout)
 
     def pack(self, num_steps: int) -> tuple[Question, memoryview]:
-        """Return what is pending as a push, and where its answer goes; `pending` may be written again."""
+        """Return `pending` as a push, and the buffer for its answer. `pending` may then be overwritten."""
         self.pending, self._sending = self._sending, self.pending
         message = Message(PUSH, self._sending.number, self._sending.payload, num_steps)
         return self.after_copies(message) if self.is_remote else message, self.received.payload
 
     def after_copies(self, message: Message) -> Callable[[], Message]:
-        """Return what waits for the copies of what is sent and of the last answer, and returns the message."""
+        """Return a function that waits for the copies of the push and of the last answer, and returns the message."""
 
         def wait() -> Message:
             self._sending.wait()
@@ -55,11 +55,11 @@ class WholeWire:
         return wait
 
     def unpack(self) -> None:
-        """Make `received` the weights that have arrived."""
+        """Update `received` from the answer."""
 
 
 class CodedWire:
-    """The same through a codec: pushes with error feedback, answers as the change since the last one."""
+    """Sends pushes and answers through a codec: pushes with error feedback, answers as the change since the last."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], codec: BlockCodec) -> None:
         layout = Layout(tensors, torch.float32)
@@ -71,11 +71,11 @@ class CodedWire:
         self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")
         nbytes = codec.payload_bytes(numel)
         self._push, self._change = (torch.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
-        self._has_base = False  # whether the owner knows what is in `received`
+        self._has_base = False  # whether the owner has a copy of `received`
         self._asked_for_change = False
 
     def pack(self, num_steps: int) -> tuple[Question, memoryview]:
-        """Return the message that pushes what is pending, and where its answer is received."""
+        """Return `pending` as a push, and the buffer for its answer."""
         self.pending, self._sending = self._sending, self.pending
         self._asked_for_change = self._has_base
         kind, into = (PUSH_FOR_CHANGE, self._change) if self._has_base else (PUSH, self.received.buffer)
@@ -86,7 +86,7 @@ class CodedWire:
         return message, into.numpy().data
 
     def after_copies(self, message: Message) -> Callable[[], Message]:
-        """Return what waits for the copies of what is sent and of the last answer, encodes, and returns the message."""
+        """Return a function that waits for the copies, encodes the push, and returns the message."""
 
         def encode() -> Message:
             self._sending.wait()
@@ -101,14 +101,14 @@ class CodedWire:
         self._codec.encode(self._sending.flat, self._push, feedback=Feedback(self.residual))
 
     def unpack(self) -> None:
-        """Make the answer the weights that were received."""
+        """Update `received` from the answer."""
         if self._asked_for_change:
             self._codec.decode_add(self._change, self.received.flat)
         self._has_base = True
 
 
 class Shard(ABC):
-    """What a worker has to do with one shard: what it pushes to it, and its newest weights."""
+    """A worker's view of one shard: the pending push and the newest weights."""
 
     def __init__(
         self,
@@ -123,37 +123,37 @@ class Shard(ABC):
         self.wire = wire
         self._rest = rest
         self._asked_s = self._rests_until_s = 0.0
-        self._took_s = math.inf  # from the last question to its answer
+        self._took_s = math.inf  # time from the last question to its answer
         self._origin = [torch.empty_like(piece) for piece in cut(tensors, pieces)]
-        self.num_pending = 0  # steps that the next push is of
-        self.version = 0  # of the weights that were taken over last
+        self.num_pending = 0  # number of steps in the next push
+        self.version = 0  # version of the weights applied last
         self.is_under_way = False
-        self.is_stale = False  # what is under way is of weights that the user has replaced
+        self.is_stale = False  # whether the exchange in flight concerns weights that the user has replaced
         self.has_arrived = threading.Event()
 
     @abstractmethod
     def before_step(self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Note a step that the user's optimizer is about to make with gradients of all parameters."""
+        """Record a step that the user's optimizer is about to make with the gradients of all parameters."""
 
     @abstractmethod
     def _fill(self, weights: list[torch.Tensor]) -> None:
-        """Write what is pushed into `wire.pending`, given the shard's own weights, and make them the origin."""
+        """Write the push into `wire.pending`, given the shard's own weights, which become the origin."""
 
     def push(self, weights: Sequence[torch.Tensor], ask: Callable[..., None]) -> None:
-        """Send what is pending. Returns at once."""
+        """Send the pending push. Does not block."""
         self._fill(cut(weights, self.pieces))
         message, into = self.wire.pack(self.num_pending)
         self.num_pending = 0
         self._ask(message, into, ask)
 
     def pull(self, ask: Callable[..., None]) -> None:
-        """Ask for the newest weights. Returns at once."""
+        """Request the newest weights. Does not block."""
         message = Message(PULL, self.version, b"")
         question = self.wire.after_copies(message) if self.wire.is_remote else message
         self._ask(question, self.wire.received.payload, ask)
 
     def has_rested(self) -> bool:
-        """Return whether the next push may begin."""
+        """Return whether the rest after the last answer is over."""
         return time.monotonic() >= self._rests_until_s
 
     def _ask(self, message: Question, into: memoryview, ask: Callable[..., None]) -> None:
@@ -170,11 +170,11 @@ class Shard(ABC):
         self.has_arrived.set()
 
     def take_over(self, weights: Sequence[torch.Tensor], frozen: Collection[int] = ()) -> None:
-        """Make the parameters the weights that have arrived, and what was done to them since the push.
+        """Set the parameters to the received weights plus the local steps since the push.
 
         Args:
-            weights: Of all parameters.
-            frozen: Indices of those that stay as they are.
+            weights: The weights of all parameters.
+            frozen: Indices of the parameters that do not change.
         """
         self.wire.unpack()
         own = cut(weights, self.pieces)
@@ -192,13 +192,13 @@ class Shard(ABC):
         self._end()
 
     def begin_anew(self, weights: Sequence[torch.Tensor]) -> None:
-        """The user has loaded weights: nothing that was done to others is pushed or taken over."""
+        """Restart from weights that the user has loaded; drop pending steps and the answer in flight."""
         torch._foreach_copy_(self._origin, cut(weights, self.pieces))
         self.num_pending = 0
         self.is_stale = self.is_under_way
 
     def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
-        """Make the parameters the weights that have arrived, after `pull`."""
+        """Copy the received weights to the parameters, after `pull`."""
         self.wire.received.copy_to(cut(weights, self.pieces))
         self._end()
 
@@ -209,19 +209,19 @@ class Shard(ABC):
 
 
 class UpdateShard(Shard):
-    """Pushes how far the weights have gone from the origin: where they were at the last push, or W since."""
+    """Pushes the difference of the weights from the origin, which is their value at the last push, or a later W."""
 
     @override
     def before_step(self, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         if not self.num_pending:
-            torch._foreach_copy_(self._origin, cut(weights, self.pieces))  # the user may have loaded others
-            self.wire.pending.number = self.version  # stays so, also when newer weights come before the push
+            torch._foreach_copy_(self._origin, cut(weights, self.pieces))  # the user may have loaded other weights
+            self.wire.pending.number = self.version  # unchanged if newer weights arrive before the push
         self.num_pending += 1
 
     @override
     def _fill(self, weights: list[torch.Tensor]) -> None:
         pending = self.wire.pending
-        if self.wire.is_remote:  # what is to be sent is computed there
+        if self.wire.is_remote:  # compute the difference on the device
             pending.fill([w.to(p.dtype) - o for w, p, o in zip(weights, pending.tensors, self._origin, strict=True)])
         else:
             pending.fill(weights)
@@ -230,7 +230,7 @@ class UpdateShard(Shard):
 
 
 class GradientShard(Shard):
-    """Pushes the mean of the gradients, which are added up where the parameters are."""
+    """Pushes the mean of the gradients, which are accumulated on the parameters' device."""
 
     def __init__(
         self,

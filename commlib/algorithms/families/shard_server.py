@@ -1,4 +1,4 @@
-"""A shard of the parameters and the rule that updates it: no threads, no network."""
+"""The owner side of a shard of the parameters, and the rule that updates it, without threads or network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commlib.algorithms.families.published import Copy, Layout
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 
-#: Optimizers that treat every element by itself, so that a shard's update is the shard of the update.
+#: Optimizers that update every element independently, so that a shard can be updated separately.
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -29,13 +29,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a server takes pushes.
+    """The rule by which a server applies pushes.
 
     Attributes:
-        scale: What an update, or the learning rate of the user's optimizer, is multiplied by.
-        max_staleness: The largest distance in versions at which a push counts in full.
-        drops: Whether older ones are dropped; else they are scaled by `max_staleness / staleness`.
-        compensation: The factor lambda of delay compensation; 0 for none.
+        scale: Factor of an update, or of the learning rate of the user's optimizer.
+        max_staleness: Largest staleness in versions at which a push is applied in full.
+        drops: Whether older pushes are dropped; otherwise they are scaled by `max_staleness / staleness`.
+        compensation: The factor lambda of delay compensation; 0 disables it.
     """
 
     scale: float
@@ -45,7 +45,7 @@ class Rule:
 
 
 def shards(numels: Sequence[int], num_shards: int) -> list[list[Piece]]:
-    """Cut parameters of these sizes into shards of sizes that differ by at most one element."""
+    """Split parameters of these sizes into shards whose sizes differ by at most one element."""
     ends = list(itertools.accumulate(numels))
     total = ends[-1] if ends else 0
     cuts = [total * idx // num_shards for idx in range(num_shards + 1)]
@@ -66,7 +66,7 @@ def cut(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[torch.
 
 
 def laid_out(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the strides of a dense parameter of its shape: itself, if it has them."""
+    """Return the tensor with the strides of a dense parameter of its shape; the tensor itself if it has them."""
     if tensor.layout == torch.strided and tensor.stride() == parameter.stride():
         return tensor.detach()
     return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach().to_dense())
@@ -79,23 +79,23 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer can be cut into shards.
+    """Check that the optimizer is elementwise, so that it can update shards.
 
     Raises:
-        ConfigError: It is not one of those that are known to be.
+        ConfigError: It is not known to be elementwise.
     """
     if type(optimizer) not in _ELEMENTWISE:
         known = ", ".join(cls.__name__ for cls in _ELEMENTWISE)
         raise ConfigError(
-            f"optimizer: async_sgd(push='gradients') updates shards of parameters: it needs an elementwise optimizer: "
-            f"one of {known}, got {type(optimizer).__name__}. push='updates' takes any"
+            f"optimizer: async_sgd(push='gradients') updates shards of parameters and needs an elementwise optimizer, "
+            f"one of {known}, got {type(optimizer).__name__}. push='updates' works with any"
         )
 
 
 class _ShardOptimizer:
-    """The user's optimizer for a shard: its class, its hyper-parameters and its state so far.
+    """A copy of the user's optimizer for a shard, with its class, hyperparameters and current state.
 
-    Its `param_groups` are read again at every step, so that learning rates follow a schedule.
+    The user's `param_groups` are read at every step, so learning rates follow a schedule.
     """
 
     def __init__(
@@ -123,19 +123,19 @@ class _ShardOptimizer:
             self.own.state[weight] = {key: _of_piece(value, parameter, piece) for key, value in state.items()}
 
     def _options(self, user: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters of a group of the user's optimizer, as they are for tensors on the CPU."""
+        """Return the hyperparameters of a group of the user's optimizer, adapted to tensors on the CPU."""
         options = {key: value for key, value in user.items() if key != "params"}
         if options.get("capturable"):
             options["capturable"] = False
         if isinstance(self._user, torch.optim.SGD) and options.get("fused"):
-            options["fused"] = False  # torch's fused SGD fails where only some tensors have a momentum yet
+            options["fused"] = False  # torch's fused SGD fails if only some tensors have a momentum buffer
         return {**options, "lr": float(user["lr"]) * self._lr_scale}
 
     def step(self, gradient: Sequence[torch.Tensor], num_steps: int) -> None:
         """Make a step with the mean gradient of `num_steps` steps.
 
-        The learning rate grows with them as for a larger batch: in proportion for SGD, which makes it their sum; for
-        Adam, to which a sum is no more than one gradient, by the square root.
+        The learning rate is scaled as for a larger batch: by `num_steps` for SGD, which applies the sum of the
+        gradients, and by its square root for Adam, whose step does not grow with the gradient.
         """
         for own, idx in zip(self.own.param_groups, self._group_indices, strict=True):
             own.update(self._options(self._user.param_groups[idx]))
@@ -150,18 +150,17 @@ class ShardServer:
     """One rank's shard: its weights, and its version, which counts the updates. Not thread-safe.
 
     Args:
-        pieces: Which elements of the parameters.
-        parameters: All parameters; the pieces are copied, those of half precision in fp32.
-        optimizer: The user's, of which the shard gets one of its own, where gradients are pushed; None where updates
-            are.
-        num_workers: How many ranks push.
-        rule: How pushes are taken.
-        codec: Of what is pushed and of the changes of the weights; None sends both in the parameters' dtypes.
+        pieces: The shard's pieces of the parameters.
+        parameters: All parameters. The pieces are copied, half precision in fp32.
+        optimizer: The user's optimizer, which the shard copies, if gradients are pushed; None if updates are pushed.
+        num_workers: Number of ranks that push.
+        rule: How pushes are applied.
+        codec: Codec of pushes and of the changes of the weights; None sends both in the parameters' dtypes.
 
     Attributes:
         weights: The pieces' newest values.
-        layout: Of an answer.
-        push_bytes: The size of a push.
+        layout: The layout of an answer.
+        push_bytes: The size of a push in bytes.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class ShardServer:
         self._optimizer = None
         if optimizer is not None and pieces:
             self._optimizer = _ShardOptimizer(optimizer, rule.scale, pieces, parameters, self.weights)
-        depth = 2 if rule.compensation else 1  # a gradient was computed on the reply before the last one
+        depth = 2 if rule.compensation else 1  # a gradient is computed with the reply before the last one
         self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
 
     def _copy(self) -> Copy:
@@ -198,7 +197,7 @@ class ShardServer:
         return copy
 
     def unpack(self, payload: Any) -> list[torch.Tensor]:
-        """Return what a push of `push_bytes` bytes carries; good until the next is unpacked."""
+        """Return the tensors in a push of `push_bytes` bytes; valid until the next call."""
         received = torch.frombuffer(payload, dtype=torch.uint8)
         if self._codec is None:
             return self.layout.views(received)
@@ -207,11 +206,11 @@ class ShardServer:
 
     @torch.no_grad()
     def push(self, worker: int, version: int, pushed: Sequence[torch.Tensor], num_steps: int = 1) -> None:
-        """Take an update of the weights, or a mean gradient, of `num_steps` steps of `worker`.
+        """Apply an update of the weights, or a mean gradient, of `num_steps` steps of `worker`.
 
-        With staleness s, the number of updates since `version`, on which the first of the steps was made: what has
-        s > max_staleness is dropped, or scaled by max_staleness / s. Compensation adds lambda g * g * (w - w_version)
-        to a gradient g, element by element.
+        The staleness s is the number of updates since `version`, with which the first of the steps was made. A push
+        with s > max_staleness is dropped, or scaled by max_staleness / s. Compensation adds lambda g * g * (w -
+        w_version) to a gradient g, elementwise.
         """
         staleness = max(0, self.version - version)
         if not self.weights or (staleness > self._rule.max_staleness and self._rule.drops):
@@ -236,23 +235,23 @@ class ShardServer:
 
     @torch.no_grad()
     def overwrite(self, weights: Sequence[torch.Tensor]) -> None:
-        """Go on from other weights of the shard, which count as an update."""
+        """Replace the weights of the shard, which counts as an update."""
         torch._foreach_copy_(self.weights, list(weights))
         self.version += 1
 
     @torch.no_grad()
     def reply(self, worker: int) -> Copy:
-        """Return a copy of the newest weights for `worker`; it stays as it is until the worker's next reply."""
+        """Return a copy of the newest weights for `worker`, valid until the worker's next reply."""
         copy = self._next_reply(worker)
         torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
         return copy
 
     @torch.no_grad()
     def change(self, worker: int) -> torch.Tensor:
-        """Return what the weights have changed by since the last reply to `worker`, encoded.
+        """Return the encoded change of the weights since the last reply to `worker`, [push_bytes] uint8.
 
-        The copy of what the worker has is changed by what that decodes to, as the worker's own is. So what the codec
-        loses is part of the next change. [push_bytes] uint8; it stays as it is until the worker's next reply.
+        The copy of the worker's weights is updated by the decoded change, like the worker's own copy, so the next
+        change includes the codec's error. The result is valid until the worker's next reply.
         """
         assert self._codec is not None
         last, payload = self._replies[worker][-1], self._changes[worker]
@@ -265,7 +264,7 @@ class ShardServer:
         return payload
 
     def _next_reply(self, worker: int) -> Copy:
-        """Return the copy of the worker's oldest reply, as its latest, with the version of now."""
+        """Return the buffer of the worker's oldest reply, reused as its latest with the current version."""
         replies = self._replies[worker]
         replies.rotate(-1)
         replies[-1].number = self.version
@@ -278,10 +277,10 @@ class ShardServer:
         return {"version": self.version, "weights": weights, "optimizer": _cloned(optimizer)}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse a state of other options; nothing changes.
+        """Check a saved state before it is loaded; changes nothing.
 
         Raises:
-            ConfigError: It was saved where updates were pushed and gradients are now, or the other way round.
+            ConfigError: It was saved with another option `push`.
         """
         if (state["optimizer"] is None) != (self._optimizer is None):
             saved = ("updates", "gradients") if self._optimizer is None else ("gradients", "updates")
@@ -289,26 +288,26 @@ class ShardServer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.version = state["version"]
         for weight, saved in zip(self.weights, state["weights"], strict=True):
             weight.copy_(saved)
         if self._optimizer is not None:
             self._optimizer.own.load_state_dict(state["optimizer"])
         if self._codec is not None:
-            return  # the workers still have what they were answered, to which the next change is relative
+            return  # the next change is relative to the last replies, which the workers still have
         for worker, replies in enumerate(self._replies):
             for _ in range(len(replies)):
                 self.reply(worker)
 
 
 def _precise(dtype: torch.dtype, optimizer: torch.optim.Optimizer | None) -> torch.dtype:
-    """Return in which dtype a shard keeps weights: small updates of many ranks would be lost in half precision."""
+    """Return the dtype of a shard's weights; half precision would lose small updates of many ranks."""
     return torch.float32 if optimizer is None and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _of_piece(value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
-    """Copy the piece's part of an entry of the optimizer's state; what has not the parameter's shape, as a whole."""
+    """Copy the piece of an entry of the optimizer's state, or the whole entry if its shape differs."""
     if not torch.is_tensor(value):
         return value
     if value.shape == parameter.shape:

@@ -1,8 +1,8 @@
-"""Copies between a device's tensors and buffers of the host, for which no thread that trains waits.
+"""Copies between device tensors and host buffers that do not block the training thread.
 
-Host memory that the device reads and writes by itself is pinned; a copy is queued on the current stream, and an event
-says when it is done. Who needs the bytes, or is about to change them, waits for the event: a thread of the mailbox,
-which has time (`Copy.wait`). Tensors of the host are copied at once, and nothing is waited for.
+Host memory that the device accesses is pinned. A copy is queued on the current stream, and an event marks its
+completion. A thread of the mailbox waits for the event (`Copy.wait`) before it reads or changes the bytes. Host tensors
+are copied synchronously.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 
 
 def are_remote(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors are on a device other than the host."""
+    """Return whether any tensor is on a device other than the CPU."""
     return any(tensor.device.type != "cpu" for tensor in tensors)
 
 
 def host_buffer(nbytes: int, is_pinned: bool) -> torch.Tensor:
-    """Return [nbytes] uint8 zeros in host memory."""
+    """Return a zero tensor [nbytes] uint8 in host memory."""
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 
 def copy(to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Any:
-    """Copy tensors, between a device and pinned memory without waiting.
+    """Copy tensors; asynchronous between a device and pinned memory.
 
     Returns:
-        An event whose `synchronize` waits for the copies; None where they are done.
+        An event whose `synchronize` waits for the copies; None if they are complete.
     """
     if not source:
         return None
     device = next((tensor.device for tensor in (*to, *source) if tensor.device.type == "cuda"), None)
-    if device is not None:  # of another dtype, torch would convert it on the host, into memory that is not pinned
+    if device is not None:  # convert dtypes on the device: torch would convert on the host, into unpinned memory
         differ = [t.device == device and t.dtype != s.dtype for t, s in zip(to, source, strict=True)]
         source = [s.to(device, non_blocking=True) if d else s for s, d in zip(source, differ, strict=True)]
     torch._foreach_copy_(list(to), list(source), non_blocking=True)
