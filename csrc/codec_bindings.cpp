@@ -5,9 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -15,17 +13,14 @@
 
 #include "block_top_k.h"
 #include "codec.h"
+#include "codec_arguments.h"
 #include "sparse.h"
-#include "tensor_view.h"
-
-namespace py = pybind11;
 
 namespace commlib {
 namespace {
 
 using Address = std::uintptr_t;
 
-constexpr std::size_t kPayloadAlignment = 16;
 constexpr std::size_t kMostSparseElements = 0xFFFFFFFE;  // indices have 32 bits, and one means an unused place
 
 const CodecShape& shape_of(int codec) {
@@ -73,93 +68,6 @@ struct RandomSource {
               segments.data(),
               segments.size()};
   }
-};
-
-// --- arguments -------------------------------------------------------------------------------------------------------
-// A tensor or a number that does not fit raises ValueError. Python then raises the error that names it.
-
-[[noreturn]] void refuse() {
-  throw std::invalid_argument("a tensor or a number does not fit");
-}
-
-// A contiguous stretch of memory that a kernel reads or writes.
-struct Memory {
-  const void* data;
-  std::size_t nbytes;
-};
-
-void check_apart(const Memory& first, const Memory& second) {
-  const auto a = reinterpret_cast<Address>(first.data), b = reinterpret_cast<Address>(second.data);
-  if (a < b + second.nbytes && b < a + first.nbytes) refuse();
-}
-
-float number(double value, bool may_be_zero = true) {
-  const double magnitude = std::abs(value);
-  if (!(magnitude <= std::numeric_limits<float>::max()) || (!may_be_zero && magnitude < 0x1p-149)) refuse();
-  return static_cast<float>(value);
-}
-
-ValuesView values_of(py::handle object) {
-  ValuesView view;
-  if (!read_values(object.ptr(), &view)) refuse();
-  return view;
-}
-
-Memory memory_of(const ValuesView& view) {
-  return {view.data, view.count * element_bytes(view.type)};
-}
-
-// The address of `numel` fp32 elements.
-float* state_of(py::handle object, std::size_t numel) {
-  TensorView view;
-  if (!read_tensor(object.ptr(), DType::kFloat32, &view) || view.count != numel) refuse();
-  return static_cast<float*>(view.data);
-}
-
-void check_alignment(const void* data) {
-  if (reinterpret_cast<Address>(data) % kPayloadAlignment != 0) refuse();
-}
-
-// The address of a payload buffer of `nbytes`.
-std::uint8_t* payload_of(py::handle object, std::size_t nbytes) {
-  ByteView view;
-  if (!read_uint8(object.ptr(), &view) || view.nbytes != nbytes) refuse();
-  check_alignment(view.data);
-  return static_cast<std::uint8_t*>(view.data);
-}
-
-// Error feedback: None, or an object with a residual of `numel` elements that does not overlap the other tensors.
-struct Feedback {
-  float* residual = nullptr;
-  float beta = 1.0f, gamma = 1.0f;
-
-  Feedback(py::handle feedback, std::size_t numel, const Memory& source, const Memory& out) {
-    if (feedback.is_none()) return;
-    residual = state_of(feedback.attr("residual"), numel);
-    const Memory own = {residual, numel * sizeof(float)};
-    check_apart(own, source);
-    check_apart(own, out);
-    beta = number(py::cast<double>(feedback.attr("beta")));
-    gamma = number(py::cast<double>(feedback.attr("gamma")));
-  }
-};
-
-// Consecutive payloads of one chunk, and the divisor of their sum.
-struct Payloads {
-  const std::uint8_t* data;
-  std::size_t count, nbytes;
-  float divisor;
-
-  Payloads(py::handle object, std::size_t expected_bytes, double divisor) : divisor(number(divisor, false)) {
-    RowsView view;
-    if (!read_rows(object.ptr(), &view) || view.count == 0 || view.nbytes != expected_bytes) refuse();
-    check_alignment(view.data);
-    data = static_cast<const std::uint8_t*>(view.data);
-    count = view.count;
-    nbytes = view.nbytes;
-  }
-
-  Memory memory() const { return {data, count * nbytes}; }
 };
 
 EncodeJob new_job(const CodecShape& shape, const Feedback& feedback, const RandomSource* source, std::size_t first,
