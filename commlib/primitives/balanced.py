@@ -31,8 +31,7 @@ class BalancedSum:
     and no host synchronization.
 
     Payload sizes are fixed and equal on all ranks. An element that exceeds the capacity of its region, or is not among
-    the largest sums, is reported to the rank that chose it, which keeps it as a residual. A region that overflows is
-    narrower in the next round.
+    the largest sums, stays a residual of the rank that chose it. A region that overflows is narrower in the next round.
 
     Args:
         numel: Number of elements of the tensor.

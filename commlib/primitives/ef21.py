@@ -1,4 +1,4 @@
-"""EF21: what is compressed is how the gradient has changed; what was sent so far is everyone's estimate of it."""
+"""EF21: compress changes of the gradient, and add them to an estimate that all ranks share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from commlib.transport.base import Communication
 
 
 class RestartingWorkspace(Protocol):
-    """A workspace with error feedback that can take some elements to its beginning."""
+    """A workspace with error feedback that can reset some elements."""
 
     def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
-        """Owe `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
+        """Set residuals to `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
         ...
 
 
@@ -23,11 +23,11 @@ class Estimate:
     """The momentum v_r of this rank's gradients and the estimate h of their mean, [numel], unscaled.
 
     Args:
-        numel: Elements of the bucket.
-        device: Where it is.
-        weight: Of a new gradient in the momentum, above 0 and at most 1.
-        dtype: Of the state: fp32 or wider.
-        is_sent: Whether the momentum is what is sent; else there is no estimate.
+        numel: Number of elements of the bucket.
+        device: Device of the bucket.
+        weight: Weight of a new gradient in the momentum, in (0, 1].
+        dtype: Type of the state: fp32 or wider.
+        is_sent: Whether the changes of the momentum are sent; if false, there is no estimate.
     """
 
     def __init__(
@@ -43,13 +43,15 @@ class Estimate:
         self.momentum = torch.zeros(numel, dtype=dtype, device=device)
         self.estimate = torch.zeros(numel if is_sent else 0, dtype=dtype, device=device)
         self._values = torch.zeros(0, dtype=dtype, device=device)
-        # What is sent is the rank's own, and what is not is everyone's: a parameter that changes sides begins anew.
+        # A momentum that is sent differs between ranks; one that is not is equal on all ranks. The keys differ, so that
+        # a parameter that switches between the two starts again from zero.
         self._kind = "momentum" if is_sent else "smoothed"
 
     def advance(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Move the momentum towards a gradient [numel], and return by how much; where that is not finite, not at all.
+        """Move the momentum towards a gradient [numel] and return the change, [numel].
 
-        The result lies in `gradient` if that has the state's dtype.
+        Elements of the momentum whose change is not finite stay unchanged. The result overwrites `gradient` if that has
+        the dtype of the state.
         """
         change = self._values_like(gradient).copy_(gradient)
         change.mul_(1.0 / scale).sub_(self.momentum).mul_(self.weight)
@@ -57,7 +59,7 @@ class Estimate:
         return change
 
     def smooth(self, gradient: torch.Tensor, scale: float) -> None:
-        """Replace a gradient [numel] by the momentum, but for elements that are not finite: they become NaN."""
+        """Replace a gradient [numel] by the momentum; set elements that are not finite to NaN."""
         is_finite = torch.isfinite(self.advance(gradient, scale))
         torch.mul(self.momentum, scale, out=gradient)
         gradient.masked_fill_(~is_finite, torch.nan)
@@ -67,7 +69,7 @@ class Estimate:
         return self._values_like(gradient).zero_()
 
     def take(self, change: torch.Tensor, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Add to the estimate what all ranks have sent, and leave it in `gradient`; see `ef21`.
+        """Add the mean change of all ranks to the estimate, and copy the estimate to `gradient`; see `ef21`.
 
         Returns:
             [numel] bool: which elements are finite.
@@ -95,7 +97,7 @@ class Estimate:
         return {self._kind: cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
-        """Take state over, also from another plan."""
+        """Load state, also of another bucket plan."""
         paste(saved[self._kind], self.momentum.zero_(), parts)
         if self.estimate.numel():
             paste(saved["estimate"], self.estimate.zero_(), parts)

@@ -52,7 +52,7 @@ class SparseWorkspace:
             self.balanced = BalancedSum(numel, device, codec, comm)
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return buffers for the own payload [bytes] and all ranks' [world_size, bytes] ([0, bytes] if not gathered)."""
+        """Return buffers for the own payload [bytes] and all ranks' [world_size, bytes]; [0, bytes] if not gathered."""
         nbytes = codec.payload_bytes(self.numel)
         everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
         return self._buffer[:nbytes], everyone
@@ -138,9 +138,9 @@ def centralized_sparse(
 
         v_r = x_r + decay e_r,  s_r = the codec's elements of v_r,  e_r = v_r - s_r,  x = 1/divisor sum_r s_r
 
-    All other elements stay in the residual e_r. Every rank receives the N - 1 other payloads and adds all in rank order,
-    so the result is bit-identical on all ranks. With a balanced workspace the payloads are summed by regions, and s_r
-    contains only the chosen elements that are in the sum.
+    All other elements stay in the residual e_r. Every rank receives the N - 1 other payloads and adds all of them in
+    rank order, so the result is bit-identical on all ranks. With a balanced workspace the payloads are summed by
+    regions, and s_r contains only the chosen elements that are in the sum.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
