@@ -112,24 +112,24 @@ def ef21(
     contributes: bool,
     scale: float = 1.0,
 ) -> Communication:
-    """Replace `gradient` by the estimate of the mean of all ranks' momenta, brought nearer to it by what is sent.
+    """Update the estimate of the mean momentum of all ranks by compressed changes, and copy it to `gradient`.
 
-    With w the weight of a new gradient, C the compression, h_r the part of the estimate that is of rank r:
+    With w the weight of a new gradient, C the compression, h_r the contribution of rank r to the estimate h:
 
         v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + 1/N sum_r c_r,   g = h
 
-    h_r is not kept: v_r - h_r is what error feedback remembers when the changes of v_r are averaged, so that any
-    averaging with error feedback will do, and what the second stage of one loses is made good too.
+    h_r is not stored: v_r - h_r is the residual of error feedback if the changes of v_r are averaged. Therefore any
+    average with error feedback can be used, and errors of its second stage are compensated too.
 
-    Where the result is not finite, it is NaN on all ranks, and all begin anew: h_r = h = 0.
+    Elements of the result that are not finite are set to NaN on all ranks, and all ranks restart them: h_r = h = 0.
 
     Args:
         gradient: [numel] fp32, bf16, fp16 or fp64; changed in place.
         state: The bucket's momentum and estimate.
-        workspace: What keeps the error feedback of `average`.
-        average: Communicates a tensor in place, with error feedback that neither scales nor decays.
-        contributes: Whether this rank has a gradient; one that has none changes nothing.
-        scale: By which the gradient is scaled (a loss scale).
+        workspace: Residuals of `average`.
+        average: Averages a tensor in place, with error feedback that neither scales nor decays residuals.
+        contributes: Whether this rank has a gradient. If not, its momentum stays unchanged.
+        scale: Loss scale of the gradient.
     """
     change = state.advance(gradient, scale) if contributes else state.nothing(gradient)
     yield from average(change)
