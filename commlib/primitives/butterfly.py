@@ -19,7 +19,7 @@ def split(numel: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
     """
     total = sum(fractions)
     if not total > 0 or total == float("inf") or min(fractions) < 0:
-        raise ConfigError(f"fractions: expected numbers of 0 and more, not all 0, got {list(fractions)}")
+        raise ConfigError(f"fractions: expected finite numbers >= 0, not all 0, got {list(fractions)}")
     ends = [round(numel * (upto / total)) for upto in itertools.accumulate(fractions)]
     return list(itertools.pairwise([0, *ends[:-1], numel]))
 

@@ -305,7 +305,7 @@ def test_what_is_wrong_with_a_users_graph_is_said() -> None:
             MixingMatrix(matrix)
     own = MixingMatrix([[0.75, 0.25], [0.25, 0.75]])
     assert own.spectral_gap(2) == pytest.approx(0.5)
-    with pytest.raises(ConfigError, match="of 2 ranks, got 3"):
+    with pytest.raises(ConfigError, match="expected 2 ranks, got 3"):
         own.matrix(3)
     with pytest.raises(ConfigError, match="path between"):
         Graph(((0, 1), (2, 3))).matrix(4)
