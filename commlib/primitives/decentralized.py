@@ -175,7 +175,7 @@ class DifferenceWorkspace:
         self._payloads = torch.zeros(rows, -(-codec.payload_bytes(numel) // 16) * 16, dtype=torch.uint8, device=device)
 
     def encoded(self) -> list[torch.Tensor]:
-        """Encode `difference`. Return the payload to send, then receive buffers in the order of the sources."""
+        """Return the payload of `difference` to send, then receive buffers in the order of the sources."""
         if not self.is_known:
             return [self.difference, *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
         own, *others = self._payloads[:, : self.codec.payload_bytes(self.replica.numel())]

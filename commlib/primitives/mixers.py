@@ -1,4 +1,4 @@
-"""Mixers: objects that average a tensor with those of the neighbours in a graph, and keep the state for it."""
+"""Mixers: averaging of a tensor with those of the neighbours in a graph, and the state for it."""
 
 from __future__ import annotations
 
