@@ -74,7 +74,7 @@ class SparseWorkspace:
     ) -> Generator[Request, None, torch.Tensor | None]:
         """Write the sum of all ranks' payloads, divided by `divisor`, to `total` [numel] fp32, identical on all ranks.
 
-        A balanced sum may omit some of this rank's elements. These are added to the residual again, times `gamma`.
+        A balanced sum may omit some of this rank's elements. These are written back to the residual, times `gamma`.
 
         Returns:
             [places] bool: which of this rank's chosen elements are in the sum; None if all are.

@@ -188,7 +188,7 @@ class ShiftOne(Topology):
         return max(1, world_size - 1 + world_size % 2)
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last two ranks in turn, of which one at most rests."""
+        """Return the last two ranks alternately; at most one of them is idle."""
         return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
@@ -226,7 +226,7 @@ class RandomMatching(Topology):
         """Return None: the pairs never repeat."""
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last two ranks in turn, of which one at most rests."""
+        """Return the last two ranks alternately; at most one of them is idle."""
         return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
@@ -338,7 +338,7 @@ class MixingMatrix(Topology):
             raise ConfigError(f"MixingMatrix: expected a square matrix, got the shape {matrix.shape}")
         worst = max(float(np.abs(matrix.sum(axis=axis) - 1).max()) for axis in (0, 1))
         if not worst <= _TOLERANCE:
-            raise ConfigError(f"MixingMatrix: expected rows and columns with sum 1, one of them differs by {worst:.3g}")
+            raise ConfigError(f"MixingMatrix: expected rows and columns that sum to 1, one sum differs by {worst:.3g}")
         object.__setattr__(self, "rows", tuple(tuple(row) for row in matrix.tolist()))
         if self.spectral_gap(len(matrix)) <= _TOLERANCE:
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never reach the mean")

@@ -17,7 +17,7 @@ from commlib.primitives.parts import Part, Pieces, cut, paste, pasted, split_at
 from commlib.primitives.sparse import SparseWorkspace, encode_momentum
 from commlib.transport.base import Communication
 
-#: The ratio at which a warm-up of the ratio begins.
+#: Initial ratio of the warm-up.
 FIRST_RATIO = 0.25
 
 
@@ -66,7 +66,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
 
     Args:
         ratio: Fraction of the elements that is sent after the warm-up, in (0, 1].
-        momentum: m above.
+        momentum: The factor m above.
         clip: Norm to which the gradient of the whole model is clipped on each rank; None does not clip.
         ratio_warmup_steps: Optimizer steps in which the ratio falls from `FIRST_RATIO` to `ratio`.
         balanced: Whether the chosen elements are summed by regions (`BalancedSum`).
@@ -152,7 +152,7 @@ class LocalMomentum(Aggregator[MeanMomentum]):
     """Averages in full precision, and replaces the mean by its momentum: u <- m u + g, g = u.
 
     Args:
-        momentum: m above.
+        momentum: The factor m above.
     """
 
     kinds = ("momentum",)
