@@ -1,1 +1,1 @@
-"""The communication patterns that algorithms are made of: generators over the transport's verbs and the codecs."""
+"""Communication primitives, the building blocks of algorithms: generators that use the transport's verbs and codecs."""

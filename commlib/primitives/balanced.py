@@ -1,4 +1,4 @@
-"""The sum of the elements that all ranks have chosen of a tensor, by regions of equal load (Ok-Topk)."""
+"""Sum of the elements that all ranks chose, by regions of equal load instead of by gathering all payloads."""
 
 from __future__ import annotations
 
@@ -12,42 +12,41 @@ from commlib.codecs.sparse import TopK
 from commlib.kernels import meta
 from commlib.transport.base import Communicator, Request
 
-#: Places for a rank's choices in one region, as a multiple of its mean number of choices per region.
+#: Capacity of the payload for one region, as a multiple of the number of elements per region under equal load.
 _SLACK = 2
-#: Behind every payload: where a region ends (int64), and padding to the codecs' alignment.
+#: Bytes that follow every payload: the end of a region (int64), and padding to the codecs' alignment.
 _HEADER_BYTES = 16
 
 
 class BalancedSum:
-    """Sums sparse payloads of one bucket as Ok-Topk does: split and reduce, then balance and all-gather.
+    """Sums the sparse payloads of one bucket as in Ok-Topk: split and reduce, then balance and all-gather.
 
-    The tensor is split into one region per rank, identical on all ranks; rank i owns region i. A rank makes k choices.
-    A payload has places for the 2k/N largest choices in one region and goes to the region's owner, which sums payloads
-    in rank order. The k/N largest sums of each region are gathered. Every rank sends 2k(N-1)/N, then k(N-1)/N pairs of
-    index and value: 6k(N-1)/N numbers of 4 bytes, plus rounding and 32 bytes for each other rank.
+    The tensor is cut into one region per rank, identical on all ranks; rank i owns region i. Each rank chooses k
+    elements and sends the 2k/N largest of each region to the owner, which adds them in rank order. The k/N largest sums
+    of each region are gathered. Every rank therefore sends 2k(N-1)/N, then k(N-1)/N pairs of index and value:
+    6k(N-1)/N numbers of 4 bytes, plus rounding up and 32 bytes for each other rank.
 
-    In the next round region i ends where, in the mean over ranks, (i+1)/N of a rank's choices lay in this round. The
-    ends travel behind the payloads, so balancing needs no additional collective, and no host waits for it.
+    In the next round, region i ends at the position below which (i+1)/N of a rank's chosen elements lay in this round,
+    averaged over the ranks. These positions are sent behind the payloads, so balancing needs no collective of its own
+    and no host synchronization.
 
-    The result tells each rank which of its choices fit and are among the largest sums. The rank keeps the others as a
-    residual. Sizes are fixed and identical on all ranks, and a region that overflows is narrower in the next round.
+    Payload sizes are fixed and equal on all ranks. An element that exceeds the capacity of its region, or is not among
+    the largest sums, stays a residual of the rank that chose it. A region that overflows is narrower in the next round.
 
     Args:
         numel: Number of elements of the tensor.
         device: Device of the tensor.
-        codec: Makes the choices; the codec with the most places if it changes from round to round.
-        comm: The ranks.
+        codec: Chooses the elements; the codec with the largest payload if it changes from round to round.
+        comm: The ranks that exchange the tensor.
     """
 
     def __init__(self, numel: int, device: torch.device, codec: TopK, comm: Communicator) -> None:
         self._numel = numel
         self._size = size = comm.world_size
         self._ranks = torch.arange(size + 1, device=device)
-        self.regions = self._ranks * numel // size  # [ranks + 1] int64: where they begin, and the end
+        self.regions = self._ranks * numel // size  # [ranks + 1] int64: first element of each region, then numel
         nbytes = self._codecs(codec)[0].payload_bytes(numel) + _HEADER_BYTES
-        self._sent = torch.zeros(
-            (size + 1) * nbytes, dtype=torch.uint8, device=device
-        )  # with a row for choices that do not fit
+        self._sent = torch.zeros((size + 1) * nbytes, dtype=torch.uint8, device=device)  # last row: overflow
         self._received = torch.zeros(size * nbytes, dtype=torch.uint8, device=device)
 
     def save(self) -> dict[str, Any]:
@@ -55,12 +54,12 @@ class BalancedSum:
         return {"numel": self._numel, "regions": self.regions.clone()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load regions, unless they are for another number of ranks or elements. Any regions give a correct sum."""
+        """Load regions. Those of another world size or number of elements are ignored; any regions are valid."""
         if saved["numel"] == self._numel and saved["regions"].shape == self.regions.shape:
             self.regions.copy_(saved["regions"])
 
     def _codecs(self, codec: TopK) -> tuple[TopK, TopK]:
-        """Return the codecs of payloads from a rank to an owner, and from an owner to all ranks."""
+        """Return the codecs of the payloads to the owner of a region, and of the sums that the owners gather."""
         numel, places = max(self._numel, 1), codec.places(self._numel)
         counts = [-(-slack * places // self._size) for slack in (_SLACK, 1)]
         of_choices, of_sums = (TopK(min(max(count, 1) / numel, 1.0)) for count in counts)
@@ -69,19 +68,21 @@ class BalancedSum:
     def sum_up(
         self, codec: TopK, own: torch.Tensor, total: torch.Tensor, comm: Communicator, divisor: float
     ) -> Generator[Request, None, torch.Tensor]:
-        """Write the sum of the kept choices of all ranks, divided; identical on all ranks.
+        """Write the largest sums of the ranks' chosen elements, divided by `divisor`, to `total` on all ranks.
+
+        The result is identical on all ranks.
 
         Args:
-            codec: That of `own`.
-            own: The payload of this rank's choices.
-            total: [numel] fp32; elements of which nothing is kept become 0.
-            comm: The ranks.
-            divisor: A true division of the sum.
+            codec: Codec of `own`.
+            own: The payload of this rank's chosen elements.
+            total: [numel] fp32; all other elements are set to 0.
+            comm: The ranks that exchange the tensor.
+            divisor: Divisor of the sum (a true division).
 
         Returns:
-            [codec.places(numel)] bool, which of the own choices are in the sum.
+            [codec.places(numel)] bool: which of this rank's chosen elements are in the sum.
         """
-        if not self._numel:  # of a bucket that nodes share out: as many collectives as the others have, of nothing
+        if not self._numel:  # an empty stretch of a bucket: the same number of collectives as on other ranks
             yield comm.all_to_all(total, total)
             yield comm.all_gather(total, total)
             return total.bool()
@@ -114,11 +115,11 @@ class BalancedSum:
         return fits & (total[indices] != 0)
 
     def _header(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a view of the number behind each rank's payload, [ranks] int64."""
+        """Return a view of the number that follows each rank's payload, [ranks] int64."""
         return rows.view(torch.int64).view(self._size, -1)[:, -(_HEADER_BYTES // 8)]
 
     def _proposal(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return where the regions would have to end to share out these choices equally, [ranks] int64."""
+        """Return the ends of regions that would each contain equally many of these elements, [ranks] int64."""
         ends = self.regions[1:].clone()
         ends[:-1] = indices[self._ranks[1:-1] * indices.numel() // self._size]
         return ends
@@ -126,14 +127,14 @@ class BalancedSum:
     def _split(
         self, indices: torch.Tensor, values: torch.Tensor, places: int, out: torch.Tensor, fits: torch.Tensor
     ) -> None:
-        """Write a payload for the owner of each region, and which choices have a place in one.
+        """Write a payload for the owner of each region, and to `fits` which elements are in one.
 
         Args:
             indices: [count] int64, ascending.
-            values: [count] fp32; the largest of a region come first, among equals those of lower index.
-            places: Of a payload.
-            out: [(ranks + 1) * words of a row] int32; the last row is of no use afterwards.
-            fits: [count] bool.
+            values: [count] fp32; the largest of each region take precedence, then those of lower index.
+            places: Capacity of a payload.
+            out: [(ranks + 1) * words of a row] int32: one row per region; the last row is scratch.
+            fits: [count] bool; whether the element is in a payload.
         """
         counter = torch.arange(indices.numel(), device=indices.device)
         owner = torch.searchsorted(self.regions[1:-1], indices, right=True)
@@ -146,7 +147,7 @@ class BalancedSum:
         rows[:, :places] = -1
         num_words = rows.shape[1]
         until = fits.cumsum(0)
-        before = (until - fits.long())[first[owner]]  # how many fit in the regions before
+        before = (until - fits.long())[first[owner]]  # number of elements in the payloads of the regions before
         at = torch.where(fits, owner * num_words + until - 1 - before, self._size * num_words)
         out.scatter_(0, at, indices.to(torch.int32))
         out.scatter_(0, at + (num_words - _HEADER_BYTES // 4) // 2, words)

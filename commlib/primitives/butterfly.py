@@ -1,4 +1,4 @@
-"""All-reduce from sends and receives: by parts, which may be unequal, and by halves."""
+"""All-reduce from sends and receives: by parts, which may be unequal, and by recursive halving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlib.transport.base import Communication, Communicator
 
 
 def split(numel: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
-    """Cut `numel` elements into stretches (begin, end) in proportion to `fractions`; a fraction of 0 gets none.
+    """Cut `numel` elements into ranges (begin, end) in proportion to `fractions`. A fraction of 0 gets an empty range.
 
     Raises:
         ConfigError: A fraction is negative or not finite, or all are 0.
@@ -27,19 +27,20 @@ def split(numel: int, fractions: Sequence[float]) -> list[tuple[int, int]]:
 def butterfly_all_reduce(
     tensor: torch.Tensor, comm: Communicator, fractions: Sequence[float] | None = None
 ) -> Communication:
-    """Sum `tensor` over all ranks, in place: rank i gathers and adds part i, then gives it to everyone.
+    """Sum `tensor` over all ranks, in place: rank i receives part i of all ranks, adds them, and sends the sum to all.
 
-    Ranks may take unequal parts, so that one on a slow link carries less, or nothing. A rank sends its tensor but for
-    its own part, and its own part to everyone: with equal parts as much as a ring. Sums run in rank order, in fp32 or
-    wider, so all ranks hold the same bits. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021).
+    Parts may be unequal, so that a rank on a slow link sends less, or nothing. Each rank sends its tensor except its
+    own part, then the sum of its own part to every other rank. With equal parts this is as much as in a ring. Sums are
+    computed in rank order, in fp32 or wider, so the result is bit-identical on all ranks. Ryabinin et al.,
+    "Moshpit SGD" (NeurIPS 2021).
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.
         comm: The group.
-        fractions: [world_size] In which proportion the ranks take parts; the same on all ranks. Equal by default.
+        fractions: [world_size] Proportions of the parts; the same on all ranks. Equal parts by default.
 
     Raises:
-        ConfigError: There are not as many fractions as ranks, or see `split`.
+        ConfigError: The number of fractions is not the number of ranks, or `split` rejects them.
     """
     fractions = [1.0] * comm.world_size if fractions is None else fractions
     if len(fractions) != comm.world_size:
@@ -60,16 +61,17 @@ def butterfly_all_reduce(
 def halving_all_reduce(tensor: torch.Tensor, comm: Communicator) -> Communication:
     """Sum `tensor` over all ranks, in place, in about 2 log2 N steps: recursive halving, then doubling.
 
-    In each step two ranks exchange halves of their remaining part and add; then the sums return in reverse order. Ranks
-    beyond the largest power of two give their tensor to another one first and get the sum in the end. All ranks hold
-    the same bits, as each element is added up once; the order is a tree's, and narrow dtypes are rounded at every step.
-    Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).
+    In each step of the halving, two ranks exchange halves of their current range and add. The doubling returns the sums
+    in the reverse order. Ranks beyond the largest power of two first send their tensor to another rank and receive the
+    sum at the end. The sum of each element is completed on one rank, so the result is bit-identical on all ranks. The
+    additions form a tree, and narrow dtypes are rounded in every step. Thakur, Rabenseifner, Gropp, "Optimization of
+    collective communication operations in MPICH" (2005).
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.
         comm: The group.
     """
-    core = 1 << (comm.world_size.bit_length() - 1)  # ranks of the recursion
+    core = 1 << (comm.world_size.bit_length() - 1)  # number of ranks in the recursion
     excess = comm.world_size - core
     folds_with = comm.rank + core if comm.rank < excess else comm.rank - core if comm.rank >= core else None
     if excess:
@@ -101,7 +103,7 @@ def _halves(core: int) -> list[int]:
 
 
 def _give(tensor: torch.Tensor, comm: Communicator, peer: int | None, *, is_giver: bool, adds: bool) -> Communication:
-    """Have the giver of a pair send its tensor, which the other adds to its own, or takes; without a peer, nothing."""
+    """Send `tensor` from the giver of a pair to its peer, which adds or copies it; no-op without a peer."""
     if peer is None:
         yield comm.exchange([], [])
     elif is_giver:

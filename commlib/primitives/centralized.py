@@ -1,4 +1,4 @@
-"""Centralized communication: everyone with everyone."""
+"""Centralized communication: each rank communicates with all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def centralized_full_precision(
     Args:
         tensor: [numel] of any floating dtype; holds the sum afterwards.
         comm: The group.
-        wire: [numel] Buffer of a narrower dtype for the transfer. The tensor is cast into it and back.
+        wire: [numel] Send buffer of a narrower dtype. The tensor is cast to it, and the sum is cast back.
     """
     if wire is None:
         yield comm.all_reduce(tensor)
@@ -29,10 +29,10 @@ def sparse_sum(gradient: torch.Tensor | None, like: torch.Tensor, comm: Communic
     """Sum sparse gradients over all ranks: gather sizes, then indices, then values.
 
     Args:
-        gradient: A sparse COO tensor of `like`'s shape, or None where this rank has none.
+        gradient: A sparse COO tensor of `like`'s shape, or None if this rank has no gradient.
         like: The dense parameter.
         comm: The group.
-        out: Receives one element: the coalesced sum, or None where no rank has a gradient.
+        out: The result is appended here: the coalesced sum, or None if no rank has a gradient.
     """
     gradient = None if gradient is None else gradient.coalesce()
     sizes = torch.empty(comm.world_size, dtype=torch.int64, device=like.device)

@@ -14,14 +14,14 @@ from commlib.primitives.low_rank import matrix_shape
 from commlib.primitives.parts import Part, Pieces, shaped
 from commlib.transport.base import Communication, Communicator
 
-#: The side of the largest chunk whose places fit into an int16.
+#: Side of the largest chunk whose indices fit into an int16.
 MAX_CHUNK = 181
 _COMPONENT_BYTES = 4  # an int16 and a bf16
 
 
 @functools.cache
 def dct_basis(size: int, device: torch.device) -> torch.Tensor:
-    """Return the orthonormal DCT-II B [size, size] fp32: B x transforms a column, B' X transforms it back."""
+    """Return the orthonormal DCT-II matrix B [size, size] fp32: X = B x transforms a column, x = B' X inverts it."""
     rows = [
         [math.sqrt((2 if k else 1) / size) * math.cos(math.pi * (2 * i + 1) * k / (2 * size)) for i in range(size)]
         for k in range(size)
@@ -30,7 +30,7 @@ def dct_basis(size: int, device: torch.device) -> torch.Tensor:
 
 
 def chunk_shape(shape: Sequence[int], chunk: int) -> tuple[int, int]:
-    """Return rows and columns of the chunks of a parameter: the largest divisors of its own up to `chunk`."""
+    """Return rows and columns of a parameter's chunks: the largest divisors, up to `chunk`, of the matrix's sizes."""
     rows, columns = (
         next(divisor for divisor in range(min(size, chunk), 0, -1) if size % divisor == 0)
         for size in _matrix_shape(shape)
@@ -43,14 +43,14 @@ def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class _Batch:
-    """All chunks of one shape in a bucket; chunks lie one after the other, batch after batch.
+    """All chunks of one shape in a bucket. Chunks and batches are adjacent in memory.
 
     Args:
-        parts: The parameters that are cut into them.
+        parts: The parameters that are cut into these chunks.
         shape: Rows and columns of a chunk.
-        start: Where the batch begins among all chunks of the bucket, in elements.
-        kept: Components of a chunk that are sent, at most.
-        device: Where they are.
+        start: First element of the batch among all chunks of the bucket.
+        kept: Largest number of components of a chunk that are sent.
+        device: Device of the chunks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _Batch:
         return values[self.start : self.end].view(-1, *self._shape)
 
     def by_part(self, values: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Yield each parameter with a view of its chunks as they lie in its matrix: [.., rows, .., columns]."""
+        """Yield each parameter with a view of its chunks in the layout of its matrix: [.., rows, .., columns]."""
         at = self.start
         for part in self.parts:
             num_across = _matrix_shape(part.shape)[1] // self._shape[1]
@@ -76,7 +76,7 @@ class _Batch:
             at += part.numel
 
     def transform_(self, values: torch.Tensor, scratch: torch.Tensor, *, back: bool = False) -> None:
-        """Transform the batch's chunks in place, or back."""
+        """Transform the batch's chunks in place; `back` applies the inverse transform."""
         rows, columns = self._rows_basis, self._columns_basis.t()
         if back:
             rows, columns = rows.t(), columns.t()
@@ -86,14 +86,14 @@ class _Batch:
 
 
 class ComponentWorkspace:
-    """Payload buffers and the transformed momentum [numel] fp32, unscaled, of one bucket.
+    """State of one bucket: payload buffers and the transformed momentum [numel] fp32, unscaled.
 
     Args:
-        parts: The parameters' places in the bucket.
-        device: Where it is.
-        comm: The ranks that exchange components.
+        parts: Places of the parameters in the bucket.
+        device: Device of the bucket.
+        comm: The ranks that exchange the bucket.
         chunk: Largest side of a chunk.
-        kept: Maximum number of components of a chunk that are sent.
+        kept: Largest number of components of a chunk that are sent.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ComponentWorkspace:
     ) -> None:
         by_shape: dict[tuple[int, int], list[Part]] = {}
         for part in parts:
-            if part.numel:  # a rank may have no element of a parameter that is sharded
+            if part.numel:  # a rank may have no elements of a sharded parameter
                 by_shape.setdefault(chunk_shape(part.shape, chunk), []).append(part)
         self._batches: list[_Batch] = []
         for shape, own in by_shape.items():
@@ -109,9 +109,9 @@ class ComponentWorkspace:
             self._batches.append(_Batch(own, shape, start, kept, device))
         numel = self._batches[-1].end if self._batches else 0
         self.momentum = torch.zeros(numel, dtype=torch.float32, device=device)
-        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)  # for concatenations without batches
+        self._nothing = torch.zeros(0, dtype=torch.int64, device=device)  # input of `cat` if there are no batches
         firsts = [batch.firsts.repeat_interleave(batch.kept) for batch in self._batches]
-        #: Of each component that is sent, the first element of its chunk.
+        #: For each component that is sent, the first element of its chunk.
         self._firsts = torch.cat([self._nothing, *firsts])
         nbytes = _COMPONENT_BYTES * self._firsts.numel()
         self.own = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -121,7 +121,7 @@ class ComponentWorkspace:
         """Decay the momentum and add `factor` times the transform of a gradient [numel], which is used as scratch.
 
         Returns:
-            Whether the transform is finite: a bool tensor of one element. Non-finite elements count as 0.
+            Whether the transform is finite: a bool tensor of one element. Values that are not finite count as 0.
         """
         chunks = torch.empty_like(self.momentum)
         for batch in self._batches:
@@ -134,10 +134,10 @@ class ComponentWorkspace:
         return is_finite
 
     def take(self) -> torch.Tensor:
-        """Move the largest components of each chunk into `own`; what bf16 loses of them stays in the momentum.
+        """Move the largest components of each chunk to `own`; the rounding errors of bf16 stay in the momentum.
 
         Returns:
-            A view of their values in `own`.
+            A view of their values in `own`, [count] bf16.
         """
         places, values = _components(self.own)
         chosen = [
@@ -153,7 +153,7 @@ class ComponentWorkspace:
         return values
 
     def decode_sum(self, tensor: torch.Tensor, factor: float) -> None:
-        """Replace `tensor` by `factor` times the sum of everyone's components, added in rank order."""
+        """Replace `tensor` by `factor` times the sum of the components of all ranks, added in rank order."""
         chunks = torch.zeros_like(self.momentum)
         if chunks.is_meta:
             add = functools.partial(self._add_components, chunks, self.own, factor)
@@ -175,17 +175,17 @@ class ComponentWorkspace:
         chunks.index_add_(0, self._firsts + places, values.float(), alpha=factor)
 
     def _transform(self, chunks: torch.Tensor, tensor: torch.Tensor, *, back: bool = False) -> None:
-        """Transform all chunks in place, or back; `tensor` takes products meanwhile where it is fp32."""
+        """Transform all chunks in place, or back. `tensor` is used as scratch if it is fp32."""
         scratch = tensor if tensor.dtype == torch.float32 else torch.empty_like(chunks)
         for batch in self._batches:
             batch.transform_(chunks, scratch, back=back)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
-        """Return a copy of the transformed momentum by parameter, in the order of its chunks."""
+        """Return a copy of the transformed momentum by parameter, in chunk order."""
         return {"momentum": {name: (0, own.clone()) for name, own in self._by_name()}}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> None:
-        """Take the momentum over, also from another plan."""
+        """Load the momentum, also of another bucket plan."""
         for name, own in self._by_name():
             if name in saved["momentum"]:
                 own.copy_(saved["momentum"][name][1])
@@ -205,7 +205,7 @@ class ComponentWorkspace:
 
 
 def _components(payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the places within chunks [count] int16 and the values [count] bf16 in a payload."""
+    """Return views of the indices within chunks [count] int16 and the values [count] bf16 in a payload."""
     places, values = payload.view(2, payload.numel() // 2).unbind()
     return places.view(torch.int16), values.view(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Decentralized communication: each rank with its neighbours in a graph."""
+"""Decentralized communication: each rank communicates with its neighbours in a graph."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from commlib.transport.base import Communication, Communicator, Exchange
 
 
 class FullWorkspace:
-    """The buffers of one bucket for `decentralized_full_precision`: one per source.
+    """Buffers of one bucket for `decentralized_full_precision`: one for each source of this rank.
 
     Args:
-        numel: Elements of the tensor: a bucket, or a stretch of one.
-        dtype: Their type.
-        device: Where they are.
+        numel: Number of elements of the tensor: a bucket, or a stretch of one.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -29,29 +29,29 @@ class FullWorkspace:
         self._total = None if wide == dtype else torch.zeros(numel, dtype=wide, device=device)
 
     def received(self, num: int) -> list[torch.Tensor]:
-        """Return so many buffers [numel], made when they are first needed."""
+        """Return `num` buffers [numel]. They are allocated on first use."""
         while len(self._received) < num:
             self._received.append(self._like.new_zeros(self._numel))
         return self._received[:num]
 
     def total(self, first: torch.Tensor) -> torch.Tensor:
-        """Return where a sum that begins with `first` is made: there, or in fp32 where `first` is narrower."""
+        """Return the accumulator of a sum, initialised with `first`: `first` itself, or an fp32 buffer if narrower."""
         return first if self._total is None else self._total.copy_(first)
 
 
 def decentralized_full_precision(
     tensor: torch.Tensor, workspace: FullWorkspace, neighbours: Neighbours, comm: Communicator
 ) -> Communication:
-    """Replace `tensor` by the weighted mean of this rank's and its neighbours' (BAGUA's D_FP_S).
+    """Replace `tensor` by the weighted mean of this rank's and its neighbours' tensors (BAGUA's D_FP_S).
 
         x_i <- sum_j W_ij x_j
 
-    The sum runs in rank order, in fp32 or wider. A rank without neighbours in this step makes an empty request.
+    The sum is computed in rank order, in fp32 or wider. A rank without neighbours in this step yields an empty request.
 
     Args:
         tensor: [numel] of any floating dtype; changed in place.
         workspace: The bucket's buffers.
-        neighbours: The neighbours of this rank in this step, and their weights.
+        neighbours: This rank's neighbours and weights in this step.
         comm: The group.
     """
     received = workspace.received(len(neighbours.sources))
@@ -67,13 +67,13 @@ def decentralized_full_precision(
 
 
 class QuantizedWorkspace:
-    """The payload buffers of one bucket for `decentralized_quantized`.
+    """Payload buffers of one bucket for `decentralized_quantized`.
 
     Args:
-        numel: Elements of the tensor.
-        dtype: Their type.
-        device: Where they are.
-        codec: Encodes the values.
+        numel: Number of elements of the tensor.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
+        codec: Codec of the payloads.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, codec: BlockCodec) -> None:
@@ -83,7 +83,7 @@ class QuantizedWorkspace:
         self._received: list[torch.Tensor] = []
 
     def received(self, num: int) -> list[torch.Tensor]:
-        """Return so many payload buffers, made when they are first needed."""
+        """Return `num` payload buffers. They are allocated on first use."""
         while len(self._received) < num:
             self._received.append(torch.zeros_like(self.own))
         return self._received[:num]
@@ -92,18 +92,18 @@ class QuantizedWorkspace:
 def decentralized_quantized(
     tensor: torch.Tensor, workspace: QuantizedWorkspace, neighbours: Neighbours, comm: Communicator
 ) -> Communication:
-    """Mix `tensor` with those of the neighbours, all compressed. There is no state, so the graph may change.
+    """Average `tensor` with the neighbours' tensors, all of them compressed. There is no state, so any graph is valid.
 
         x_i <- x_i + sum_j W_ij (C(x_j) - C(x_i))
 
-    The mean over the ranks does not change, as W is doubly stochastic. The error of C limits how close the ranks get.
-    Carli et al., "Gossip consensus algorithms via quantized communication" (Automatica, 2010), the compensating rule.
-    A block with NaN or Inf becomes NaN here and at the neighbours.
+    W is doubly stochastic, so the mean over the ranks is preserved. The remaining distance of the ranks to the mean
+    depends on the error of C. Carli et al., "Gossip consensus algorithms via quantized communication" (Automatica,
+    2010), the compensating rule. A block with NaN or Inf becomes NaN on this rank and its neighbours.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's buffers.
-        neighbours: The neighbours of this rank in this step, and their weights.
+        neighbours: This rank's neighbours and weights in this step.
         comm: The group.
     """
     codec = workspace.codec
@@ -122,7 +122,7 @@ def decentralized_quantized(
 def _decode_add(
     codec: BlockCodec, payload: torch.Tensor, target: torch.Tensor, weight: float, decoded: torch.Tensor
 ) -> None:
-    """Add the decoded values, times `weight`; to fp64 by way of `decoded`, as codecs add in fp32."""
+    """Add the decoded payload times `weight` to `target`. fp64 uses the buffer `decoded`, as codecs add in fp32."""
     if target.dtype == torch.float64:
         codec.decode(payload, decoded)
         target.add_(decoded, alpha=weight)
@@ -131,26 +131,26 @@ def _decode_add(
 
 
 class DifferenceWorkspace:
-    """The replicas of one bucket for `choco` and `dcd`.
+    """State of one bucket for `choco` and `dcd`: replicas, and buffers.
 
-    [Note: the pull] One sum replaces the replicas of the neighbours. It is the sum of their differences to this rank's
-    replica, not of the replicas themselves, as in the papers. The pulls of all ranks add up to zero except for
-    rounding, which moves the mean in every round; differences are small, and so is their rounding error. On a ring of 6
-    ranks with values of about 1 and steps of 0.001 in fp32, 2,000 rounds moved the mean by 6e-4 with the plain sum, by
-    2e-6 with this one.
+    [Note: the pull] One sum replaces the replicas of all neighbours. In the papers it is the sum of the replicas; here
+    it is the sum of their differences from this rank's replica. The pulls of all ranks add up to zero except rounding,
+    and that rounding error moves the mean in every round. Differences are small, and so is their rounding error. On a
+    ring of 6 ranks with values of about 1 and steps of 0.001 in fp32, 2,000 rounds moved the mean by 6e-4 with the sum
+    of the replicas, and by 2e-6 with the sum of the differences.
 
     Attributes:
-        replica: [numel] fp32 (fp64 for fp64), x^_i: this rank's value at its neighbours.
+        replica: [numel] fp32 (fp64 for fp64), x^_i: the copy of this rank's tensor that its neighbours have.
         pull: [numel] sum_j W_ij (x^_j - x^_i).
-        is_known: Whether the neighbours have replicas. Until then the difference is sent uncompressed.
+        is_known: Whether the neighbours have replicas. If not, the next difference is sent uncompressed.
 
     Args:
-        numel: Elements of the tensor: a bucket, or a stretch of one.
-        dtype: Their type.
-        device: Where they are.
-        codec: Encodes the differences.
-        neighbours: The neighbours of this rank, identical in every step.
-        begin: Where the stretch begins in its bucket.
+        numel: Number of elements of the tensor: a bucket, or a stretch of one.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
+        codec: Codec of the differences.
+        neighbours: Neighbours of this rank; the same in every step.
+        begin: First element of the stretch in its bucket.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class DifferenceWorkspace:
         self.is_known = False
         self.replica = torch.zeros(numel, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.pull = torch.zeros_like(self.replica)
-        self.difference = torch.zeros_like(self.replica)  # to the replica, before it is encoded
+        self.difference = torch.zeros_like(self.replica)  # tensor - replica, before encoding
         rows = 1 + len(neighbours.sources)
-        # Rows begin at multiples of 16 bytes, as codecs want it.
+        # Rows begin at multiples of 16 bytes, as codecs require.
         self._payloads = torch.zeros(rows, -(-codec.payload_bytes(numel) // 16) * 16, dtype=torch.uint8, device=device)
 
     def encoded(self) -> list[torch.Tensor]:
-        """Return the payload of `difference`, and the buffers for those of the neighbours, in their order."""
+        """Return the payload of `difference` to send, then receive buffers in the order of the sources."""
         if not self.is_known:
             return [self.difference, *(torch.empty_like(self.difference) for _ in self.neighbours.sources)]
         own, *others = self._payloads[:, : self.codec.payload_bytes(self.replica.numel())]
@@ -183,7 +183,7 @@ class DifferenceWorkspace:
         return [own, *others]
 
     def apply(self, encoded: Sequence[torch.Tensor]) -> None:
-        """Add the payloads, sent and received, to the replica and the pull."""
+        """Update the replica and the pull with the sent and the received payloads."""
         own, *others = encoded
         weights = self.neighbours.sources.values()
         if not self.is_known:
@@ -201,7 +201,7 @@ class DifferenceWorkspace:
         _decode_add(self.codec, payload, target, weight, self.difference)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
-        """Return copies of the replicas by parameter; nothing before there are any."""
+        """Return copies of replica and pull by parameter; empty before the first round."""
         if not self.is_known:
             return {"replica": {}, "pull": {}}
         return {
@@ -210,9 +210,9 @@ class DifferenceWorkspace:
         }
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
-        """Take replicas over, also from another plan, if they cover this stretch; start without any if not."""
+        """Load replicas, also of another bucket plan. If they do not cover this stretch, start without replicas."""
         self.is_known = False
-        if not saved["replica"]:  # nothing is looked at then, so that this works on tensors without values
+        if not saved["replica"]:  # reads no values, so that this works on meta tensors
             self.replica.zero_()
             self.pull.zero_()
             return
@@ -227,13 +227,14 @@ class DifferenceWorkspace:
 
 
 def choco(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator, step_size: float) -> Communication:
-    """Mix `tensor` with the neighbours', sending only compressed differences: CHOCO-Gossip.
+    """Average `tensor` with the neighbours' tensors by compressed differences: CHOCO-Gossip.
 
         q_i  = C(x_i - x^_i),   x^_j <- x^_j + q_j for all j,   x_i <- x_i + step_size sum_j W_ij (x^_j - x^_i)
 
     Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed communication"
-    (ICML 2019), CHOCO-Gossip. The first differences, from x^ = 0, are sent uncompressed. NaN or Inf in a block become
-    NaN in its replica for good, and in the neighbours' values: it is seen, as it would be in an uncompressed mean.
+    (ICML 2019), CHOCO-Gossip. The first differences, from x^ = 0, are sent uncompressed. A block with NaN or Inf
+    permanently becomes NaN in the replica and in the neighbours' tensors. It is therefore visible, as in an
+    uncompressed mean.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -247,13 +248,13 @@ def choco(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicat
 
 
 def dcd(tensor: torch.Tensor, workspace: DifferenceWorkspace, comm: Communicator) -> Communication:
-    """Mix `tensor` with those of the neighbours and send compressed changes: the round of DCD-PSGD.
+    """Average `tensor` with the neighbours' tensors and compress the change: one round of DCD-PSGD.
 
         z_i = sum_j W_ij (x^_j - x^_i) + x_i - x^_i,   x^_j <- x^_j + C(z_j) for all j,   x_i <- x^_i
 
-    x_i - x^_i is the change by the optimizer since the last round. After a round, the values of a rank equal its
-    replica at the neighbours. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018),
-    algorithm 1; BAGUA's D_LP_S. The first round only exchanges values, uncompressed. NaN and Inf: see `choco`.
+    x_i - x^_i is the optimizer's update since the last round. After a round the tensor of each rank is exactly its
+    replica. Tang et al., "Communication compression for decentralized training" (NeurIPS 2018), algorithm 1; BAGUA's
+    D_LP_S. The first round only exchanges the tensors, uncompressed. NaN and Inf: see `choco`.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
@@ -275,7 +276,7 @@ def _exchange_difference(workspace: DifferenceWorkspace, comm: Communicator) -> 
 def _exchange(
     own: torch.Tensor, received: Sequence[torch.Tensor], neighbours: Neighbours, comm: Communicator
 ) -> Exchange:
-    """Describe how `own` goes to the neighbours and theirs into `received`, in the order of the sources."""
+    """Create the request that sends `own` to the neighbours and receives theirs, in the order of the sources."""
     return comm.exchange(
         [(rank, own) for rank in neighbours.targets], list(zip(neighbours.sources, received, strict=True))
     )

@@ -1,4 +1,4 @@
-"""EF21: compressed changes of the gradient, whose sum is the estimate of the mean gradient."""
+"""EF21: compress changes of the gradient, and add them to an estimate that all ranks share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from commlib.transport.base import Communication
 
 
 class RestartingWorkspace(Protocol):
-    """A workspace whose error feedback can be restarted for some elements."""
+    """A workspace with error feedback that can reset some elements."""
 
     def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the residual to `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
+        """Set residuals to `values` [numel] where `keeps` [numel] bool is false, as if nothing had been sent yet."""
         ...
 
 
@@ -27,7 +27,7 @@ class Estimate:
         device: Device of the bucket.
         weight: Weight of a new gradient in the momentum, in (0, 1].
         dtype: Type of the state: fp32 or wider.
-        is_sent: Whether changes of the momentum are sent; otherwise there is no estimate.
+        is_sent: Whether the changes of the momentum are sent; if false, there is no estimate.
     """
 
     def __init__(
@@ -43,13 +43,15 @@ class Estimate:
         self.momentum = torch.zeros(numel, dtype=dtype, device=device)
         self.estimate = torch.zeros(numel if is_sent else 0, dtype=dtype, device=device)
         self._values = torch.zeros(0, dtype=dtype, device=device)
-        # A momentum that is sent belongs to the rank, the other one is identical on all ranks. They are saved apart.
+        # A momentum that is sent differs between ranks; one that is not is equal on all ranks. The keys differ, so that
+        # a parameter that switches between the two starts again from zero.
         self._kind = "momentum" if is_sent else "smoothed"
 
     def advance(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Move the momentum towards a gradient [numel] where the change is finite, and return the change.
+        """Move the momentum towards a gradient [numel] and return the change, [numel].
 
-        The result lies in `gradient` if that has the state's dtype.
+        Elements of the momentum whose change is not finite stay unchanged. The result overwrites `gradient` if that has
+        the dtype of the state.
         """
         change = self._values_like(gradient).copy_(gradient)
         change.mul_(1.0 / scale).sub_(self.momentum).mul_(self.weight)
@@ -57,7 +59,7 @@ class Estimate:
         return change
 
     def smooth(self, gradient: torch.Tensor, scale: float) -> None:
-        """Replace a gradient [numel] by the momentum, but for elements that are not finite: they become NaN."""
+        """Replace a gradient [numel] by the momentum; set elements that are not finite to NaN."""
         is_finite = torch.isfinite(self.advance(gradient, scale))
         torch.mul(self.momentum, scale, out=gradient)
         gradient.masked_fill_(~is_finite, torch.nan)
@@ -67,7 +69,7 @@ class Estimate:
         return self._values_like(gradient).zero_()
 
     def take(self, change: torch.Tensor, gradient: torch.Tensor, scale: float) -> torch.Tensor:
-        """Add to the estimate what all ranks have sent, and leave it in `gradient`; see `ef21`.
+        """Add the mean change of all ranks to the estimate, and copy the estimate to `gradient`; see `ef21`.
 
         Returns:
             [numel] bool: which elements are finite.
@@ -95,7 +97,7 @@ class Estimate:
         return {self._kind: cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
-        """Take state over, also from another plan."""
+        """Load state, also of another bucket plan."""
         paste(saved[self._kind], self.momentum.zero_(), parts)
         if self.estimate.numel():
             paste(saved["estimate"], self.estimate.zero_(), parts)
@@ -110,24 +112,24 @@ def ef21(
     contributes: bool,
     scale: float = 1.0,
 ) -> Communication:
-    """Replace `gradient` by the estimate of the mean of all ranks' momenta, updated with the compressed changes.
+    """Update the estimate of the mean momentum of all ranks by compressed changes, and copy it to `gradient`.
 
-    With w the weight of a new gradient, C the compression, h_r the contribution of rank r to the estimate:
+    With w the weight of a new gradient, C the compression, h_r the contribution of rank r to the estimate h:
 
         v_r <- v_r + w (g_r - v_r),   c_r = C(v_r - h_r),   h_r <- h_r + c_r,   h <- h + 1/N sum_r c_r,   g = h
 
-    h_r is not stored: v_r - h_r is the residual of error feedback when the changes of v_r are averaged. Therefore any
-    averaging with error feedback can be used, and the error of its second stage is compensated too.
+    h_r is not stored: v_r - h_r is the residual of error feedback if the changes of v_r are averaged. Therefore any
+    average with error feedback can be used, and errors of its second stage are compensated too.
 
-    Where the result is not finite, it is NaN on all ranks, and all ranks restart with h_r = h = 0.
+    Elements of the result that are not finite are set to NaN on all ranks, and all ranks restart them: h_r = h = 0.
 
     Args:
         gradient: [numel] fp32, bf16, fp16 or fp64; changed in place.
         state: The bucket's momentum and estimate.
-        workspace: Holds the error feedback of `average`.
-        average: Communicates a tensor in place, with error feedback that neither scales nor decays.
-        contributes: Whether this rank has a gradient; one that has none changes nothing.
-        scale: By which the gradient is scaled (a loss scale).
+        workspace: Residuals of `average`.
+        average: Averages a tensor in place, with error feedback that neither scales nor decays residuals.
+        contributes: Whether this rank has a gradient. If not, its momentum stays unchanged.
+        scale: Loss scale of the gradient.
     """
     change = state.advance(gradient, scale) if contributes else state.nothing(gradient)
     yield from average(change)

@@ -1,4 +1,4 @@
-"""Communication in two levels: in full precision inside a node, in any way across nodes."""
+"""Communication in two levels: in full precision inside a node, by any primitive across nodes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _CHUNK_STEP = 16
 
 
 class NodeStage:
-    """The buffers of one bucket for the level inside a node. Each local rank exchanges a stretch of it across nodes.
+    """Buffers of one bucket for the level inside a node. Each local rank communicates one stretch of it across nodes.
 
     Args:
-        numel: Elements of the bucket.
-        dtype: Their type.
-        device: Where they are.
+        numel: Number of elements of the bucket.
+        dtype: Type of the bucket.
+        device: Device of the bucket.
         local: The ranks of this node.
-        cuts: Where a stretch may begin, ascending from 0; None cuts the bucket into equal stretches.
+        cuts: Elements at which a stretch may begin, ascending from 0; None cuts the bucket into equal stretches.
 
     Attributes:
-        begin: Where this rank's stretch begins in the bucket.
-        count: Its elements; 0 where a small bucket does not reach that far.
+        begin: First element of this rank's stretch in the bucket.
+        count: Number of elements of this rank's stretch; may be 0 in a small bucket.
         sum: [count or more] fp32 or wider: the stretch, summed over the node.
-        owed: [numel] fp32, or None: residuals from a change of the plan, added to this rank's next values.
+        owed: [numel] fp32, or None: residuals from before a change of the bucket plan, added to this rank's values
+            once.
     """
 
     def __init__(
@@ -40,19 +41,19 @@ class NodeStage:
         starts = [0, *self._ends[:-1]]
         self.begin, self.count = starts[local.rank], self._ends[local.rank] - starts[local.rank]
         self._is_even = cuts is None
-        # Equal stretches go by all-to-all and all-gather, from the bucket with padding at its end; others by messages
-        # of their own sizes.
+        # Equal stretches use an all-to-all and an all-gather, with padding at the end of the bucket. Unequal ones use
+        # sends and receives.
         width = self._ends[0] if self._is_even else self.count
         self._has_padding = self._is_even and local.world_size * width > numel
-        # The bucket's values with zeros behind them, where it does not divide into equal stretches; a stretch from each
-        # local rank, first of its values, then of its sum; the own stretch's sum.
+        # `_padded`: the bucket with zeros at its end, if it does not divide into equal stretches. `_received`: a
+        # stretch from each local rank, first of its values, then of its sum. `sum`: the sum of the own stretch.
         self._padded = torch.zeros(local.world_size * width if self._has_padding else 0, dtype=dtype, device=device)
         self._received = torch.zeros(local.world_size, width, dtype=dtype, device=device)
         self.sum = torch.zeros(width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.owed: torch.Tensor | None = None
 
     def share_out(self, tensor: torch.Tensor, local: Communicator) -> Communication:
-        """Sum over the node, in rank order: leaves this rank's stretch of the sum of `tensor` [numel] in `sum`."""
+        """Reduce-scatter `tensor` [numel] in the node, in rank order: `sum` receives this rank's stretch of the sum."""
         if self._is_even:
             if self._has_padding:
                 self._padded[: tensor.numel()] = tensor
@@ -67,7 +68,7 @@ class NodeStage:
             self.sum.add_(other)
 
     def gather(self, tensor: torch.Tensor, local: Communicator) -> Communication:
-        """Replace `tensor` [numel] by the `sum` of all local ranks."""
+        """Replace `tensor` [numel] by the stretches in `sum` of all local ranks."""
         if self._has_padding:
             own = self._padded[: self.sum.numel()].copy_(self.sum)
             yield local.all_gather(self._received.view(-1), own)
@@ -85,12 +86,12 @@ class NodeStage:
 
 
 def _to_others(tensors: Sequence[torch.Tensor] | torch.Tensor, local: Communicator) -> list[tuple[int, torch.Tensor]]:
-    """Return each other rank's tensor with its rank, but for those of no elements."""
+    """Return (rank, tensor) of all other ranks, without empty tensors."""
     return [(rank, each) for rank, each in enumerate(tensors) if rank != local.rank and each.numel()]
 
 
 def _stretch_ends(numel: int, num: int, cuts: Sequence[int] | None) -> list[int]:
-    """Return where each of `num` stretches ends: at the cuts that are nearest to equal parts."""
+    """Return the ends of `num` stretches: the cuts that are nearest to equal parts."""
     if cuts is None:
         chunk = -(-numel // (num * _CHUNK_STEP)) * _CHUNK_STEP
         return [min(idx * chunk, numel) for idx in range(1, num + 1)]
@@ -106,16 +107,16 @@ def hierarchical(
     *,
     scale: float = 1.0,
 ) -> Communication:
-    """Sum `tensor` inside the node, have each local rank communicate its stretch across nodes, gather the stretches.
+    """Reduce-scatter `tensor` inside the node, communicate each local rank's stretch across nodes, all-gather.
 
-    The sum runs in rank order, in fp32 or wider. All local ranks use the network at once.
+    The sum is computed in rank order, in fp32 or wider. All local ranks use the network at the same time.
 
     Args:
-        tensor: [numel] Changed in place.
+        tensor: [numel] of the bucket's dtype; changed in place.
         stage: The bucket's buffers.
         local: The ranks of this node.
         across: Communicates a stretch [count] in place.
-        scale: By which the tensor is scaled (a loss scale).
+        scale: Loss scale of the tensor.
     """
     if stage.owed is not None:
         tensor.add_(stage.owed, alpha=scale)

@@ -1,4 +1,4 @@
-"""Centralized communication of compressed values: encode, exchange chunks, sum, encode, gather, decode."""
+"""Centralized communication of compressed values: encode, all-to-all, sum, encode, all-gather, decode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commlib.codecs.base import BlockCodec, Feedback, Random
 from commlib.primitives.parts import Part, Pieces, cut, paste, pasted, split_at
 from commlib.transport.base import AllGather, AllToAll, Communication, Communicator
 
-#: Chunks begin at multiples of this many elements (64 bytes of fp32), which keeps the codecs' loads aligned.
+#: Chunks begin at multiples of this number of elements (64 bytes of fp32), which keeps the codecs' loads aligned.
 _CHUNK_STEP = 16
 
 #: The random numbers of a stage (0: the worker's encoding, 1: the chunk owner's), or None for rounding to nearest.
@@ -23,22 +23,21 @@ def to_nearest(stage: int) -> None:
 
 
 class LowPrecisionWorkspace:
-    """Payload buffers and, with error feedback, the residuals of one bucket.
+    """State of one bucket: two payload buffers and, with error feedback, two residuals.
 
-    The tensor is split into one chunk per rank; rank r owns chunk r. The worker residual [numel] of a rank holds the
-    errors of its own encodings, its owner residual [elements of its chunk] those of the sum; both fp32, without the
-    loss scale.
+    The tensor is cut into one chunk per rank; rank r owns chunk r. The worker residual [numel] is the error of this
+    rank's last encoding. The owner residual [elements of the own chunk] is the error of the last encoding of the sum.
+    Both are fp32 and exclude the loss scale.
 
     Args:
         numel: Number of elements of the tensor: a bucket, or a stretch of one.
         device: Device of the tensor.
         codec: Codec of both stages.
-        comm: The ranks that exchange payloads.
+        comm: The ranks that exchange the tensor.
         begin: First element of the stretch in its bucket.
-        feedback: Whether errors are fed back.
+        feedback: Whether to use error feedback.
         averaging: Weight of the old residual in the new one (LoCo); 0 is plain error feedback.
-        segments: The first element of each parameter in the tensor and in the model, for stochastic rounding
-            (`Random`).
+        segments: First element of each parameter in the tensor and in the model, for stochastic rounding (`Random`).
     """
 
     def __init__(
@@ -62,8 +61,9 @@ class LowPrecisionWorkspace:
         self.first = min(rank * self.chunk, numel)
         self.count = min(self.chunk, numel - self.first)
         nbytes = codec.payload_bytes(self.chunk)
-        # Two buffers for all payloads. First they hold the payloads to and from the owners of the chunks. Then the own
-        # sum is encoded into the first, and the sums of all ranks are gathered in the second.
+        # Two buffers for the payloads of all chunks. First stage: payloads are sent to the owners from `_sent` and
+        # arrive in `_received`. Second stage: the payload of the own sum is at the beginning of `_sent`, and the
+        # payloads of all sums are gathered in `_received`.
         self._sent = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
         self._world_size = world_size
@@ -75,34 +75,35 @@ class LowPrecisionWorkspace:
         self.has_feedback = feedback
 
     def outgoing(self) -> torch.Tensor:
-        """Return where the payloads of the whole tensor are encoded to."""
+        """Return the buffer for the payloads of the whole tensor."""
         return self._sent[: self.codec.buffer_bytes(self.numel, self.chunk)]
 
     def share_out(self, comm: Communicator) -> AllToAll:
-        """Describe how each payload comes to its chunk's owner."""
+        """Create the request that sends each payload to the owner of its chunk."""
         return comm.all_to_all(self._received, self._sent)
 
     def payloads(self) -> torch.Tensor:
-        """Return the received payloads of the own chunk, [world_size, bytes]."""
+        """Return the received payloads of this rank's chunk, [world_size, bytes]."""
         rows = self._received.view(self._world_size, -1)
         if self.count == self.chunk:
             return rows
-        # The last chunk is shorter, so there are gaps between its payloads. The sent payloads are used as scratch.
+        # The last chunk is shorter, so there are gaps between its payloads. Source and target of the move overlap;
+        # `_sent` is free and serves as scratch.
         nbytes = self.codec.payload_bytes(self.count)
         numel = self._world_size * nbytes
         close = self._sent[:numel].view(self._world_size, nbytes).copy_(rows[:, :nbytes])
         return self._received[:numel].view(close.shape).copy_(close)
 
     def own(self) -> torch.Tensor:
-        """Return the buffer for the own chunk's encoded sum. It overwrites the payloads that were sent."""
+        """Return the buffer for the payload of the own chunk's sum. It overwrites the payloads in `outgoing`."""
         return self._sent[: self.codec.payload_bytes(self.count)]
 
     def gather(self, comm: Communicator) -> AllGather:
-        """Describe how everyone gets the sums of all chunks."""
+        """Create the request that gathers the sums of all chunks on every rank."""
         return comm.all_gather(self._received, self._sent[: self._chunk_bytes])
 
     def gathered(self) -> torch.Tensor:
-        """Return the payloads of the sums of the whole tensor."""
+        """Return the gathered payloads of the sums of all chunks."""
         return self._received[: self.codec.buffer_bytes(self.numel, self.chunk)]
 
     def forget(self) -> None:
@@ -111,13 +112,13 @@ class LowPrecisionWorkspace:
         self.owner.zero_()
 
     def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
-        """Let residuals be `values` [numel] as a worker and 0 as an owner where `keeps` [numel] bool is false."""
+        """Set the worker residual to `values` [numel] and the owner residual to 0 where `keeps` [numel] is false."""
         torch.where(keeps, self.worker, values, out=self.worker)
         self.owner.mul_(keeps[self.first : self.first + self.count])
 
     @contextlib.contextmanager
     def feeding_back(self, residual: torch.Tensor, scale: float, decay: float) -> Iterator[Feedback | None]:
-        """Give the feedback of one encoding; afterwards average the residual with its old value, with `averaging`."""
+        """Yield the feedback for one encoding, then average the new residual with the old one if `averaging` is set."""
         if not self.has_feedback:
             yield None
             return
@@ -134,14 +135,14 @@ class LowPrecisionWorkspace:
         return {"worker": cut(self.worker, self.begin, parts), "owner": cut(self.owner, owner_begin, parts)}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Load residuals, also of another plan or group.
+        """Load residuals, also of another bucket plan.
 
-        An owner's error of elements that another rank owns now is added to this rank's worker residual, times
-        `num_terms` (the divisor of the sum): it enters the mean once, with the same magnitude.
+        Owner residuals of elements that now have another owner are multiplied by `num_terms`, the divisor of the sum,
+        and added to this rank's worker residual. They therefore enter the mean once, with their original magnitude.
 
         Returns:
             [numel of the bucket] Residuals outside of the stretch, to be added to this rank's next values; None if the
-            stretch is the bucket.
+            stretch is the whole bucket.
         """
         if not self.has_feedback:
             return None
@@ -162,7 +163,7 @@ def centralized_low_precision(
     decay: float = 1.0,
     random_of: RandomOf = to_nearest,
 ) -> Communication:
-    """Replace `tensor` by the sum over all ranks, divided by `divisor`, with every value compressed on the wire.
+    """Replace `tensor` by the sum over all ranks, divided by `divisor`. All values are compressed on the wire.
 
     BAGUA's C_LP_S (Gan et al., VLDB 2021, section 3.2), with C the codec, x_r the tensor of rank r:
 
@@ -170,17 +171,17 @@ def centralized_low_precision(
         y   = C(1/divisor sum_r d_r + decay f),  f = ... - y              on the owner of each chunk
         x_r = y
 
-    The sum runs in rank order, so all ranks hold the same bits. Without feedback e and f are zero. Payloads go by
-    all-to-all, then all-gather.
+    The sum is computed in rank order. The result is bit-identical on all ranks. Without feedback e and f are zero. The
+    first stage uses an all-to-all, the second an all-gather.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's buffers and residuals.
         comm: The group.
-        divisor: A true division of the sum.
-        scale: By which the tensor is scaled (a loss scale); residuals are kept unscaled.
-        decay: By which residuals are multiplied before they are added, for changes of the learning rate.
-        random_of: Random numbers, for stochastic rounding.
+        divisor: Divisor of the sum (a true division).
+        scale: Loss scale of the tensor; residuals are kept unscaled.
+        decay: Factor of residuals before they are added, for changes of the learning rate.
+        random_of: Random numbers for stochastic rounding.
     """
     codec, chunk = workspace.codec, workspace.chunk
 

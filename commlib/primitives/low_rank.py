@@ -1,4 +1,4 @@
-"""Centralized communication of matrices as products of two thin ones."""
+"""Centralized communication of matrices as low-rank factors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from commlib.transport.base import Communication, Communicator
 
 
 def matrix_shape(shape: Sequence[int], is_complex: bool = False) -> tuple[int, int]:
-    """Return the rows and columns of a parameter seen as a matrix: the first dimension against the others.
+    """Return the rows and columns of a parameter viewed as a matrix: the first dimension by all others.
 
-    It goes by indices, whatever the parameter's memory format. A complex element is two columns.
+    The view follows the indices, independently of the parameter's memory format. A complex element takes two columns.
     """
     return shape[0], math.prod(shape[1:]) * (2 if is_complex else 1)
 
@@ -25,7 +25,7 @@ def matrix_shape(shape: Sequence[int], is_complex: bool = False) -> tuple[int, i
 class _Batch:
     """Matrices of one shape: errors [count, rows, columns] and factors P [count, rows, r], Q' [count, r, columns].
 
-    Q lies transposed: at rank 2 the two products with the matrices take a third and a fifth of the time on a CPU then.
+    Q is stored transposed. At rank 2 on a CPU, the two products with the matrices then take 1/3 and 1/5 of the time.
     """
 
     def __init__(self, parts: Sequence[Part], p: torch.Tensor, q_rows: torch.Tensor, error: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class _Batch:
         self._triangle = p.new_empty(len(parts), p.shape[2], p.shape[2])
 
     def orthogonalise(self) -> None:
-        """Replace the columns of each P by an orthonormal basis of theirs; see [Note: Gram-Schmidt]."""
+        """Replace the columns of each P by an orthonormal basis of their span; see [Note: Gram-Schmidt]."""
         if not _qr_is_batched(self.p):
             orthonormalise_(self.p)
             return
@@ -44,21 +44,21 @@ class _Batch:
 
 
 def _qr_is_batched(p: torch.Tensor) -> bool:
-    """Return whether QR of many matrices is fast where they are: on a CPU, where they are hardly work."""
+    """Return whether batched QR is fast on the device of `p`: only on a CPU."""
     return p.device.type == "cpu"
 
 
 class LowRankWorkspace:
-    """The factors of one bucket of matrices, and the errors of the approximation (fp32).
+    """State of one bucket of matrices: factors, and the errors of the approximation (fp32).
 
-    The factors of all matrices lie in two flat buffers, so a bucket takes two all-reduces. Matrices of one shape are
+    The factors of all matrices are in two flat buffers, so a bucket takes two all-reduces. Matrices of equal shape are
     multiplied and orthogonalised together.
 
     Args:
-        parts: The matrices' places in the tensor: a bucket, or a stretch of one.
-        device: Where it is.
-        rank: The largest rank; less where a matrix has fewer rows or columns.
-        seed: Of the first Q; the same on all ranks.
+        parts: Places of the matrices in the tensor: a bucket, or a stretch of one.
+        device: Device of the tensor.
+        rank: Rank of the approximation, limited by the rows and columns of each matrix.
+        seed: Seed of the first Q; the same on all ranks.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device, rank: int, seed: int) -> None:
@@ -79,14 +79,14 @@ class LowRankWorkspace:
             self.batches.append(_Batch(own, p, q_rows, p.new_zeros(len(own), rows, columns)))
             p_at, q_at = p_end, q_end
         self._parts = parts
-        for batch in self.batches:  # each Q has a seed of its own: the same on all ranks, whatever the plan
+        for batch in self.batches:  # one seed per Q: the same on all ranks and for every bucket plan
             for part, q_rows in zip(batch.parts, batch.q_rows, strict=True):
                 generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + part.offset) % 2**63)
                 q_rows.t().copy_(torch.randn(q_rows.t().shape, generator=generator, dtype=torch.float32, device="cpu"))
         self._first_q = self.q.clone()
 
     def product_like(self, matrix: torch.Tensor, part: Part) -> torch.Tensor:
-        """Return where to multiply P and Q' of a part: in its own `matrix`, where that is fp32 and lies by indices."""
+        """Return the target of a part's product P Q': `matrix` if it is fp32 and in index order, else a buffer."""
         if matrix.dtype == torch.float32 and not part.order:
             return matrix
         if not self._product.numel():
@@ -94,7 +94,7 @@ class LowRankWorkspace:
         return self._product[: part.numel].view(_matrix_shape(part))
 
     def renew_unless_finite(self) -> None:
-        """Reset a Q that is not finite. Q is a sum over all ranks, so all of them do."""
+        """Reset Q to its first value if it overflowed. Q is a sum over all ranks, so all ranks do the same."""
         torch.where(all_finite(self.q), self.q, self._first_q, out=self.q)
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ class LowRankWorkspace:
         self.q.copy_(self._first_q)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Pieces]:
-        """Return copies of errors and of Q by parameter."""
+        """Return copies of the errors and Q by parameter."""
         errors: Pieces = {}
         factors: Pieces = {}
         for batch in self.batches:
@@ -114,12 +114,13 @@ class LowRankWorkspace:
         return {"errors": errors, "factors": factors}
 
     def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Take errors and factors over, also from another plan.
+        """Load errors and factors, also of another bucket plan.
 
-        A matrix that comes from another local rank begins with the first Q again, which its new peers share.
+        A matrix that moves here from another local rank starts with the first Q, as on its new peers.
 
         Returns:
-            What `LowPrecisionWorkspace.load` does: the errors of matrices that are another local rank's now.
+            [numel of the bucket] The errors of matrices that another local rank now owns, to be added to this rank's
+            next values; None if the stretch is the whole bucket.
         """
         for batch in self.batches:
             for idx, part in enumerate(batch.parts):
@@ -146,20 +147,20 @@ def centralized_low_rank(
 ) -> Communication:
     """Replace the matrices in `tensor` by a low-rank approximation of their sum over all ranks, divided by `divisor`.
 
-    PowerSGD (Vogels et al., NeurIPS 2019, algorithms 1 and 2), M_r the matrix of rank r, Q kept from the last round:
+    PowerSGD (Vogels et al., NeurIPS 2019, algorithms 1 and 2), with M_r the matrix of rank r and Q of the last round:
 
         M_r <- M_r + decay E_r,   P = orth(sum_r M_r Q),   Q = 1/divisor sum_r M_r' P,   M = P Q'
         E_r = M_r - divisor/K M
 
-    K is the number of ranks that contribute: the divisor of a mean, except where each stands for the sum of its node.
+    K is the number of contributing ranks. For a mean it equals the divisor, unless each rank holds the sum of its node.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's factors and errors.
         comm: The group.
-        divisor: Of the sum.
-        scale: By which the tensor is scaled (a loss scale); errors are kept unscaled.
-        decay: By which errors are multiplied before they are added.
+        divisor: Divisor of the sum.
+        scale: Loss scale of the tensor; errors are kept unscaled.
+        decay: Factor of the errors before they are added.
     """
     for batch in workspace.batches:
         if not comm.contributes:
@@ -199,6 +200,6 @@ def _matrix_shape(part: Part) -> tuple[int, int]:
 
 
 def _by_index(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return the view of a part in the order of its indices: its matrix, or, where only strides make it, its shape."""
+    """Return a part in index order: viewed as its matrix, or in its shape if the memory order needs other strides."""
     values = tensor[part.start : part.start + part.numel]
     return shaped(values, part.shape, part.order) if part.order else values.view(_matrix_shape(part))

@@ -1,4 +1,4 @@
-"""Mixers: how a tensor is averaged with those of the neighbours in a graph, and the state that this keeps."""
+"""Mixers: averaging of a tensor with those of the neighbours in a graph, and the state for it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _M = TypeVar("_M")
 
 
 class Mixer(Generic[_M]):
-    """Replaces a tensor by the weighted mean of this rank's and its neighbours', in place.
+    """Replaces a tensor by the weighted mean of this rank's and its neighbours' tensors, in place.
 
     A mixer holds options only; buffers and state of each bucket are in a workspace.
     """
 
-    #: The kinds of state that workspaces save and load; the workspaces of a mixer without any have neither method.
+    #: The kinds of state that workspaces save and load. If empty, workspaces have no `save` and `load`.
     kinds: tuple[str, ...] = ()
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Mixer(Generic[_M]):
         """Create the workspace of a tensor.
 
         Args:
-            like: [numel] Of the dtype and on the device of the tensors that are mixed.
+            like: [numel] A tensor with the dtype and device of the tensors to average.
             begin: First element in the bucket.
             neighbours: The neighbours of this rank in the first round.
         """
@@ -49,7 +49,7 @@ class Mixer(Generic[_M]):
 
 
 class FullPrecisionMixer(Mixer[FullWorkspace]):
-    """Sends values as they are; see `decentralized_full_precision`."""
+    """Sends uncompressed values; see `decentralized_full_precision`."""
 
     @override
     def workspace(self, like: torch.Tensor, begin: int, neighbours: Neighbours) -> FullWorkspace:
@@ -66,7 +66,7 @@ class QuantizedMixer(Mixer[QuantizedWorkspace]):
     """Sends encoded values; see `decentralized_quantized`.
 
     Args:
-        codec: Encodes them.
+        codec: Encodes the values.
     """
 
     def __init__(self, codec: BlockCodec) -> None:
@@ -84,10 +84,10 @@ class QuantizedMixer(Mixer[QuantizedWorkspace]):
 
 
 class DifferenceMixer(Mixer[DifferenceWorkspace]):
-    """Sends encoded differences to replicas; see `choco` and `dcd`. The neighbours are the same in every round.
+    """Sends encoded differences from replicas; see `choco` and `dcd`. The neighbours are the same in every round.
 
     Args:
-        codec: Encodes them.
+        codec: Encodes the differences.
         consensus_step: Step size of `choco`, in (0, 1]; None for `dcd`.
     """
 

@@ -1,11 +1,11 @@
-"""The order of a parameter's elements in one-dimensional memory.
+"""The order of a parameter's elements in flat tensors.
 
-[Note: the order of elements] A parameter that fills a range of memory (contiguous, channels-last, transposed) keeps its
-memory order; any other parameter (a strided slice) is in index order. So gradients can be views of a bucket with the
-parameter's strides. The order is fixed when the model is wrapped or its parameters are adopted, and compared between
-ranks. State by bucket or by shard (residuals, replicas, momenta) has the same order. External tensors (an optimizer's
-state, a checkpoint of a model in another memory format) are converted. Operations on more than single elements (the
-matrices of PowerSGD) use index order.
+[Note: the order of elements] A dense parameter (contiguous, channels-last, transposed) keeps its memory order. Any
+other one (a strided slice) uses the order of its indices. Gradients can therefore be views of a bucket with the
+parameter's own strides. The order is fixed when the model is wrapped or its parameters are adopted again; all ranks
+check then that it is identical. All state that is kept by bucket or by shard has this order: residuals, replicas,
+momenta. Data from elsewhere (an optimizer's state, a checkpoint of a model in another memory format) is reordered.
+Operations on more than single elements (the matrices of PowerSGD) use indices.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-#: A parameter's dimensions from the outermost to the innermost in memory; () for the order of its indices.
+#: A parameter's dimensions from the outermost to the innermost in memory; () for index order.
 Order = tuple[int, ...]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory, each once, in some order of dimensions."""
+    """Return whether the elements fill a contiguous range of memory, each once, in some order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -30,17 +30,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def order_of(tensor: torch.Tensor) -> Order:
-    """Return the order of the tensor's elements in memory; () where they do not fill a stretch of it."""
+    """Return the order of the tensor's elements in memory; () if it is contiguous or not dense."""
     if tensor.is_contiguous() or not is_dense(tensor):
         return ()
-    # A dimension of one element has no place: those come first, so that equal orders are equal tuples.
+    # The stride of a dimension of size 1 has no meaning. Such dimensions come first, so that equal orders are equal
+    # tuples.
     return tuple(
         sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim) if tensor.shape[dim] > 1 else -math.inf)
     )
 
 
 def strides_in(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """Return the strides of a dense tensor of this shape and order."""
+    """Return the strides of a dense tensor of the given shape and order."""
     strides, expected = [0] * len(shape), 1
     for dim in reversed(order or range(len(shape))):
         strides[dim] = expected
@@ -49,11 +50,11 @@ def strides_in(shape: Sequence[int], order: Order) -> tuple[int, ...]:
 
 
 def flattened(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """Return the elements of `tensor`, of any strides, in this order: a view where they lie so.
+    """Return the elements of `tensor` in the given order: a view if possible, else a copy.
 
     Args:
-        tensor: Of any shape and dtype.
-        order: Of the result.
+        tensor: A tensor of any shape, strides and dtype.
+        order: Order of the result.
 
     Returns:
         [numel], or [2 numel] real for a complex tensor.
@@ -63,10 +64,10 @@ def flattened(tensor: torch.Tensor, order: Order) -> torch.Tensor:
 
 
 def shaped(values: torch.Tensor, shape: Sequence[int], order: Order) -> torch.Tensor:
-    """Return a view of `values` [numel], whose elements have this order, by their indices.
+    """Return a view of `values` [numel], whose elements have the given order, in the parameter's shape.
 
     Returns:
-        [*shape], or [*shape, 2] where `values` are the pairs of complex elements.
+        [*shape], or [*shape, 2] if `values` are pairs of real numbers of complex elements.
     """
     is_paired = values.numel() > math.prod(shape)
     pair = (2,) if is_paired else ()
@@ -77,7 +78,7 @@ def shaped(values: torch.Tensor, shape: Sequence[int], order: Order) -> torch.Te
 
 
 def reordered(values: torch.Tensor, shape: Sequence[int], before: Order, after: Order) -> torch.Tensor:
-    """Return `values` [numel] of a parameter of this shape in another order; themselves, if it is the same."""
+    """Return `values` [numel] of a parameter in the order `after`; `values` itself if the order is the same."""
     if before == after:
         return values
     by_index = shaped(values, shape, before)

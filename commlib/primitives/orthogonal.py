@@ -8,25 +8,26 @@ import torch
 
 from commlib.kernels import meta
 
-#: A column of which the part outside of the span of those before it is at most so many units in the last place of its
-#: length depends on them: that part is rounding noise.
+#: A column counts as dependent on the previous columns if its component outside of their span is at most this many ulps
+#: of its length. That component is rounding noise.
 _DEPENDENT_ULPS = 8.0
-#: How often a column is made orthogonal to those before it; whether it depends on them is known after the second time.
+#: Number of times that a column is orthogonalised against the previous columns. Dependence is tested after the second.
 _PASSES = 4
 
 
 def orthonormalise_(p: torch.Tensor) -> torch.Tensor:
-    """Replace the columns of each matrix by an orthonormal basis of theirs: Householder QR's Q, but for signs.
+    """Replace the columns of each matrix by an orthonormal basis of their span: the Q of Householder QR, except signs.
 
-    [Note: Gram-Schmidt] On CUDA `torch.linalg.qr` processes one matrix at a time. Here all matrices take each step
-    together: column after column is made orthogonal to the previous ones and scaled, four times. Two passes suffice for
-    a column that is independent of the previous ones. A dependent column leaves only noise and is replaced by a fixed
-    vector, so the basis is always complete, like QR's. No step waits for the device, and the result is a function of
-    the input, so replicas on equal devices stay equal. On a CPU, QR is many times faster and is used instead; the two
-    differ in the last bits.
+    [Note: Gram-Schmidt] On CUDA `torch.linalg.qr` processes the matrices one after the other. This function performs
+    each step on all matrices together: each column in turn is orthogonalised against the previous ones and normalised,
+    four times. Two passes suffice for a column that is independent of the previous ones, by however little. Of a
+    dependent column only noise or zeros remain; a fixed vector replaces it, so that the basis is complete, as in QR. No
+    step synchronizes with the device. The same input gives the same bits, so replicas on equal devices stay equal. On a
+    CPU QR is many times faster and is used instead; its results differ in the last bits.
 
     Args:
-        p: [count, rows, r] fp32, r <= rows; changed in place. Non-finite values make their column and later ones NaN.
+        p: [count, rows, r] fp32, r <= rows; changed in place. A value that is not finite sets its column and all later
+            ones to NaN.
 
     Returns:
         `p`.
@@ -39,12 +40,12 @@ def orthonormalise_(p: torch.Tensor) -> torch.Tensor:
 
 
 def _orthonormalise(p: torch.Tensor) -> None:
-    _scale_(p, p.abs().amax(dim=1, keepdim=True))  # so that squares neither overflow nor vanish
+    _scale_(p, p.abs().amax(dim=1, keepdim=True))  # so that squares neither overflow nor underflow
     for j in range(p.shape[2]):
         column, before = p[:, :, j : j + 1], p[:, :, :j]
         if j == 0:
             column.copy_(torch.where(_length(column) == 0, _substitute(column, 0), column))
-        kept = torch.ones_like(column[:, :1])  # which part of its length, so far
+        kept = torch.ones_like(column[:, :1])  # remaining fraction of its length
         whole = _length(column)
         for number in range(_PASSES if j else 1):
             if j:
@@ -68,7 +69,7 @@ def _length(column: torch.Tensor) -> torch.Tensor:
 
 
 def _substitute(column: torch.Tensor, j: int) -> torch.Tensor:
-    """Return a fixed vector, another one for each place, which is in no likely span of others."""
+    """Return a fixed vector for column `j` that is unlikely to lie in the span of other columns."""
     rows = column.shape[1]
     place = torch.arange(1, rows + 1, dtype=torch.float32, device=column.device)
     return torch.cos(place * (2.399963 + 0.618034 * j)).view(1, rows, 1).expand_as(column)

@@ -1,4 +1,4 @@
-"""Where parameters lie in a bucket, so that state kept by bucket can be saved by parameter."""
+"""Places of parameters in a bucket. State that is kept by bucket is saved by parameter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from commlib.primitives.order import Order, reordered
 
-#: A stretch of one parameter: the first element within the parameter, the values from there on ([count]), and, where
-#: that is not the order of the parameter's indices, the order that both are in.
+#: A range of one parameter: its first element within the parameter, its values [count], and, unless both are in index
+#: order, their order.
 Piece = tuple[int, torch.Tensor] | tuple[int, torch.Tensor, Order]
 
 #: Pieces by parameter name.
@@ -22,17 +22,16 @@ Pieces = dict[str, Piece]
 class Part:
     """One parameter's place in a bucket.
 
-    Its elements lie there in the order of the parameter's memory, where it fills a stretch of it, else in that of its
-    indices ([Note: the order of elements] in `primitives/order.py`); so does all state that is kept by bucket.
+    Its elements are in memory order if the parameter is dense, else in index order ([Note: the order of elements] in
+    `primitives/order.py`). The same holds for all state that is kept by bucket.
 
     Attributes:
-        name: The parameter's name in the model.
-        shape: Its shape.
-        start: Its first element in the bucket's `flat`.
-        numel: How many elements of `flat` it takes (complex ones take two each).
-        offset: Its first element among all communicated parameters of the model, taken whole, whatever the plan.
-        order: The order of its elements in `flat`: dimensions from the outermost to the innermost; () for that of its
-            indices.
+        name: Name of the parameter in the model.
+        shape: Shape of the parameter.
+        start: First element in the bucket's `flat`.
+        numel: Number of elements of `flat` (two for each complex element).
+        offset: First element among all communicated, unsharded parameters of the model; independent of the bucket plan.
+        order: Order of the elements in `flat`: dimensions from the outermost to the innermost; () for index order.
     """
 
     name: str
@@ -44,11 +43,11 @@ class Part:
 
 
 def cut(values: torch.Tensor, first: int, parts: Sequence[Part]) -> Pieces:
-    """Return copies of the pieces of a stretch of a bucket, by parameter.
+    """Return copies of the pieces of a stretch of a bucket by parameter.
 
     Args:
-        values: [count] The stretch.
-        first: Its first element in the bucket.
+        values: [count] Values of the stretch.
+        first: First element of the stretch in the bucket.
         parts: The bucket's parameters.
     """
     pieces: Pieces = {}
@@ -61,7 +60,7 @@ def cut(values: torch.Tensor, first: int, parts: Sequence[Part]) -> Pieces:
 
 
 def shaped(values: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return a view of a parameter's part of a bucket's values, in its shape; flat where it is complex."""
+    """Return a view of a parameter's values in a bucket, in its shape; flat if the parameter is complex."""
     own = values[part.start : part.start + part.numel]
     if part.numel != math.prod(part.shape):
         return own
@@ -72,7 +71,7 @@ def shaped(values: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def split_at(whole: torch.Tensor, first: int, values: torch.Tensor) -> torch.Tensor:
-    """Copy the stretch of a bucket that begins at `first` into `values`, and return the rest, zeros in its place."""
+    """Copy the stretch of `whole` that begins at `first` into `values`, set it to zero, and return `whole`."""
     own = whole[first : first + values.numel()]
     values.copy_(own)
     own.zero_()
@@ -83,7 +82,7 @@ def paste(pieces: Mapping[str, Piece], values: torch.Tensor, parts: Sequence[Par
     """Add the pieces that belong to a bucket to its values.
 
     Args:
-        pieces: As `cut` returned them, perhaps of other buckets, or of a model in another memory format.
+        pieces: Results of `cut`, also of other buckets or of a model in another memory format.
         values: [numel of the bucket] Changed in place.
         parts: The bucket's parameters.
     """
@@ -95,16 +94,17 @@ def paste(pieces: Mapping[str, Piece], values: torch.Tensor, parts: Sequence[Par
 
 
 def pasted(pieces: Mapping[str, Piece], parts: Sequence[Part], like: torch.Tensor) -> torch.Tensor:
-    """Return a whole bucket [numel] of the pieces that belong to it, zeros elsewhere; type and device are `like`'s."""
+    """Return a bucket [numel] with the pieces that belong to it and zeros elsewhere, of `like`'s dtype and device."""
     whole = like.new_zeros(max(part.start + part.numel for part in parts))
     paste(pieces, whole, parts)
     return whole
 
 
 def placed(piece: Piece, part: Part) -> tuple[int, torch.Tensor]:
-    """Return a piece in the order of the part: its first element, and the values; all of them, if the order changed.
+    """Return a piece in the order of the part: its first element and its values.
 
-    A stretch in one order is scattered in another; elements that are not in the piece are then zeros.
+    If the order changes, the elements of the piece are not adjacent in the new order. Then the result is the whole
+    parameter, with zeros for elements that are not in the piece.
     """
     start, values = piece[:2]
     order = order_of_piece(piece)
@@ -116,10 +116,10 @@ def placed(piece: Piece, part: Part) -> tuple[int, torch.Tensor]:
 
 
 def with_values(piece: Piece, values: torch.Tensor) -> Piece:
-    """Return the same stretch of the same parameter with other values [count]."""
+    """Return `piece` with other values [count]."""
     return (piece[0], values, piece[2]) if len(piece) > 2 else (piece[0], values)
 
 
 def order_of_piece(piece: Piece) -> Order:
-    """Return the order that a piece is in."""
+    """Return the order of the elements of a piece."""
     return tuple(piece[2]) if len(piece) > 2 else ()

@@ -1,4 +1,4 @@
-"""Making tensors the same on all ranks: copies of one rank's, or the mean; up to 64 MiB at a time."""
+"""Replication of tensors on all ranks: broadcast or mean, in chunks of up to 64 MiB."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from commlib.kernels import native
 from commlib.transport.base import Communication, Communicator
 
 _CHUNK_BYTES = 64 << 20
-#: Tensors that are copied together.
+#: Number of tensors that are copied together.
 _PORTION = 16
 
 
 def broadcast_all(tensors: Sequence[torch.Tensor], comm: Communicator, source: int = 0) -> Communication:
-    """Copy rank `source`'s tensors, of any shapes and dtypes, to all ranks, in place."""
+    """Broadcast tensors of any shapes and dtypes from rank `source` to all ranks, in place."""
     for chunk, nbytes in _chunks(tensors):
         data = _gathered(chunk, nbytes)
         yield comm.broadcast(data, source)
@@ -37,7 +37,7 @@ def mean_all(tensors: Sequence[torch.Tensor], comm: Communicator) -> Communicati
 
 
 def _gathered(chunk: list[torch.Tensor], nbytes: int) -> torch.Tensor:
-    """Return the bytes of the tensors, one after the other."""
+    """Return the concatenated bytes of the tensors, [nbytes] uint8."""
     data = torch.empty(nbytes, dtype=torch.uint8, device=chunk[0].device)
     if not native.gather_bytes(data, chunk):
         for own, places in _portions(data, chunk):
@@ -46,7 +46,7 @@ def _gathered(chunk: list[torch.Tensor], nbytes: int) -> torch.Tensor:
 
 
 def _scatter(data: torch.Tensor, chunk: list[torch.Tensor]) -> None:
-    """Copy what `_gathered` made back into the tensors."""
+    """Copy the result of `_gathered` back to the tensors."""
     if not native.scatter_bytes(data, chunk):
         for own, places in _portions(data, chunk):
             torch._foreach_copy_(own, places)
@@ -55,7 +55,7 @@ def _scatter(data: torch.Tensor, chunk: list[torch.Tensor]) -> None:
 def _portions(
     data: torch.Tensor, chunk: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Yield the tensors and their places in `data`, few at a time: thousands of views are a megabyte of objects."""
+    """Yield the tensors and views of their places in `data`, few at a time: thousands of views take a megabyte."""
     start = 0
     for first in range(0, len(chunk), _PORTION):
         own = [tensor.detach() for tensor in chunk[first : first + _PORTION]]
@@ -67,8 +67,9 @@ def _portions(
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], int]]:
-    """Yield tensors that are communicated together, and their bytes. Runs in every step, for the buffers."""
-    # Large elements first: every tensor's bytes then start at a multiple of its element size.
+    """Yield lists of tensors that are communicated together, with their size in bytes."""
+    # This runs in every step, for the buffers. Large elements come first, so that every tensor starts at a multiple of
+    # its element size.
     ordered = sorted(filter(torch.Tensor.numel, tensors), key=torch.Tensor.element_size, reverse=True)
     ends = list(itertools.accumulate(map(operator.attrgetter("nbytes"), ordered), initial=0))
     start = 0

@@ -1,4 +1,4 @@
-"""Centralized communication of a few elements of each bucket."""
+"""Centralized communication of some elements of each bucket."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from commlib.transport.base import Communication, Communicator, Request
 
 
 class SparseWorkspace:
-    """Payload buffers and the residual [numel] fp32, unscaled, of one bucket.
+    """State of one bucket: payload buffers and the residual [numel] fp32, unscaled.
 
     Args:
         numel: Number of elements of the tensor: a bucket, or a stretch of one.
         device: Device of the tensor.
-        codec: Chooses the elements; the codec with the most places if it changes from round to round.
-        comm: The ranks that exchange payloads.
+        codec: Chooses the elements; the codec with the largest payload if it changes from round to round.
+        comm: The ranks that exchange the tensor.
         begin: First element of the stretch in its bucket.
-        gathers: Whether the payloads of all ranks are gathered; otherwise there is a buffer for the own one only.
+        gathers: Whether to allocate buffers for the payloads of all ranks; if false, only for this rank's.
         balanced: Whether payloads are summed by regions instead (`BalancedSum`); requires `TopK`.
     """
 
@@ -54,7 +54,7 @@ class SparseWorkspace:
             self.balanced = BalancedSum(numel, device, codec, comm)
 
     def payloads(self, codec: SparseCodec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return buffers for the own payload [bytes] and for everyone's [world_size, bytes], if these are gathered."""
+        """Return buffers for the own payload [bytes] and all ranks' [world_size, bytes]; [0, bytes] if not gathered."""
         if codec is not self._codec:
             nbytes = codec.payload_bytes(self.numel)
             everyone = self._buffer[nbytes : (self._world_size + 1) * nbytes].view(self._world_size, nbytes)
@@ -62,7 +62,7 @@ class SparseWorkspace:
         return self._views
 
     def sum_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return where to decode a sum to: `tensor` itself where it is fp32."""
+        """Return the fp32 target of a sum: `tensor` itself if it is fp32, else a buffer."""
         if tensor.dtype == torch.float32:
             return tensor
         if not self._sum.numel():
@@ -70,18 +70,18 @@ class SparseWorkspace:
         return self._sum
 
     def feedback(self, comm: Communicator, scale: float, decay: float) -> Feedback | None:
-        """Return the feedback of one encoding; None for a rank that contributes nothing."""
+        """Return the feedback for one encoding; None if this rank does not contribute."""
         return Feedback(self.residual, scale * decay, 1.0 / scale) if comm.contributes else None
 
     def sum_up(
         self, codec: SparseCodec, total: torch.Tensor, comm: Communicator, *, divisor: float, gamma: float = 1.0
     ) -> Generator[Request, None, torch.Tensor | None]:
-        """Write the sum of all ranks' payloads, divided, to `total` [numel] fp32; identical on all ranks.
+        """Write the sum of all ranks' payloads, divided by `divisor`, to `total` [numel] fp32, identical on all ranks.
 
-        If payloads are summed by regions, choices that are not in the sum return to the residual, times `gamma`.
+        A balanced sum may omit some of this rank's elements. These are written back to the residual, times `gamma`.
 
         Returns:
-            [places] bool, which of the own choices are in the sum; None if all are.
+            [places] bool: which of this rank's chosen elements are in the sum; None if all are.
         """
         own, everyone = self.payloads(codec)
         if self.balanced is None:
@@ -92,13 +92,13 @@ class SparseWorkspace:
         is_summed = yield from self.balanced.sum_up(codec, own, total, comm, divisor)
         if comm.contributes:
             indices, values = codec.indices(own, self.numel).long() & 0xFFFFFFFF, codec.values(own, self.numel)
-            kept = self.residual[indices]  # after the encoding: 0, except for non-finite values
+            kept = self.residual[indices]  # residual after encoding: 0 where values are finite
             back = torch.where(is_summed | ~torch.isfinite(values), kept, values * gamma)
             self.residual.index_copy_(0, indices, back)
         return is_summed
 
     def decode_sum(self, codec: SparseCodec, payloads: torch.Tensor, tensor: torch.Tensor, divisor: float) -> None:
-        """Replace `tensor` by the sum of payloads [count, bytes], divided."""
+        """Replace `tensor` by the sum of payloads [count, bytes], divided by `divisor`."""
         total = self.sum_like(tensor)
         codec.decode_sum(payloads, total, divisor=divisor)
         if total is not tensor:
@@ -109,18 +109,18 @@ class SparseWorkspace:
         self.residual.zero_()
 
     def restart(self, keeps: torch.Tensor, values: torch.Tensor) -> None:
-        """Let the residual be `values` [numel] where `keeps` [numel] bool is false."""
+        """Set the residual to `values` [numel] where `keeps` [numel] bool is false."""
         torch.where(keeps, self.residual, values, out=self.residual)
 
     def save(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return copies of the residual by parameter, and of regions by the bucket's first parameter."""
+        """Return copies of the residual, by parameter, and of the regions, under the bucket's first parameter."""
         saved: dict[str, Any] = {"worker": cut(self.residual, self.begin, parts)}
         if self.balanced is not None:
             saved["regions"] = {parts[0].name: self.balanced.save()}
         return saved
 
     def load(self, saved: dict[str, Any], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Take a residual over, also from another plan, and regions; returns what `LowPrecisionWorkspace.load` does."""
+        """Load the residual, also of another bucket plan, and regions. See `Workspace.load`."""
         regions = saved.get("regions", {}).get(parts[0].name)
         if self.balanced is not None and regions is not None:
             self.balanced.load(regions)
@@ -138,21 +138,22 @@ def centralized_sparse(
     scale: float = 1.0,
     decay: float = 1.0,
 ) -> Communication:
-    """Replace `tensor` by the sum of the chosen elements of each rank, divided by `divisor`; keep the rest as residual.
+    """Replace `tensor` by the sum of the elements that each rank chooses of its own, divided by `divisor`.
 
         v_r = x_r + decay e_r,  s_r = the codec's elements of v_r,  e_r = v_r - s_r,  x = 1/divisor sum_r s_r
 
-    Every rank gathers all payloads, so (N - 1) payloads arrive at each; sums run in rank order and are identical on all
-    ranks. With a balanced workspace the payloads are summed by regions, and s_r are the choices that are in the sum.
+    All other elements stay in the residual e_r. Every rank receives the N - 1 other payloads and adds all of them in
+    rank order, so the result is bit-identical on all ranks. With a balanced workspace the payloads are summed by
+    regions, and s_r contains only the chosen elements that are in the sum.
 
     Args:
         tensor: [numel] fp32, bf16, fp16 or fp64; changed in place.
         workspace: The bucket's buffers and residual.
-        codec: Any but `RandomK`.
+        codec: Any sparse codec except `RandomK`.
         comm: The group.
-        divisor: A true division of the sum.
-        scale: By which the tensor is scaled (a loss scale); the residual is kept unscaled.
-        decay: By which the residual is multiplied before it is added.
+        divisor: Divisor of the sum (a true division).
+        scale: Loss scale of the tensor; the residual is kept unscaled.
+        decay: Factor of the residual before it is added.
     """
     own, everyone = workspace.payloads(codec)
     codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay))
@@ -177,19 +178,19 @@ def centralized_aligned_sparse(
     scale: float = 1.0,
     decay: float = 1.0,
 ) -> Communication:
-    """`centralized_sparse` for a codec that chooses the same elements on all ranks: an all-reduce of values only.
+    """Do the same as `centralized_sparse` with the same random elements on all ranks: values are all-reduced.
 
-    A non-finite value anywhere in the tensor of a rank makes the first chosen element NaN on all ranks.
+    A value of a rank's tensor that is not finite, chosen or not, sets the first chosen element to NaN on all ranks.
 
     Args:
-        tensor: As in `centralized_sparse`.
-        workspace: As there.
+        tensor: See `centralized_sparse`.
+        workspace: See `centralized_sparse`.
         codec: `RandomK`.
         comm: The group.
-        random: The same on all ranks, but for the step.
-        divisor: As there.
-        scale: As there.
-        decay: As there.
+        random: Random numbers of the choice; equal on all ranks within a step.
+        divisor: See `centralized_sparse`.
+        scale: See `centralized_sparse`.
+        decay: See `centralized_sparse`.
     """
     own, _ = workspace.payloads(codec)
     codec.encode(tensor, own, feedback=workspace.feedback(comm, scale, decay), random=random)
@@ -210,20 +211,20 @@ def encode_momentum(
     factor: float,
     masks: bool = True,
 ) -> torch.Tensor:
-    """Replace `velocity` by decay * velocity + factor * gradient and encode it; named elements of it become 0 then.
+    """Replace `velocity` by decay * velocity + factor * gradient, encode it, and set its chosen elements to 0.
 
     Args:
-        gradient: [numel] fp32, bf16, fp16 or fp64; non-finite values count as 0, and may become 0.
+        gradient: [numel] fp32, bf16, fp16 or fp64; values that are not finite count as 0 and may be set to 0.
         velocity: [numel] fp32; changed in place.
         codec: Chooses the elements.
         out: [codec.payload_bytes(numel)] uint8.
         feedback: Error feedback.
-        decay: Finite.
-        factor: Finite.
-        masks: Whether named elements become 0.
+        decay: Factor of the velocity; finite.
+        factor: Factor of the gradient; finite.
+        masks: Whether chosen elements of the velocity are set to 0.
 
     Returns:
-        What `all_finite(gradient)` was.
+        `all_finite(gradient)`, for the gradient that was passed: a bool tensor of one element.
     """
     numel = gradient.numel()
     if gradient.device.type == "cpu" and masks:

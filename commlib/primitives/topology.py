@@ -1,8 +1,8 @@
-"""Topologies of decentralized averaging: the neighbours of each rank, and the mixing matrix.
+"""Topologies of decentralized averaging: the neighbours of each rank, and the mixing matrix over all ranks.
 
-With a mixing matrix W [N, N], x_i becomes sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic), so
-the mean over the ranks does not change, and the ranks converge to it. The rate is given by the spectral gap: in the
-long run the distance to the mean shrinks by (1 - gap) per step.
+A mixing matrix W [N, N] replaces x_i by sum_j W_ij x_j. Its rows and columns sum to 1 (it is doubly stochastic), so the
+mean over the ranks is preserved, and the ranks converge to it. The spectral gap gives the rate: asymptotically the
+distance to the mean shrinks by a factor of (1 - gap) per step.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from commlib.errors import ConfigError
 
 Matrix = npt.NDArray[np.float64]
 
-#: Tolerance of the sum of a row or column.
+#: Tolerance of the sums of a matrix's rows and columns, which are 1.
 _TOLERANCE = 1e-9
 
-#: Relative distance to the mean below which it counts as reached.
+#: Largest remaining fraction of the distance to the mean after a step that reaches the mean.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The neighbours of one rank in one step.
+    """The neighbours and weights of one rank in one step.
 
     Attributes:
         own: Weight of the rank's own value.
-        sources: Weights of the received values, by rank, ascending.
-        targets: The ranks that receive its value, ascending. The same as `sources` if the graph is undirected.
+        sources: Weights of the received values by rank, ascending.
+        targets: The ranks that it sends to, ascending; in an undirected graph the same ranks as in `sources`.
     """
 
     own: float
@@ -45,28 +45,28 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Topology(ABC):
-    """A mixing matrix for any number of ranks, the same or another one in each step. Its options are its fields."""
+    """A mixing matrix for any number of ranks, which may depend on the step. Options are dataclass fields."""
 
     #: Whether the matrix is the same in every step.
     is_static: ClassVar[bool] = True
 
     def period(self, world_size: int) -> int | None:
-        """Return after how many steps the matrices repeat, or None if they never do."""
+        """Return the number of steps after which the matrices repeat, or None if they never do."""
         return 1
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
-        """Return the neighbours of `rank` in a step: its row and column of the matrix, without the matrix.
+        """Return the neighbours of `rank` in a step: its row and column of the matrix, without building the matrix.
 
         Raises:
-            ConfigError: The topology does not exist for so many ranks.
+            ConfigError: The topology does not support this number of ranks.
         """
 
     def matrix(self, world_size: int, step: int = 0) -> Matrix:
         """Return W [world_size, world_size] float64 of a step, doubly stochastic.
 
         Raises:
-            ConfigError: The topology does not exist for so many ranks.
+            ConfigError: The topology does not support this number of ranks.
         """
         matrix = np.zeros((world_size, world_size))
         for rank in range(world_size):
@@ -76,23 +76,23 @@ class Topology(ABC):
         return matrix
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return, for each rank, one that has as much to do, or more: as many neighbours, and those before it.
+        """Return, for each rank, a rank with at least as much work: as many neighbours, all of them of lower rank.
 
-        A sum in rank order that begins with another rank's value takes a copy more.
+        A sum in rank order needs one more copy if it begins with another rank's value.
         """
         return [world_size - 1] * world_size
 
     def spectral_gap(self, world_size: int) -> float:
-        """Return 1 - rho: in the long run the distance to the mean shrinks by rho per step.
+        """Return 1 - rho: asymptotically the distance to the mean shrinks by a factor of rho per step.
 
-        rho^period is the largest magnitude of an eigenvalue of the product of the period's matrices, without that of
-        the mean. 1 means that the mean is reached within a period, 0 that it is never reached.
+        rho^period is the largest magnitude of the eigenvalues of the product of a period's matrices, without the
+        eigenvalue of the mean. 1 means that the mean is reached within a period, 0 that it is never reached.
         """
         period = self.period(world_size) or 1
         product = np.eye(world_size)
         for step in range(period):
             before = np.linalg.norm(product)
-            # Without the mean's own part, which does not shrink and whose rounding would hide the rest.
+            # Subtract the component of the mean: it does not shrink, and its rounding errors would hide the rest.
             product = (self.matrix(world_size, step) - 1.0 / world_size) @ product
             if np.linalg.norm(product) <= _ROUNDING * before:
                 return 1.0
@@ -101,18 +101,18 @@ class Topology(ABC):
 
 
 def _symmetric(rank: int, group: Iterable[int], weight: float, own: float) -> Neighbours:
-    """Return the neighbours of a rank that exchanges values with the others of a group, with one weight."""
+    """Return the neighbours of a rank that exchanges values with all others of a group, with equal weights."""
     others = sorted(set(group) - {rank})
     return Neighbours(own, dict.fromkeys(others, weight), tuple(others))
 
 
 def _paired(rank: int, partner: int) -> Neighbours:
-    """Return the neighbours of a rank that averages with its partner; none if that is the rank itself."""
+    """Return the neighbours of a rank that averages with its partner; none if the partner is the rank itself."""
     return _symmetric(rank, [partner], 0.5, 1.0 if partner == rank else 0.5)
 
 
 def _shifted(rank: int, world_size: int, hops: Sequence[int]) -> Neighbours:
-    """Return the neighbours of a rank that receives from the ranks at these distances, with equal weights."""
+    """Return the neighbours of a rank that receives from the ranks `hops` places ahead, all weights equal."""
     weight = 1.0 / (1 + len(hops))
     sources = sorted((rank + hop) % world_size for hop in hops)
     return Neighbours(weight, dict.fromkeys(sources, weight), tuple(sorted((rank - hop) % world_size for hop in hops)))
@@ -120,7 +120,7 @@ def _shifted(rank: int, world_size: int, hops: Sequence[int]) -> Neighbours:
 
 @dataclass(frozen=True)
 class Ring(Topology):
-    """Each rank averages with its two neighbours on a ring, with equal weights (1/3; 1/2 with two ranks)."""
+    """Each rank averages with its two neighbours, with equal weights (1/3; 1/2 if there are two ranks)."""
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
         """See `Topology.neighbours`."""
@@ -140,7 +140,7 @@ class FullyConnected(Topology):
 
 @dataclass(frozen=True)
 class Exponential(Topology):
-    """Each rank receives from those 1, 2, 4, ... places on, all with equal weights; directed.
+    """Each rank receives from the ranks 1, 2, 4, ... places ahead, with equal weights; directed.
 
     Ying et al., "Exponential graph is provably efficient for decentralized deep training" (NeurIPS 2021).
     """
@@ -152,15 +152,15 @@ class Exponential(Topology):
 
 @dataclass(frozen=True)
 class OnePeerExponential(Topology):
-    """Each rank averages with one other, 1, 2, 4, ... places on in turn; directed.
+    """Each rank averages with one other rank, 1, 2, 4, ... places ahead in turn; directed.
 
-    With a power of two of ranks all have the mean after a period. The paper of `Exponential`.
+    If the number of ranks is a power of two, all ranks reach the mean within a period. Paper: see `Exponential`.
     """
 
     is_static = False
 
     def period(self, world_size: int) -> int:
-        """Return how many powers of two there are below the number of ranks."""
+        """Return the number of powers of two below the number of ranks."""
         return max(1, _log2_ceil(world_size))
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
@@ -170,23 +170,25 @@ class OnePeerExponential(Topology):
 
 @dataclass(frozen=True)
 class ShiftOne(Topology):
-    """Pairs that change in every step, so that every two ranks meet once in a period; of an odd number one rests.
+    """Ranks average in pairs that change in every step. Every two ranks meet once in a period.
 
-    The round-robin tournament: i and j meet where i + j is the step's number k modulo the (odd) number of ranks; of an
-    even number, the last rank meets the one that would rest.
+    The pairs are those of a round-robin tournament: i and j meet if i + j equals k modulo the (odd) number of ranks,
+    where k depends on the step. If the number is odd, one rank is idle in each step. If it is even, the last rank meets
+    the rank that would be idle among the others.
 
-    Deviations from BAGUA's shift-one: it works for any number of ranks, and k goes to and fro (0, -1, 1, -2, ...). With
-    k growing by one, values move on like a ring: the spectral gap at 64 ranks is 0.005, as BAGUA's, instead of 0.31.
+    Deviations from BAGUA's shift-one: any number of ranks is supported, and k alternates (0, -1, 1, -2, ...). If k grew
+    by one, as in BAGUA, values would propagate as on a ring: the spectral gap at 64 ranks would be 0.005 instead of
+    0.31.
     """
 
     is_static = False
 
     def period(self, world_size: int) -> int:
-        """Return how many steps it takes that every two ranks meet."""
+        """Return the number of steps in which every two ranks meet once."""
         return max(1, world_size - 1 + world_size % 2)
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last two ranks in turn, of which one at most rests."""
+        """Return the last two ranks alternately; at most one of them is idle."""
         return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
@@ -195,7 +197,7 @@ class ShiftOne(Topology):
         turn = step % size
         total = turn // 2 if turn % 2 == 0 else -1 - turn // 2
         last = world_size - 1
-        if rank == size:  # the last of an even number meets the one that is its own partner, 2 rank = total
+        if rank == size:  # even number: the last rank meets the rank that is its own partner, 2 rank = total
             return _paired(rank, total * (size + 1) // 2 % size)
         partner = (total - rank) % size
         return _paired(rank, last if partner == rank and world_size > size else partner)
@@ -203,9 +205,10 @@ class ShiftOne(Topology):
 
 @dataclass(frozen=True)
 class RandomMatching(Topology):
-    """Random pairs in every step, drawn by all ranks from the same seed; of an odd number one rests.
+    """Ranks average in random pairs, drawn in every step. If the number of ranks is odd, one is idle in each step.
 
-    Boyd et al., "Randomized gossip algorithms" (2006), with as many pairs at once as there can be.
+    All ranks draw the same pairs from the same seed. Boyd et al., "Randomized gossip algorithms" (2006), with the
+    largest possible number of simultaneous pairs.
 
     Args:
         seed: 0 to 2**64 - 1; the same on all ranks.
@@ -223,7 +226,7 @@ class RandomMatching(Topology):
         """Return None: the pairs never repeat."""
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last two ranks in turn, of which one at most rests."""
+        """Return the last two ranks alternately; at most one of them is idle."""
         return [world_size - 1 - (world_size - 1 - rank) % 2 for rank in range(world_size)]
 
     def neighbours(self, rank: int, world_size: int, step: int = 0) -> Neighbours:
@@ -231,10 +234,10 @@ class RandomMatching(Topology):
         return _paired(rank, int(_matching(self.seed, world_size, step)[rank]))
 
     def spectral_gap(self, world_size: int) -> float:
-        """Return 1 - rho, with rho^2 by which the expected squared distance to the mean shrinks per step.
+        """Return 1 - rho, where the expected squared distance to the mean shrinks by a factor of rho^2 per step.
 
-        rho^2 is the second eigenvalue of the expectation of W' W, which is that of W, as averaging a pair twice is
-        averaging it once.
+        rho^2 is the second eigenvalue of the expectation of W' W. W' W = W, because averaging a pair twice is the same
+        as averaging it once.
         """
         if world_size == 1:
             return 1.0
@@ -244,13 +247,13 @@ class RandomMatching(Topology):
 
 @dataclass(frozen=True)
 class Grid(Topology):
-    """Ranks on a grid; in each step those that differ in one coordinate average, the coordinates in turn.
+    """Ranks are on a grid. In each step the ranks that differ only in one coordinate average; coordinates take turns.
 
-    All have the mean after a period. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021), without its dropping out of peers.
+    All ranks reach the mean within a period. Ryabinin et al., "Moshpit SGD" (NeurIPS 2021), without dropped peers.
 
     Args:
-        dims: The lengths of the grid's sides, whose product is the number of ranks; by default two that are as equal as
-            can be (for a prime number of ranks all are one group).
+        dims: Lengths of the grid's sides; their product is the number of ranks. By default two sides that are as equal
+            as possible (one side if the number of ranks is prime).
     """
 
     dims: tuple[int, ...] | None = None
@@ -284,12 +287,14 @@ class Grid(Topology):
 
 @dataclass(frozen=True)
 class Graph(Topology):
-    """An undirected graph with Metropolis-Hastings weights: 1 / (1 + max(degree_i, degree_j)), the rest is the own one.
+    """An undirected graph with Metropolis-Hastings weights 1 / (1 + max(degree_i, degree_j)).
+
+    A rank's own weight is 1 minus the sum of the weights of its neighbours.
 
     Xiao, Boyd, Lall, "A scheme for robust distributed sensor fusion based on average consensus" (2005).
 
     Args:
-        edges: Pairs of ranks; every rank must be reachable from every other one.
+        edges: Pairs of ranks. The graph must be connected.
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -298,7 +303,7 @@ class Graph(Topology):
         object.__setattr__(self, "edges", tuple((int(one), int(other)) for one, other in self.edges))
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last rank with as many neighbours."""
+        """Return, for each rank, the last rank with the same number of neighbours."""
         degrees = [len(each) for each in _adjacency(self.edges, world_size)]
         last = {degree: rank for rank, degree in enumerate(degrees)}
         return [last[degree] for degree in degrees]
@@ -316,13 +321,13 @@ class Graph(Topology):
 
 @dataclass(frozen=True)
 class MixingMatrix(Topology):
-    """The user's own matrix, for one number of ranks.
+    """A user-defined matrix for one number of ranks.
 
     Args:
-        rows: [N, N], doubly stochastic; W_ij is the weight that rank i gives to the value of rank j. Kept as tuples.
+        rows: [N, N], doubly stochastic; W_ij is the weight that rank i gives to the value of rank j. Stored as tuples.
 
     Raises:
-        ConfigError: It is not square, not finite, not doubly stochastic within 1e-9, or never leads to the mean.
+        ConfigError: The matrix is not square, not finite, not doubly stochastic within 1e-9, or its spectral gap is 0.
     """
 
     rows: tuple[tuple[float, ...], ...]
@@ -339,7 +344,7 @@ class MixingMatrix(Topology):
             raise ConfigError("MixingMatrix: expected a spectral gap above 0, got 0: the ranks never come to the mean")
 
     def representatives(self, world_size: int) -> list[int]:
-        """Return the last rank with as many that it receives from and sends to."""
+        """Return, for each rank, the last rank with the same number of sources and of targets."""
         is_used = np.array(self.rows) != 0
         degrees = list(zip(is_used.sum(axis=1).tolist(), is_used.sum(axis=0).tolist(), strict=True))
         last = {degree: rank for rank, degree in enumerate(degrees)}
@@ -364,11 +369,11 @@ TOPOLOGIES: dict[str, type[Topology]] = {
     "ring": Ring,
     "shift_one": ShiftOne,
 }
-"""By name; `Graph` and `MixingMatrix` need arguments."""
+"""Topologies by name. `Graph` and `MixingMatrix` are not included, because they need arguments."""
 
 
 def create(topology: str | Topology) -> Topology:
-    """Return `topology` itself, or the topology of that name.
+    """Return `topology` itself, or create the topology of that name.
 
     Raises:
         ConfigError: No topology has that name.
@@ -386,7 +391,7 @@ def _log2_ceil(world_size: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _matching(seed: int, world_size: int, step: int) -> npt.NDArray[np.int64]:
-    """Return each rank's partner [world_size], itself where it rests.
+    """Return the partner of each rank, [world_size]; an idle rank is its own partner.
 
     The raw words of Philox are the same in every version of NumPy.
     """

@@ -1,4 +1,4 @@
-"""Aggregators: how one bucket becomes the mean of all ranks' buckets, and the state that this keeps."""
+"""Aggregators: replacement of a bucket by the mean of all ranks' buckets, and the state for it."""
 
 from commlib.primitives.aggregators.base import Aggregator, FullPrecision, Round, Stretch, Workspace
 from commlib.primitives.aggregators.components import Components

@@ -20,8 +20,8 @@ class Stretch:
     """The elements that a rank exchanges with its peers: a bucket, or with nodes this rank's share of one.
 
     Attributes:
-        parts: The places of the bucket's parameters.
-        begin: The first element of the stretch in the bucket.
+        parts: Places of the bucket's parameters.
+        begin: First element of the stretch in the bucket.
         numel: Number of elements.
         dtype: Type of the bucket.
         device: Device of the bucket.
@@ -48,7 +48,7 @@ class Round:
         bucket_idx: Index of the bucket.
         divisor: Divisor of the sum: the number of contributing ranks for a mean.
         scale: Loss scale of the tensor; residuals are kept unscaled.
-        decay: Factor of residuals.
+        decay: Factor of residuals before they are added.
     """
 
     comm: Communicator
@@ -63,16 +63,16 @@ class Workspace(Protocol):
     """Buffers and state of one stretch, kept from round to round."""
 
     def save(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return copies of the state by kind and parameter."""
+        """Return copies of the state, by kind and parameter."""
         ...
 
     def load(self, saved: dict[str, Any], parts: Sequence[Part], num_terms: float) -> torch.Tensor | None:
-        """Load state, also of another plan.
+        """Load state, also of another bucket plan.
 
         Args:
             saved: State by kind and parameter.
-            parts: The places of the bucket's parameters.
-            num_terms: Divisor of the sum of all ranks.
+            parts: Places of the bucket's parameters.
+            num_terms: Divisor of the sum over all ranks.
 
         Returns:
             [numel of the bucket] Residuals outside of the stretch, to be added to this rank's next values; None if the
@@ -89,16 +89,16 @@ _W = TypeVar("_W", bound=Workspace)
 
 
 class Aggregator(Generic[_W]):
-    """Replaces a tensor by the sum over all ranks, divided, in place and identical on all ranks.
+    """Replaces a tensor, in place, by the sum over all ranks, divided. The result is identical on all ranks.
 
     An aggregator holds options only; the state of each bucket is in a workspace.
     """
 
     #: The kinds of state that `Workspace.save` returns.
     kinds: tuple[str, ...] = ()
-    #: Whether a rank has state of its own, such as residuals.
+    #: Whether each rank has its own state, such as residuals.
     has_state: bool = True
-    #: The `Algorithm.exactness` of gradients that are averaged with it.
+    #: The `Algorithm.exactness` of gradients averaged with this aggregator.
     exactness: str = "compensated"
 
     def cuts(self, parts: Sequence[Part]) -> Sequence[int] | None:

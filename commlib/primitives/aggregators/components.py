@@ -1,4 +1,4 @@
-"""An aggregator of the largest components of a momentum under a discrete cosine transform."""
+"""Aggregator of the largest components of a momentum under a discrete cosine transform."""
 
 from __future__ import annotations
 

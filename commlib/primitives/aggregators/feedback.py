@@ -1,4 +1,4 @@
-"""EF21-SGDM: an aggregator around another one, and the momentum of gradients that are not compressed."""
+"""EF21-SGDM: an aggregator that wraps another one, and the momentum of gradients that are not compressed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _F = TypeVar("_F", bound=FeedbackWorkspace)
 
 
 class EF21Workspace(Generic[_F]):
-    """Momentum and estimate of one bucket, with the workspace of the aggregator inside.
+    """Momentum and estimate of one bucket, and the workspace of the inner aggregator.
 
     Args:
         estimate: Momentum and estimate.
@@ -50,10 +50,12 @@ class EF21Workspace(Generic[_F]):
 
 
 class EF21(Aggregator[EF21Workspace[_F]]):
-    """Averages the changes of a momentum with another aggregator; see `commlib.primitives.ef21.ef21`. Without nodes.
+    """Averages the changes of a momentum with another aggregator; see `commlib.primitives.ef21.ef21`.
+
+    The stretch must be the whole bucket, so nodes are not supported.
 
     Args:
-        inner: Averages with error feedback.
+        inner: Aggregator with error feedback.
         weight: Weight of a new gradient in the momentum, in (0, 1].
     """
 
@@ -95,7 +97,7 @@ class SmoothedWorkspace(Estimate):
 
 
 class Smoothed(Aggregator[SmoothedWorkspace]):
-    """The momentum of the mean in full precision: EF21 where nothing is compressed.
+    """Averages in full precision and replaces the mean by its momentum: EF21 without compression.
 
     Args:
         weight: Weight of a new gradient in the momentum, in (0, 1].

@@ -1,4 +1,4 @@
-"""Aggregators with a block codec on the wire, in both directions."""
+"""Aggregators that encode with a block codec in both stages."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _to_signs(x: torch.Tensor) -> None:
 
 
 def _segments_from(begin: int, parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Return the first element of each parameter in the stretch from `begin` on, and in the model (`Random`)."""
+    """Return the first element of each parameter in the stretch that begins at `begin`, and in the model (`Random`)."""
     starts = [(part.start - begin, part.offset) for part in parts if part.numel]
     if not starts:
         return [(0, 0)]

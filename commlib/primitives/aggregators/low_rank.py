@@ -1,4 +1,4 @@
-"""An aggregator of matrices as products of two thin ones."""
+"""Aggregator of matrices as low-rank factors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from commlib.primitives.parts import Part, Pieces, cut, paste, pasted, split_at
 from commlib.primitives.sparse import SparseWorkspace, encode_momentum
 from commlib.transport.base import Communication
 
-#: The ratio at which a warm-up of the ratio begins.
+#: Initial ratio of the warm-up.
 FIRST_RATIO = 0.25
 
 
@@ -31,7 +31,7 @@ class MomentumWorkspace(SparseWorkspace):
         self._momentum = momentum
 
     def mask(self, codec: TopK, is_summed: torch.Tensor) -> None:
-        """Set the velocity to zero where elements were encoded and `is_summed` [places] bool is true."""
+        """Set the velocity to zero at the encoded elements for which `is_summed` [places] bool is true."""
         indices = codec.indices(self.payloads(codec)[0], self.numel).long() & 0xFFFFFFFF
         self.velocity.index_copy_(0, indices, torch.where(is_summed, 0.0, self.velocity[indices]))
 
@@ -49,15 +49,16 @@ class MomentumWorkspace(SparseWorkspace):
         whole = pasted(saved["velocity"], parts, self.velocity)
         moved = split_at(whole, self.begin, self.velocity)
         rest = super().load(saved, parts, num_terms)
-        # Residuals that another local rank carries now enter with the gradient, which the momentum m multiplies by
-        # 1 / (1 - m) in the long run; the moved velocity would have contributed m / (1 - m) times its value.
+        # `rest` and `moved` belong to elements that another local rank now exchanges. They are added to the gradient,
+        # and the momentum m multiplies a gradient by 1 / (1 - m) in total. A residual enters the sum once: factor
+        # 1 - m. A velocity would have contributed m / (1 - m) times its value: factor m.
         return None if rest is None else rest.mul_(1 - self._momentum).add_(moved, alpha=self._momentum)
 
 
 class CorrectedMomentum(Aggregator[MomentumWorkspace]):
     """Sends the largest elements of an accumulated local momentum.
 
-        g_r clipped to norm  clip * N^-1/2,   u_r <- m u_r + g_r,   v_r <- v_r + u_r
+        g_r clipped to norm clip * N^-1/2,   u_r <- m u_r + g_r,   v_r <- v_r + u_r
         s_r = top_k(v_r),   v_r <- v_r - s_r,   u_r <- 0 where s_r was chosen,   g = 1/N sum_r s_r
 
     Lin et al., "Deep Gradient Compression" (ICLR 2018), algorithm 4. The norm of a stretch is limited to its share of
@@ -65,7 +66,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
 
     Args:
         ratio: Fraction of the elements that is sent after the warm-up, in (0, 1].
-        momentum: m above.
+        momentum: The factor m above.
         clip: Norm to which the gradient of the whole model is clipped on each rank; None does not clip.
         ratio_warmup_steps: Optimizer steps in which the ratio falls from `FIRST_RATIO` to `ratio`.
         balanced: Whether the chosen elements are summed by regions (`BalancedSum`).
@@ -83,7 +84,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
         self.kinds = ("worker", "velocity", "regions") if balanced else ("worker", "velocity")
 
     def ratio_at(self, step: int) -> float:
-        """Return the ratio at an optimizer step (at a round, if no optimizer is known)."""
+        """Return the ratio at an optimizer step (at a round if no optimizer is known)."""
         if step >= self.ratio_warmup_steps or self.ratio >= FIRST_RATIO:
             return self.ratio
         quarter = 4 * step // self.ratio_warmup_steps
@@ -120,7 +121,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
             torch.mul(total, of.scale, out=tensor)
 
     def _clipped(self, tensor: torch.Tensor, clip: float, workspace: MomentumWorkspace, of: Round) -> torch.Tensor:
-        """Clip the gradient in place if it is fp32, else a copy. With nodes it is the sum of a node's ranks."""
+        """Clip the gradient, in place if it is fp32, else in a copy. With nodes it is the sum of a node's ranks."""
         gradient = tensor.float()
         peers = of.peers.world_size
         limit = of.scale * clip * (of.comm.world_size / peers * math.sqrt(workspace.share / peers))
@@ -129,7 +130,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
 
 
 class MeanMomentum:
-    """The momentum of a mean, [numel] fp32, unscaled."""
+    """Momentum of a mean, [numel] fp32, unscaled."""
 
     def __init__(self, stretch: Stretch) -> None:
         self.momentum = torch.zeros(stretch.numel, dtype=torch.float32, device=stretch.device)
@@ -151,7 +152,7 @@ class LocalMomentum(Aggregator[MeanMomentum]):
     """Averages in full precision, and replaces the mean by its momentum: u <- m u + g, g = u.
 
     Args:
-        momentum: m above.
+        momentum: The factor m above.
     """
 
     kinds = ("momentum",)

@@ -37,7 +37,7 @@ class Gathered(Aggregator[SparseWorkspace]):
 
 
 class Balanced(Gathered):
-    """The chosen elements are summed by regions and the largest sums gathered; see `BalancedSum`.
+    """Sums the chosen elements by regions and gathers the largest sums; see `BalancedSum`.
 
     Args:
         codec: Chooses the elements.
@@ -56,7 +56,7 @@ class Balanced(Gathered):
 
 
 class Aligned(Aggregator[SparseWorkspace]):
-    """All ranks send the same random elements, by all-reduce; see `centralized_aligned_sparse`.
+    """All-reduces the same random elements of all ranks; see `centralized_aligned_sparse`.
 
     Args:
         codec: Chooses the elements.
