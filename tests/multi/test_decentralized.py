@@ -577,7 +577,7 @@ def test_options_that_cannot_be_are_refused_and_must_be_alike() -> None:
     for options in ({"method": "ecd"}, {"consensus_step": 0.0}, {"consensus_step": 1.5}):
         with pytest.raises(ConfigError, match="expected method 'choco'"):
             LowPrecisionDecentralized(**options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="none; got 'dcd' with 0.5"):
+    with pytest.raises(ConfigError, match="'dcd' with 1; got 'dcd' with 0.5"):
         LowPrecisionDecentralized(method="dcd", consensus_step=0.5)
     with pytest.raises(ConfigError, match="rings"):
         Decentralized("rings")
