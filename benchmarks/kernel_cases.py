@@ -67,7 +67,7 @@ def copies(tensors: Tensors) -> list[Kernel]:
     stream_copy = native.load().stream_copy
     return [
         Kernel("memcpy", "-", 2 * x.nbytes, lambda: (libc.memcpy(*arguments), out, x)[0]),
-        Kernel("non-temporal copy", "-", 2 * x.nbytes, lambda: (stream_copy(*arguments), out, x)[0]),
+        Kernel("non-temporal copy", "-", 2 * x.nbytes, lambda: (stream_copy(out, x), out)[1]),
     ]
 
 

@@ -1,5 +1,5 @@
-// Python bindings of the kernels, used only by commlib/kernels/native.py, which checks every tensor whose address it
-// passes. All kernels run without the GIL.
+// Python bindings of the kernels, used only by commlib/kernels/native.py. They read and check tensors themselves. All
+// kernels run without the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

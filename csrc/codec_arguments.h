@@ -29,8 +29,7 @@ struct Memory {
 };
 
 inline void check_apart(const Memory& first, const Memory& second) {
-  const auto a = reinterpret_cast<std::uintptr_t>(first.data), b = reinterpret_cast<std::uintptr_t>(second.data);
-  if (a < b + second.nbytes && b < a + first.nbytes) refuse();
+  if (overlap(first.data, first.nbytes, second.data, second.nbytes)) refuse();
 }
 
 inline float number(double value, bool may_be_zero = true) {

@@ -19,8 +19,6 @@
 namespace commlib {
 namespace {
 
-using Address = std::uintptr_t;
-
 constexpr std::size_t kMostSparseElements = 0xFFFFFFFE;  // indices have 32 bits, and one means an unused place
 
 const CodecShape& shape_of(int codec) {
@@ -204,9 +202,12 @@ void rotate(py::handle x, py::handle out, const RandomSource& source, bool is_in
 }
 
 // A copy that bypasses the caches, as a reference for benchmarks.
-void stream_copy(Address to, Address from, std::size_t nbytes) {
+void stream_copy(py::handle dst, py::handle src) {
+  ByteView to, from;
+  if (!read_bytes(dst.ptr(), &to) || !read_bytes(src.ptr(), &from) || to.nbytes != from.nbytes) refuse();
+  check_apart({to.data, to.nbytes}, {from.data, from.nbytes});
   const py::gil_scoped_release released;
-  active_kernels().codecs->stream_copy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
+  active_kernels().codecs->stream_copy(to.data, from.data, to.nbytes);
 }
 
 // The source and the target of a sparse encoding.
@@ -339,7 +340,7 @@ void bind_codecs(py::module_& module) {
       .def(py::init<std::uint64_t, std::uint32_t, std::uint32_t,
                     const std::vector<std::pair<std::uint64_t, std::uint64_t>>&>(),
            py::arg("seed"), py::arg("step"), py::arg("stage_and_rank"), py::arg("segments"));
-  module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"), py::arg("nbytes"));
+  module.def("stream_copy", &stream_copy, py::arg("dst"), py::arg("src"));
   module.def("rotate", &rotate, py::arg("x"), py::arg("out"), py::arg("random"), py::arg("is_inverse"),
              py::arg("num_threads"));
   module.def("sparse_payload_bytes", &sparse_payload_bytes, py::arg("places"));

@@ -20,10 +20,6 @@ void check_slots(std::vector<Slot> slots) {
   }
 }
 
-bool overlaps(std::uintptr_t a, std::size_t a_bytes, std::uintptr_t b, std::size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
 }  // namespace
 
 static void scale_into(void* dst, const void* src, DType type, std::size_t count, double factor) {
@@ -44,13 +40,11 @@ const void* PackPlan::place(const void* dst, std::size_t index) const {
 }
 
 std::size_t PackPlan::find_overlap(const void* dst, const void* const* srcs) const {
-  const auto base = reinterpret_cast<std::uintptr_t>(dst);
   const std::size_t bytes = element_bytes(type_);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    const auto src = reinterpret_cast<std::uintptr_t>(srcs[i]);
-    if (src == 0 || slots_[i].count == 0) continue;
-    if (!overlaps(src, slots_[i].count * bytes, base, extent_ * bytes)) continue;
-    if (src != base + slots_[i].offset * bytes) return i;
+    if (srcs[i] == nullptr || slots_[i].count == 0) continue;
+    if (!overlap(srcs[i], slots_[i].count * bytes, dst, extent_ * bytes)) continue;
+    if (srcs[i] != place(dst, i)) return i;
   }
   return slots_.size();
 }

@@ -6,9 +6,10 @@ python -m tests.structure [folder of a checkout]
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -150,15 +151,14 @@ def late_attributes(package: Path = PACKAGE) -> list[str]:
 
     What a class declares in its body counts as set, and so does what a base of the package sets.
     """
-    nodes = {
-        node.name: node
-        for path in sources(package)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    }
+    nodes: dict[str, list[ast.ClassDef]] = {}  # several files may have a class of one name
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                nodes.setdefault(node.name, []).append(node)
     return sorted(
-        f"{name}.{attribute}"
-        for name, node in nodes.items()
+        f"{node.name}.{attribute}"
+        for node in itertools.chain(*nodes.values())
         for attribute in {a for m in _methods(node).values() for a in _set_in(m)} - _set_at_construction(node, nodes)
     )
 
@@ -182,7 +182,7 @@ def _is_of_self(node: ast.expr) -> TypeGuard[ast.Attribute]:
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
 
 
-def _set_at_construction(node: ast.ClassDef, nodes: Mapping[str, ast.ClassDef]) -> set[str]:
+def _set_at_construction(node: ast.ClassDef, nodes: Mapping[str, Sequence[ast.ClassDef]]) -> set[str]:
     found = set(_methods(node))
     for each in node.body:
         if isinstance(each, ast.Assign | ast.AnnAssign):
@@ -191,8 +191,9 @@ def _set_at_construction(node: ast.ClassDef, nodes: Mapping[str, ast.ClassDef]) 
     for base in node.bases:
         inner = base.value if isinstance(base, ast.Subscript) else base
         name = inner.id if isinstance(inner, ast.Name) else getattr(inner, "attr", "")
-        if name in nodes and nodes[name] is not node:
-            found |= _set_at_construction(nodes[name], nodes)
+        for found_base in nodes.get(name, ()):
+            if found_base is not node:
+                found |= _set_at_construction(found_base, nodes)
     methods, todo = _methods(node), ["__init__", "__new__", "__post_init__"]
     seen: set[str] = set()
     while todo:

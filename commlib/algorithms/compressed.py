@@ -91,6 +91,10 @@ class Aggregation(State):
         average, workspace = own.aggregator.average, own.workspace
         return hierarchical(bucket.flat, own.stage, local, lambda part: average(part, workspace, of), scale=scale)
 
+    def has_state(self, bucket: BucketView) -> bool:
+        """Return whether averages of a bucket use state, and with it the scale and the decay."""
+        return self._buckets[bucket.index].aggregator.has_state
+
     @override
     def forget(self) -> None:
         for own in self._buckets.values():
@@ -224,13 +228,10 @@ class Compressed(Algorithm):
 
     @override
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        yield from self.aggregation.average(
-            bucket,
-            comm,
-            divisor=self.divisor(comm),
-            scale=self.units.scale(comm.step),
-            decay=self.units.decay(comm.step),
-        )
+        scale = decay = 1.0
+        if self.aggregation.has_state(bucket):  # on CUDA the host waits for the loss scale
+            scale, decay = self.units.scale(comm.step), self.units.decay(comm.step)
+        yield from self.aggregation.average(bucket, comm, divisor=self.divisor(comm), scale=scale, decay=decay)
 
     @override
     def forget(self) -> None:

@@ -14,6 +14,7 @@ from commlib.algorithms.context import Context
 from commlib.algorithms.policy import MATRICES
 from commlib.errors import ConfigError
 from commlib.primitives.aggregators.momentum import CorrectedMomentum, LocalMomentum
+from commlib.primitives.aggregators.sparse import is_balanced
 
 
 class DGC(Compressed):
@@ -63,10 +64,12 @@ class DGC(Compressed):
                 "DGC: expected 0 <= momentum < 1, clip > 0 or None and ratio_warmup_steps >= 0, got "
                 f"{momentum=}, {clip=}, {ratio_warmup_steps=}"
             )
-        if exchange not in ("gathered", "balanced"):
-            raise ConfigError(f"DGC.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
         corrected = CorrectedMomentum(
-            ratio, momentum=momentum, clip=clip, ratio_warmup_steps=ratio_warmup_steps, balanced=exchange == "balanced"
+            ratio,
+            momentum=momentum,
+            clip=clip,
+            ratio_warmup_steps=ratio_warmup_steps,
+            balanced=is_balanced("DGC", exchange),
         )
         super().__init__(corrected, others=LocalMomentum(momentum), compress=compress, hierarchical=hierarchical)
         self.codec = corrected.codec

@@ -23,12 +23,12 @@ from commlib.transport.base import Communication, Communicator
 class Mixing(State):
     """Averages buckets with the neighbours of this rank, or of its node; holds the mixer's state.
 
-    State is shared with the neighbours, so another communicator resets it.
-
     Args:
         mixer: Exchanges values with the neighbours.
         topology: The graph.
     """
+
+    is_shared = True
 
     def __init__(self, mixer: Mixer[Any], topology: Topology) -> None:
         self._mixer = mixer

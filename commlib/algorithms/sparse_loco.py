@@ -11,6 +11,7 @@ from commlib.algorithms.policy import EVERYTHING
 from commlib.codecs.sparse import BlockTopK, TopK
 from commlib.errors import ConfigError
 from commlib.primitives.aggregators import Balanced
+from commlib.primitives.aggregators.sparse import is_balanced
 
 
 class SparseLoCo(OuterAveraging):
@@ -63,13 +64,11 @@ class SparseLoCo(OuterAveraging):
     ) -> None:
         if not 1 <= kept <= BlockTopK.block:
             raise ConfigError(f"SparseLoCo.kept: expected 1 to {BlockTopK.block}, got {kept}")
-        if exchange not in ("gathered", "balanced"):
-            raise ConfigError(f"SparseLoCo.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
-        largest = TopK(kept / BlockTopK.block)
+        largest, balanced = TopK(kept / BlockTopK.block), is_balanced("SparseLoCo", exchange)
         super().__init__(
             outer_lr=outer_lr,
-            codec=largest if exchange == "balanced" else BlockTopK(kept),
-            aggregator=Balanced(largest) if exchange == "balanced" else None,
+            codec=largest if balanced else BlockTopK(kept),
+            aggregator=Balanced(largest) if balanced else None,
             error_decay=error_decay,
             compress=compress,
             period=period,

@@ -21,6 +21,9 @@ class State:
     #: Entries of `save` with one piece for each whole parameter; see `Algorithm.shaped_state`.
     shaped: Sequence[str] = ()
 
+    #: Whether other ranks hold parts of the same state, so that it is reset with another group.
+    is_shared: bool = False
+
     def setup(self, context: Context) -> None:
         """Create the state for `context.buckets`. Later calls carry it over to other buckets or another group."""
 

@@ -9,7 +9,8 @@ import torch
 from commlib.algorithms.compressed import Compressed
 from commlib.algorithms.policy import MATRICES
 from commlib.codecs import sparse as codecs
-from commlib.primitives.aggregators.sparse import gathered_or_balanced
+from commlib.primitives.aggregators import Balanced, Gathered
+from commlib.primitives.aggregators.sparse import is_balanced
 
 
 class TopK(Compressed):
@@ -57,7 +58,7 @@ class TopK(Compressed):
     ) -> None:
         self.codec = codecs.TopK(ratio)
         super().__init__(
-            gathered_or_balanced("TopK", self.codec, exchange),
+            Balanced(self.codec) if is_balanced("TopK", exchange) else Gathered(self.codec),
             op=op,
             compress=compress,
             hierarchical=hierarchical,

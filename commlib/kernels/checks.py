@@ -1,6 +1,7 @@
 """Arguments that the codec executors share, and their validation.
 
-Every executor validates a tensor here before it takes its address. The checks differ only in the device.
+The executors for CUDA and meta tensors validate every tensor here. The executor for the CPU does so only to name the
+argument that the extension has refused. The checks differ only in the device.
 """
 
 from __future__ import annotations

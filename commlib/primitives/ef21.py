@@ -96,8 +96,8 @@ class Estimate:
         """Return copies of the state by kind and parameter."""
         return {self._kind: cut(self.momentum, 0, parts), "estimate": cut(self.estimate, 0, parts)}
 
-    def load(self, saved: dict[str, Pieces], parts: Sequence[Part]) -> None:
-        """Load state, also of another bucket plan."""
+    def load(self, saved: dict[str, Pieces], parts: Sequence[Part], num_terms: float = 1.0) -> None:
+        """Load state, also of another bucket plan. `num_terms` is not used."""
         paste(saved[self._kind], self.momentum.zero_(), parts)
         if self.estimate.numel():
             paste(saved["estimate"], self.estimate.zero_(), parts)

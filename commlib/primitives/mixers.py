@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from commlib.transport.base import Communication, Communicator
 _M = TypeVar("_M")
 
 
-class Mixer(Generic[_M]):
+class Mixer(ABC, Generic[_M]):
     """Replaces a tensor by the weighted mean of this rank's and its neighbours' tensors, in place.
 
     A mixer holds options only; buffers and state of each bucket are in a workspace.

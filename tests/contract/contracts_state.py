@@ -253,9 +253,9 @@ def _change_plan(training: Training, finer: bool) -> None:
 def _owed(training: Training) -> dict[str, Tensor]:
     """Return every kind of state by parameter, summed over the ranks; an owner's error counts as all its workers'."""
     state = commlib.state_dict(training.model)["state"]
-    kinds = {kind: pieces for kind, pieces in state.items() if _are_pieces(pieces)}
+    kinds = {kind: pieces for kind, pieces in state.items() if are_pieces(pieces)}
     found: dict[str, Tensor] = {}
-    for kind, name, start, piece in (entry for each in gathered(kinds) for entry in _entries(each)):
+    for kind, name, start, piece in (entry for each in gathered(kinds) for entry in entries(each)):
         key = "worker" if kind in ("owner", "owed") else kind
         values = piece.double().reshape(-1) * (dist.get_world_size() if kind == "owner" else 1)
         total = found.setdefault(f"{key} of {name}", torch.zeros(1 << 12, dtype=torch.float64))
@@ -263,13 +263,13 @@ def _owed(training: Training) -> dict[str, Tensor]:
     return found
 
 
-def _are_pieces(value: Any) -> bool:
+def are_pieces(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], Tensor) for each in value.values()
     )
 
 
-def _entries(kinds: dict[str, Any]) -> Iterator[tuple[str, str, int, Tensor]]:
+def entries(kinds: dict[str, Any]) -> Iterator[tuple[str, str, int, Tensor]]:
     for kind, pieces in kinds.items():
         for name, (start, piece) in pieces.items():
             yield kind, name, start, piece

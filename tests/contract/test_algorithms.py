@@ -83,8 +83,16 @@ VARIANTS = {
 }
 
 
+#: Algorithms across nodes: 4 ranks are on two of them.
+NODES = ("ByteGrad", "TopK", "DGC", "PowerSGD", "Decentralized", "LowPrecisionDecentralized")
+
+
 @pytest.mark.parametrize(
-    "names", [ALGORITHMS[::2], ALGORITHMS[1::2], [f"tests.contract.variants:{v}" for v in VARIANTS]]
+    "names",
+    [
+        *(ALGORITHMS[::2], ALGORITHMS[1::2]),
+        [f"tests.contract.variants:{name}" for name in (*VARIANTS, *(f"Nodes{each}" for each in NODES))],
+    ],
 )
 def test_other_groups(names: list[str]) -> None:
     """All algorithms on 4, then 3, then 5 ranks; in few jobs, as each is short."""

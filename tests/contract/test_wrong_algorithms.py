@@ -23,6 +23,7 @@ CAUGHT_BY = {
     "AsksOnOneRankOnly": "replicas_alike",
     "KeepsStateByBucket": "change_of_plan",
     "DividesByItsFirstGroup": "other_groups",
+    "LosesItsResidualWithTheGroup": "other_groups",
     "LivesInItsState": "state_dict_is_plain",
     "SavesAnObject": "state_dict_is_plain",
     "TrustsTheDefaultDtype": "default_dtype",
@@ -37,7 +38,7 @@ CAUGHT_BY = {
     "ComesBackToItsAnchor": "loaded_weights_stay",
     **wrong_values.CAUGHT_BY,
 }
-NUM_RANKS = {"CountsTwoRanks": 3, "DividesByItsFirstGroup": 3}
+NUM_RANKS = {"CountsTwoRanks": 3, "DividesByItsFirstGroup": 3, "LosesItsResidualWithTheGroup": 3}
 #: Sends what its peer does not expect there, at which Gloo may end the process before the contract can speak.
 MAY_DIE = ("AsksOnOneRankOnly",)
 

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from commlib.algorithms import DiLoCo, EFQuantized, RandomK, SignSGD, SparseLoCo, StreamingDiLoCo, TopK
+from commlib.algorithms import (
+    DGC,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    EFQuantized,
+    LowPrecisionDecentralized,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    SparseLoCo,
+    StreamingDiLoCo,
+    TopK,
+)
 from commlib.codecs import BlockTopK
 from commlib.codecs import TopK as TopKCodec
 
@@ -54,3 +67,45 @@ class BalancedSparseLoCo(SparseLoCo):
 
     def __init__(self, period: int = 2) -> None:
         super().__init__(period, kept=1024, exchange="balanced")
+
+
+class NodesByteGrad(ByteGrad):
+    """`bytegrad` with error feedback across nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(feedback=True, hierarchical=True)
+
+
+class NodesTopK(TopK):
+    """`topk` across nodes."""
+
+    def __init__(self, ratio: float = 0.25) -> None:
+        super().__init__(ratio, hierarchical=True)
+
+
+class NodesDGC(DGC):
+    """`dgc` across nodes."""
+
+    def __init__(self, ratio: float = 0.25) -> None:
+        super().__init__(ratio, hierarchical=True)
+
+
+class NodesPowerSGD(PowerSGD):
+    """`powersgd` across nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(hierarchical=True)
+
+
+class NodesDecentralized(Decentralized):
+    """`decentralized` across nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(hierarchical=True)
+
+
+class NodesLowPrecisionDecentralized(LowPrecisionDecentralized):
+    """`low_precision_decentralized` across nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(hierarchical=True)

@@ -143,6 +143,20 @@ class DividesByItsFirstGroup(Careful):
         return self._first or comm.num_active
 
 
+class LosesItsResidualWithTheGroup(Careful):
+    """Starts again, without saying so, when the number of ranks changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size = 0
+
+    def setup(self, context: Context) -> None:
+        super().setup(context)
+        if self._size not in (0, context.world_size):
+            self.load_state_dict({"worker": {}})
+        self._size = context.world_size
+
+
 class KeepsStateByBucket(Careful):
     """Saves residuals by the bucket's place, which another plan gives to other parameters."""
 

@@ -18,7 +18,7 @@ from commlib.algorithms import CompressionPolicy, TopK
 from tests.multi.pool import on_ranks
 
 _PACKAGE = str(Path(commlib.__file__).parent)
-#: Of a round of two top-k buckets: 180 in the mean of ten rounds, and a few more where threads meet otherwise.
+#: Per round of two top-k buckets. The mean over ten rounds is 180; the order of events between threads adds a few.
 _MOST_CALLS = 190
 _NUM_STEPS = 10
 

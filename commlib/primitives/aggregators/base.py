@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -88,7 +88,7 @@ class Workspace(Protocol):
 _W = TypeVar("_W", bound=Workspace)
 
 
-class Aggregator(Generic[_W]):
+class Aggregator(ABC, Generic[_W]):
     """Replaces a tensor, in place, by the sum over all ranks, divided. The result is identical on all ranks.
 
     An aggregator holds options only; the state of each bucket is in a workspace.
@@ -96,7 +96,7 @@ class Aggregator(Generic[_W]):
 
     #: The kinds of state that `Workspace.save` returns.
     kinds: tuple[str, ...] = ()
-    #: Whether each rank has its own state, such as residuals.
+    #: Whether each rank has its own state, such as residuals. Without state, scale and decay of a round have no effect.
     has_state: bool = True
     #: The `Algorithm.exactness` of gradients averaged with this aggregator.
     exactness: str = "compensated"

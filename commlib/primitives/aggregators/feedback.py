@@ -84,19 +84,7 @@ class EF21(Aggregator[EF21Workspace[_F]]):
         )
 
 
-class SmoothedWorkspace(Estimate):
-    """The momentum of a mean in full precision."""
-
-    def __init__(self, stretch: Stretch, weight: float) -> None:
-        dtype = torch.promote_types(stretch.dtype, torch.float32)
-        super().__init__(stretch.numel, stretch.device, weight, dtype=dtype, is_sent=False)
-
-    @override
-    def load(self, saved: dict[str, Any], parts: Sequence[Part], num_terms: float = 1.0) -> None:
-        super().load(saved, parts)
-
-
-class Smoothed(Aggregator[SmoothedWorkspace]):
+class Smoothed(Aggregator[Estimate]):
     """Averages in full precision and replaces the mean by its momentum: EF21 without compression.
 
     Args:
@@ -110,10 +98,11 @@ class Smoothed(Aggregator[SmoothedWorkspace]):
         self._mean = FullPrecision()
 
     @override
-    def workspace(self, stretch: Stretch) -> SmoothedWorkspace:
-        return SmoothedWorkspace(stretch, self.weight)
+    def workspace(self, stretch: Stretch) -> Estimate:
+        dtype = torch.promote_types(stretch.dtype, torch.float32)
+        return Estimate(stretch.numel, stretch.device, self.weight, dtype=dtype, is_sent=False)
 
     @override
-    def average(self, tensor: torch.Tensor, workspace: SmoothedWorkspace, of: Round) -> Communication:
+    def average(self, tensor: torch.Tensor, workspace: Estimate, of: Round) -> Communication:
         yield from self._mean.average(tensor, None, of)
         workspace.smooth(tensor, of.scale)

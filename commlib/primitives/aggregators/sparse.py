@@ -89,17 +89,16 @@ class Aligned(Aggregator[SparseWorkspace]):
         )
 
 
-def gathered_or_balanced(owner: str, codec: TopK, exchange: str) -> Gathered:
-    """Return the aggregator that an algorithm's option `exchange` names.
+def is_balanced(owner: str, exchange: str) -> bool:
+    """Return whether an algorithm's option `exchange` is "balanced", not "gathered".
 
     Args:
         owner: The algorithm's name, for errors.
-        codec: Chooses the elements.
-        exchange: "gathered" or "balanced".
+        exchange: The option.
 
     Raises:
         ConfigError: `exchange` is neither.
     """
     if exchange not in ("gathered", "balanced"):
         raise ConfigError(f"{owner}.exchange: expected 'gathered' or 'balanced', got {exchange!r}")
-    return Balanced(codec) if exchange == "balanced" else Gathered(codec)
+    return exchange == "balanced"
