@@ -196,7 +196,7 @@ def check_wheel(wheel: Path) -> None:
     rooms = {name.split("/")[0] for name in names}
     if rooms != {"commlib", f"commlib-{version_of(ROOT)}.dist-info"}:
         raise ReleaseError(f"{wheel.name} has more than the package: {sorted(rooms)}")
-    for needed in ("commlib/py.typed", "commlib/_native.pyi", "licenses/LICENSE"):
+    for needed in ("commlib/py.typed", "commlib/_native.pyi", "commlib/algorithms/known.json", "licenses/LICENSE"):
         if not any(name.endswith(needed) for name in names):
             raise ReleaseError(f"{wheel.name} lacks {needed}")
 

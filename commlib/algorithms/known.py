@@ -1,14 +1,18 @@
-"""Measured losses of algorithms with an optimizer, as data.
+"""Measured losses of algorithms with an optimizer.
 
-The figures are from `benchmarks/results/`; a test compares them. Results with a single seed are omitted, except for
-`diloco` with SGD, where only this run is long enough for tens of rounds.
+`known.json` holds them, one per line, each with the file in `benchmarks/results/` that it is from; a test compares
+them. Results with a single seed are omitted, except for `diloco` with SGD, where only this run is long enough for tens
+of rounds.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from commlib.algorithms.base import Algorithm
@@ -91,97 +95,11 @@ class Known:
         return f"{beside} with {OPTIMIZERS[self.optimizer]} ({model}, {self.steps} steps, {self.ranks} ranks)"
 
 
-def _runs(
-    optimizer: str,
-    model: str,
-    steps: int,
-    *found: tuple[str, float] | tuple[str, float, Mapping[str, Any]],
-    **more: Any,
-) -> tuple[Known, ...]:
-    """Return the results of one command, given its systems with losses and options."""
-    return tuple(
-        Known(system, optimizer, model, steps, loss, options=dict(*options), **more) for system, loss, *options in found
-    )
-
-
-_LOCAL, _UPDATES = {"file": "final-loss-local.json"}, {"file": "final-loss-updates.json"}
-_FEEDBACK, _VOTE = {"feedback": True}, {"feedback": False}
-_TUNED = {"period": 50, "outer_lr": 1.0, "outer_momentum": 0.5}
-_PAPER = {"period": 50, "outer_lr": 0.7, "outer_momentum": 0.9}
-_STREAMING = {**_PAPER, "period": 10}
-
-#: The measured results.
-KNOWN: tuple[Known, ...] = (
-    *_runs(
-        *("adam", "bytes-1m", 200),
-        ("bytegrad", 0.000),
-        ("qsgd(bits=4)", 0.020, {"bits": 4}),
-        ("ef_quantized", 0.012),
-        ("signsgd", 0.228, _FEEDBACK),
-        ("topk", 0.318, {"ratio": 0.01}),
-        ("randomk(ratio=0.05)", 0.258, {"ratio": 0.05}),
-        ("powersgd", 0.139, {"rank": 2}),
-        ("signsgd(feedback=False)", -0.006, _VOTE),
-        ("onebit_adam(warmup_steps=40)", 0.026),
-        ("qadam(warmup_steps=40)", 0.002),
-        ("local_sgd(period=8)", 0.072, {"period": 8}),
-        ("decentralized", 0.074, {"topology": "Exponential"}),
-        ("low_precision_decentralized", 0.072, {"topology": "Ring"}),
-    ),
-    *_runs(
-        *("adam", "digits", 300),
-        ("bytegrad", -0.001),
-        ("qsgd(bits=4)", -0.002, {"bits": 4}),
-        ("ef_quantized", 0.001),
-        ("signsgd", 0.035, _FEEDBACK),
-        ("topk", 0.032, {"ratio": 0.01}),
-        ("randomk(ratio=0.05)", 0.205, {"ratio": 0.05}),
-        ("powersgd", 0.021, {"rank": 2}),
-        ("signsgd(feedback=False)", 0.906, _VOTE),
-        ("onebit_adam(warmup_steps=60)", 0.004),
-        ("qadam(warmup_steps=60)", -0.001),
-    ),
-    *_runs(
-        *("sgd", "digits", 300),
-        ("bytegrad", -0.000),
-        ("qsgd(bits=4)", 0.009, {"bits": 4}),
-        ("ef_quantized", -0.003),
-        ("signsgd", 0.083, _FEEDBACK),
-        ("topk", 0.032, {"ratio": 0.01}),
-        ("randomk(ratio=0.05)", 0.468, {"ratio": 0.05}),
-        ("powersgd", 0.029, {"rank": 2}),
-        ("local_sgd(period=8)", 0.048, {"period": 8}),
-        ("decentralized", 0.008, {"topology": "Exponential"}),
-        ("low_precision_decentralized", 0.007, {"topology": "Ring"}),
-        ("diloco", 0.448, _PAPER),
-        ("signsgd(feedback=False,lr=1e-4)", 0.844, _VOTE),
-        ("dgc(ratio=0.01,ratio_warmup_steps=60)", -0.013, {"ratio": 0.01}),
-    ),
-    *_runs(
-        "sgd",
-        "digits",
-        300,
-        ("async_averaging", 0.077, {"period": 8}),
-        ("streaming_diloco", 0.343, _STREAMING),
-        **_LOCAL,
-    ),
-    *_runs("sgd", "digits", 3000, ("diloco", 0.028, _PAPER), seeds=(0,), **_LOCAL),
-    *_runs("sgd", "digits", 3000, ("diloco(outer_lr=1.0,outer_momentum=0.5)", -0.001, _TUNED), **_LOCAL),
-    *_runs("sgd", "digits", 300, ("async_sgd", 0.037, {"push": "updates", "period": 4}), **_UPDATES),
-    *_runs("adam", "bytes-1m", 200, ("async_sgd", 0.102, {"push": "updates", "period": 4}), seeds=(0, 1), **_UPDATES),
-    *_runs(
-        *("adam", "bytes-1m", 800),
-        ("diloco(outer_lr=1.0,outer_momentum=0.5)", 0.128, _TUNED),
-        seeds=(0, 2),
-        **_LOCAL,
-    ),
-    *_runs(
-        *("adam", "bytes-1m", 400),
-        ("diloco(period=50)", 0.164, _PAPER),
-        seeds=(0, 1),
-        file="final-loss-sharded.json",
-    ),
-)
+@functools.cache
+def known_losses() -> tuple[Known, ...]:
+    """Return the measured results, read from `known.json` at the first call."""
+    rows = json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
+    return tuple(Known(**{**row, "seeds": tuple(row["seeds"])}) for row in rows)
 
 
 def measured(algorithm: Algorithm, kind: str) -> Known | None:
@@ -232,7 +150,7 @@ def keeping_up(optimizer_kind: str) -> list[str]:
 
 def _known_with(kind: str) -> list[Known]:
     """Return the results with a kind of optimizer; those with "adam" for "muon", which was not measured."""
-    return [each for each in KNOWN if each.optimizer == ("adam" if kind == "muon" else kind)]
+    return [each for each in known_losses() if each.optimizer == ("adam" if kind == "muon" else kind)]
 
 
 def _option(algorithm: Algorithm, name: str) -> Any:

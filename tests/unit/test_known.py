@@ -11,7 +11,7 @@ from torch import nn
 
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.known import KNOWN, LOSES, OPTIMIZERS, doubt, keeping_up, loses_with
+from commlib.algorithms.known import LOSES, OPTIMIZERS, doubt, keeping_up, known_losses, loses_with
 from commlib.engine import optimizers
 from commlib.optim import DeMo, FrozenVarianceAdam
 from commlib.simulation.compare import candidates
@@ -38,7 +38,7 @@ def losses(known, system):
 
 
 @pytest.mark.parametrize(
-    "known", KNOWN, ids=lambda known: f"{known.optimizer}-{known.model}-{known.steps}-{known.system}"
+    "known", known_losses(), ids=lambda known: f"{known.optimizer}-{known.model}-{known.steps}-{known.system}"
 )
 def test_every_figure_is_that_of_the_result_file(known):
     own, exact = losses(known, known.system), losses(known, "allreduce")
@@ -54,7 +54,7 @@ def test_whatever_was_measured_with_its_defaults_is_known():
             library, _, system = row["system"].partition(":")
             if library == "commlib" and row["model"] in ("digits", "bytes-1m"):
                 measured.add((system.partition("(")[0].partition("@")[0], row["optimizer"], row["model"]))
-    known = {(each.algorithm, OPTIMIZERS[each.optimizer].lower(), each.model) for each in KNOWN}
+    known = {(each.algorithm, OPTIMIZERS[each.optimizer].lower(), each.model) for each in known_losses()}
     of_one_seed = {each for each in measured if each[1:] == ("sgd", "bytes-1m")}
     assert measured - known - of_one_seed == {
         ("passive_gossip", "sgd", "digits"),
@@ -63,7 +63,7 @@ def test_whatever_was_measured_with_its_defaults_is_known():
 
 
 def test_every_entry_speaks_of_what_was_measured():
-    for known in KNOWN:
+    for known in known_losses():
         tree = ast.parse(known.system, mode="eval").body
         given = (
             {k.arg: k.value for k in tree.keywords if k.arg not in ("lr", "optimizer")}

@@ -36,7 +36,8 @@ def source_tree(tmp_path):
     (tree / "commlib").mkdir()
     (tree / "README.md").touch()
     shutil.copy(ROOT / "commlib" / "version.py", tree / "commlib")
-    for name in ("__init__.py", "py.typed", "_native.pyi"):
+    (tree / "commlib" / "algorithms").mkdir()
+    for name in ("__init__.py", "py.typed", "_native.pyi", "algorithms/__init__.py", "algorithms/known.json"):
         (tree / "commlib" / name).touch()
     return tree
 
@@ -155,13 +156,15 @@ def test_the_source_archive_has_what_the_build_needs(source_tree):
         names = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     assert "csrc/cuda/device.h" in sources
-    assert sources | {"setup.py", "pyproject.toml", "LICENSE", "commlib/py.typed", "commlib/_native.pyi"} <= names
+    data = {"commlib/py.typed", "commlib/_native.pyi", "commlib/algorithms/known.json"}
+    assert sources | {"setup.py", "pyproject.toml", "LICENSE"} | data <= names
 
 
-def test_the_wheel_has_the_cuda_sources_where_they_are_looked_for(source_tree):
+def test_the_wheel_has_the_data_and_the_cuda_sources_where_they_are_looked_for(source_tree):
     """They are compiled at run time; an editable install reads those of the checkout instead."""
     done = run_setup(source_tree, "-q", "build_py")
     assert done.returncode == 0, done.stderr
+    assert list(source_tree.glob("build/lib*/commlib/algorithms/known.json"))
     (installed,) = source_tree.glob("build/lib*/commlib/kernels/cuda_sources")
     names = {path.relative_to(installed).as_posix() for path in installed.rglob("*.h")}
     assert names == {"codec_math.h"} | {f"cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").glob("*.h")}

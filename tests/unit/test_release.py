@@ -129,7 +129,7 @@ def wheel_with(
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.write(extension, "commlib/_native.so")
         info = f"commlib-{commlib.__version__}.dist-info/licenses/LICENSE"
-        for name in ("commlib/_native.pyi", info, *names):
+        for name in ("commlib/_native.pyi", "commlib/algorithms/known.json", info, *names):
             wheel.writestr(name, "")
     return path
 
