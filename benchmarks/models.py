@@ -187,6 +187,16 @@ def _shrunk(name: str) -> Workload:
     return Workload(lambda: shrunk.Shrunk(name), lambda loss, _: loss, functools.partial(_draw_noise, (1,)), rates)
 
 
+def _slept_gpt() -> Workload:
+    """The parameters of the GPT with 10 million of them, in layers that wait for 1 s a step instead of computing."""
+    import shrunk  # lazily: the other systems are measured without commlib
+
+    blocks = {name: tuple(each.shape) for name, each in gpt.Block(384, 6).named_parameters()}
+    rest = {"token": (256, 384), "position": (128, 384)}
+    build = lambda: shrunk.Waiting([rest, *[blocks] * gpt.SIZES["10m"].num_layers])  # noqa: E731
+    return Workload(build, lambda loss, _: loss, functools.partial(_draw_noise, (1,)), {"adamw": 1e-6, "sgd": 1e-6})
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "bytes-gpt": lambda: _byte_gpt(gpt.SIZES["10m"], batch=2),
     "bytes-1m": lambda: _byte_gpt(gpt.SIZES["1m"], batch=8),
@@ -196,6 +206,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "cnn": lambda: _noise(ConvNet, 8, 3, 32, 32),
     "digits": lambda: _digits(batch=8),
     "many-small": lambda: _noise(ManySmall, 16, 32),
+    "slept-gpt": _slept_gpt,
     "shrunk-vgg16": lambda: _shrunk("vgg16"),
     "shrunk-bert-large": lambda: _shrunk("bert-large"),
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor
 
 from commlib.emulation import experiment
 from commlib.emulation.synthetic import SyntheticModel
 from commlib.network import presets, workloads
+from commlib.network.model import Layer, Workload
 
 
 class Shrunk(SyntheticModel):
@@ -14,6 +18,23 @@ class Shrunk(SyntheticModel):
 
     def __init__(self, name: str) -> None:
         super().__init__(experiment.shrunk(workloads.get(name), experiment.Setting()))
+
+    def forward(self, _: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the loss."""
+        return super().forward()
+
+
+class Waiting(SyntheticModel):
+    """Layers of given parameters that wait for 1 s per step, a third of it in forward, in proportion to their sizes.
+
+    Args:
+        layers: Shapes by name.
+    """
+
+    def __init__(self, layers: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+        numels = [sum(math.prod(shape) for shape in layer.values()) for layer in layers]
+        made = [Layer(f"layer{i}", tuple(each.items()), numels[i]) for i, each in enumerate(layers)]
+        super().__init__(Workload("waiting", tuple(made), batch_per_rank=1, forward_s=1 / 3, backward_s=2 / 3))
 
     def forward(self, _: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the loss."""

@@ -13,6 +13,9 @@ bound:async_sgd                     its messages, without its work
 commlib:allreduce(wire_dtype=bf16)@4                           options of the algorithm, and bucket_cap_mb
 hsdp                                FSDP2 in two islands of the ranks, torch's own all-reduce between them
 islands:diloco(period=50)           FSDP2 in two islands, an algorithm of commlib between them
+fsdp, fsdp(reshard_after_forward=False)      FSDP2 over all ranks
+shard(weights=int8,gradients=int8)  FSDP2 over all ranks, and commlib.shard
+shardbound(weights=int8,gradients=int8)        its bytes, without its work
 commlib:signsgd(feedback=False,lr=1e-4)                        lr is the optimizer's learning rate, for any system
 commlib:diloco(period=10,optimizer=muon)                       another optimizer than the command's, for any system
 """
@@ -26,6 +29,7 @@ import re
 import threading
 from typing import Any
 
+import sharded_system
 import torch
 from models import OPTIMIZERS, Together
 from torch import distributed as dist
@@ -44,6 +48,7 @@ _OWN_GROUP = "own_group"
 _SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
 _WRAPPED = ("commlib", "bound", "islands")
+_SHARDED = ("fsdp", "shard", "shardbound")
 _DDP_CAPS = ("default", "1", "5", "25", "100")
 
 #: By algorithm: the optimizer (of `models.OPTIMIZERS`) that it demands.
@@ -60,7 +65,7 @@ class System:
 
     Attributes:
         name: As given on the command line.
-        kind: "none", "ddp", "torchft", "commlib", "bound", "hsdp" or "islands".
+        kind: "none", "ddp", "torchft", "commlib", "bound", "hsdp", "islands", "fsdp", "shard" or "shardbound".
         variant: DDP's hook, torchft's class or commlib's algorithm; empty for none of them.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
@@ -99,9 +104,10 @@ def parse(name: str) -> System:
         ValueError: Not a name of the form above.
     """
     match = _NAME.fullmatch(name.strip())
-    if not match or match["kind"] not in ("none", "ddp", "torchft", "hsdp", *_WRAPPED):
+    if not match or match["kind"] not in ("none", "ddp", "torchft", "hsdp", *_WRAPPED, *_SHARDED):
         forms = (
-            "none, ddp[:hook], torchft[:variant], hsdp, or commlib, bound or islands:algorithm[(key=value,...)][@MiB]"
+            "none, ddp[:hook], torchft[:variant], hsdp, fsdp, shard or shardbound[(key=value,...)], or commlib, bound "
+            "or islands:algorithm[(key=value,...)][@MiB]"
         )
         raise ValueError(f"system {name!r}: expected {forms}")
     kind, variant = match["kind"], match["variant"] or ""
@@ -165,7 +171,9 @@ def block_of(system: System, least: int) -> int:
 
 
 def shard(system: System, model: nn.Module) -> nn.Module:
-    """Return the model, sharded in two islands of the ranks where the system says so; before its optimizer is made."""
+    """Return the model, sharded as the system says; before its optimizer is made."""
+    if system.kind in _SHARDED:
+        return sharded_system.shard(model, system.kind, dict(system.options))
     if system.kind in ("hsdp", "islands"):
         mesh = _islands()
         of_one = mesh if system.kind == "hsdp" else mesh["shard"]
@@ -187,7 +195,7 @@ def _islands() -> DeviceMesh:
 
 def install(system: System, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """Return `model` made to communicate as `system` says, and the optimizer to step."""
-    if system.kind in ("none", "hsdp"):
+    if system.kind in ("none", "hsdp", *_SHARDED):
         return model, optimizer
     if system.kind == "ddp":
         return _install_ddp(system, model), optimizer

@@ -7,6 +7,7 @@ from commlib import algorithms, checkpoint, codecs, optim
 from commlib.checkpoint import Checkpoint
 from commlib.errors import CodecError, CommlibError, ConfigError, LossWarning, PeerFailure, PeerTimeout, TransportError
 from commlib.parallel import WrappedModel
+from commlib.shard import shard
 from commlib.version import __version__
 from commlib.wrap import (
     expect_backward,
@@ -37,6 +38,7 @@ __all__ = [
     "load_state_dict",
     "optim",
     "set_optimizer",
+    "shard",
     "state_dict",
     "stats",
     "synchronize",

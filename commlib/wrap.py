@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -30,6 +31,7 @@ from commlib.errors import ConfigError, LossWarning
 from commlib.parallel import M, WrappedModel, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, wrapped_of
 from commlib.set_up import SetUp, check_optimizer, tuner
+from commlib.shard import sharded_of, unshard
 from commlib.transport import closing
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
@@ -163,20 +165,21 @@ def unwrap(model: WrappedModel[M]) -> M: ...
 @overload
 def unwrap(model: M) -> M: ...
 def unwrap(model: nn.Module) -> nn.Module:
-    """Undo `wrap`: remove every hook, end the communication, restore the class. Returns the same object.
+    """Undo `wrap` and `shard`: remove every hook, end the communication, restore the class. Returns the same object.
 
     Every rank calls it. Results of pending background rounds are applied first. Gradients and parameters stay as they
     are. A copy of a wrapped model becomes an ordinary model. If `model` is the output of `torch.compile` on a wrapped
     model, the inner model is unwrapped.
 
     Raises:
-        ConfigError: The model is not wrapped.
+        ConfigError: The model is neither wrapped nor sharded by `commlib.shard`.
     """
-    wrapped = wrapped_of(model)
-    if isinstance(wrapped, Replica):
-        wrapped.drain()
-        wrapped.engine.close()
-    restore_class(inside_compiled(model))
+    if not unshard(inside_compiled(model)) or find(inside_compiled(model)) is not None:
+        wrapped = wrapped_of(model)
+        if isinstance(wrapped, Replica):
+            wrapped.drain()
+            wrapped.engine.close()
+        restore_class(inside_compiled(model))
     closing.drain()
     return model
 
@@ -184,15 +187,21 @@ def unwrap(model: nn.Module) -> nn.Module:
 def stats(model: nn.Module) -> Stats:
     """Return the communication statistics of a wrapped model. Local. Prints as a table of its buckets.
 
+    If the model is sharded by `commlib.shard` and not wrapped, `algorithm` is "shard", a step is a backward with
+    reduced gradients, and bytes are those inside the shard group. Fields that do not apply are 0, None or empty.
+
     Raises:
-        ConfigError: The model is not wrapped.
+        ConfigError: The model is neither wrapped nor sharded by `commlib.shard`.
     """
-    wrapped = find(model)
+    wrapped, sharded = find(model), sharded_of(inside_compiled(model))
+    of_shard = None if sharded is None else sharded.stats()
+    if wrapped is None and sharded is not None and of_shard is not None:
+        return statistics.of_sharded(of_shard, sharded.num_ranks, sharded.num_backwards)
     if isinstance(wrapped, Copy):
         group = torch.distributed.group.WORLD
         algorithm = cast("functools.partial[Any]", wrapped.again).keywords["algorithm"]
         return statistics.of_copy(algorithm.name, 1 if group is None else group.size())
-    return statistics.collect(replica_of(model).engine)
+    return dataclasses.replace(statistics.collect(replica_of(model).engine), shard=of_shard)
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -236,10 +245,12 @@ def synchronize(model: nn.Module, optimizer: bool = False) -> None:
     """Give all ranks the same model: the consensus of the replicas. Collective.
 
     Results of pending background rounds are applied first. Algorithms on gradients keep replicas identical, so only
-    buffers are copied. With all other algorithms, the parameters become their mean over the ranks.
+    buffers are copied. With all other algorithms, the parameters become their mean over the ranks. Ranks that hold
+    shards of one model have no parameters in common. If the model is sharded by `commlib.shard` and not wrapped, only
+    buffers are copied, from the first rank of its mesh.
 
     Args:
-        model: A wrapped model.
+        model: A wrapped model, or one sharded by `commlib.shard`.
         optimizer: Whether to synchronise the state of the optimizer given to `wrap` as well: floating-point tensors
             become their mean, and counters (numbers, tensors of one element or of integers) are copied from rank 0.
 
@@ -248,6 +259,10 @@ def synchronize(model: nn.Module, optimizer: bool = False) -> None:
             ranks' states differ in parameters or shapes.
         TransportError: A rank did not take part.
     """
+    sharded = sharded_of(inside_compiled(model))
+    if sharded is not None and find(model) is None:
+        sharded.copy_buffers(model)
+        return
     replica_of(model).synchronize(optimizer)
 
 

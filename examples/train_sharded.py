@@ -4,7 +4,8 @@ An island is a group of ranks with a fast network: one host or one site. Run two
 
     torchrun --standalone --nproc_per_node 4 THIS_FILE --islands 2 --algorithm diloco --size 1m
 
-For comparison, `--algorithm hsdp` lets torch average between the islands in full precision.
+For comparison, `--algorithm hsdp` lets torch average between the islands in full precision. `--weights int8
+--gradients int8` encodes what FSDP2 communicates inside an island.
 """
 
 import argparse
@@ -32,6 +33,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--algorithm", default="diloco", help="a commlib algorithm, or hsdp")
     parser.add_argument("--period", type=int, help="steps between the averages of an algorithm that has a period")
     parser.add_argument("--islands", type=int, default=2, help="number of islands; must divide the number of ranks")
+    parser.add_argument("--weights", default="fp32", help="codec of the weights that an island gathers, such as int8")
+    parser.add_argument("--gradients", default="fp32", help="codec of the gradients that an island reduces")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
@@ -96,6 +99,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     size = SIZES[args.size]
     model = shard(GPT(size).to(device), mesh if args.algorithm == "hsdp" else mesh["shard"])
+    if (args.weights, args.gradients) != ("fp32", "fp32"):
+        commlib.shard(model, args.weights, args.gradients)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if args.algorithm != "hsdp":
         commlib.wrap(model, algorithm_of(args), optimizer=optimizer, process_group=mesh["replicate"])

@@ -26,7 +26,7 @@ BELOW = {
     "weak": set(),
     "version": set(),
     "_native": set(),
-    "sharding": {"errors"},
+    "sharding": {"errors", "codecs", "transport"},
     "optim": {"errors"},
     "network": {"errors"},
     "kernels": {"locks", "errors", "_native"},
@@ -57,7 +57,7 @@ BELOW = {
 }
 # Files of the top layer that `wrap` is made of.
 PLACED = dict.fromkeys(
-    ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "tuner", "verify"], "wrap"
+    ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
 )
 
 

@@ -15,6 +15,7 @@ from commlib.checkpoint.consensus import may_differ
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
 from commlib.replica import Replica, replica_of
+from commlib.shard import sharded_of
 from commlib.sharding.local import is_sharded, layout_of, like, local_of
 from commlib.wrap import load_state_dict, state_dict
 
@@ -52,7 +53,9 @@ def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]
     has_own_steps = any(name in names for name, _ in replica.bare.named_parameters(remove_duplicate=False))
     states = [_saved(each.state_dict()) for each in _all_of(optimizer)] if has_own_steps else []
     number, count = place_of(replica)
+    sharded = sharded_of(model)
     return {
+        **({} if sharded is None else {"shard": sharded.state_dict()}),
         "format": _FORMAT,
         "place": {"number": number, "count": count, "layout": layout_of_all(replica)},
         "communication": communication,
@@ -77,6 +80,7 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
         raise ConfigError(f"the rank's state has format {state.get('format')!r}, expected {_FORMAT}")
     communication, comm = state["communication"], replica.engine.comm
     load_state_dict(model, communication)
+    load_shard_state(model, state)
     if (communication["rank"], communication["world_size"]) != (comm.rank, comm.world_size):
         return
     found = _all_of(optimizer)
@@ -88,6 +92,13 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
     _load_own(replica, state["model"])
     for each, of_optimizer in zip(found, state["optimizers"], strict=False):
         each.load_state_dict(_with_parts(each, of_optimizer))
+
+
+def load_shard_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the residuals of `commlib.shard`, if there are any in `state` and in use."""
+    sharded = sharded_of(model)
+    if sharded is not None and "shard" in state:
+        sharded.load_state_dict(state["shard"])
 
 
 def write_rank_file(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> Path:

@@ -21,22 +21,33 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from commlib.checkpoint import blobs, optimizer_tree, shaped
 from commlib.checkpoint.consensus import average, consensus_state_dict, may_differ
-from commlib.checkpoint.rank_state import Optimizers, layout_of_all, load_rank_state, place_of, rank_state
+from commlib.checkpoint.rank_state import (
+    Optimizers,
+    layout_of_all,
+    load_rank_state,
+    load_shard_state,
+    place_of,
+    rank_state,
+)
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
-from commlib.replica import Replica, replica_of
+from commlib.replica import Replica, find, replica_of
+from commlib.shard import sharded_of
 from commlib.sharding.local import local_of, places_of
 
 #: Maximum number of ranks in a checkpoint. A larger run can resume only with the same number of ranks.
 _NUM_PLACES = 1024
+#: The state of `commlib.shard` for a rank that the saving run did not have.
+_NO_RESIDUALS = {"num_ranks": 0, "residuals": {}}
 
 
 class Checkpoint:
-    """A wrapped model, its optimizer and its communication, as a `Stateful` of torch.distributed.checkpoint.
+    """A wrapped or sharded model, its optimizer and its communication, as a `Stateful` of torch.distributed.checkpoint.
 
         torch.distributed.checkpoint.save({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
         torch.distributed.checkpoint.load({"app": commlib.Checkpoint(model, optimizer)}, checkpoint_id=path)
@@ -52,15 +63,18 @@ class Checkpoint:
     participate.
 
     Args:
-        model: The wrapped model.
+        model: The wrapped model, or one that `commlib.shard` was called for. The latter resumes with any number of
+            ranks; residuals of gradients then start at zero, and a warning says so.
         optimizer: The optimizer, or a list of all optimizers, whose state is saved.
 
     Raises:
-        ConfigError: The model is not wrapped, or `optimizer` is not an optimizer.
+        ConfigError: The model is neither, or `optimizer` is not an optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizers = None) -> None:
-        replica_of(model)
+        self._is_wrapped = sharded_of(model) is None or find(model) is not None
+        if self._is_wrapped:
+            replica_of(model)
         self._model = model
         self._optimizers = proxies.all_of(proxies.resolve(optimizer))
 
@@ -71,6 +85,8 @@ class Checkpoint:
             ConfigError: The model is not wrapped any more, or an error of `optimizer_tree.tree_of`.
             TransportError: A rank did not participate.
         """
+        if not self._is_wrapped:
+            return self._state_of_sharded()
         own = rank_state(self._model, self._optimizers)  # first, because it applies pending results
         replica = replica_of(self._model)
         tree: dict[str, Any] = {"model": consensus_state_dict(self._model)}
@@ -89,6 +105,9 @@ class Checkpoint:
             ConfigError: The tree is of another algorithm or model, or of another world size or mesh and the algorithm's
                 state is not portable.
         """
+        if not self._is_wrapped:
+            self._load_sharded(state_dict)
+            return
         replica = replica_of(self._model)
         communication = state_dict["communication"]
         shared = blobs.unpacked(communication["shared"])
@@ -112,6 +131,28 @@ class Checkpoint:
         assert own is not None
         load_rank_state(self._model, own, self._optimizers)
 
+    def _state_of_sharded(self) -> dict[str, Any]:
+        """Return the tree of a model that is sharded and not wrapped."""
+        sharded = sharded_of(self._model)
+        if sharded is None:
+            raise ConfigError("Checkpoint: the model is no longer sharded by commlib.shard")
+        tree: dict[str, Any] = {"model": self._model.state_dict()}
+        if self._optimizers:
+            tree["optimizer"] = optimizer_tree.tree_of(self._named())
+        number, count = dist.get_rank(), dist.get_world_size()
+        shared = blobs.packed({"algorithm": "shard", "count": count})
+        own = blobs.packed({"shard": sharded.state_dict()})
+        tree["communication"] = {"shared": shared, f"rank{number}": own, **_nobody(number, count)}
+        return tree
+
+    def _load_sharded(self, state_dict: Mapping[str, Any]) -> None:
+        communication = state_dict["communication"]
+        self._model.load_state_dict(state_dict["model"])
+        if self._optimizers:
+            optimizer_tree.restore(self._named(), state_dict["optimizer"])
+        own = communication[f"rank{dist.get_rank()}"]
+        load_shard_state(self._model, {"shard": _NO_RESIDUALS} if not own else blobs.unpacked(own))
+
     def _named(self) -> list[optimizer_tree.Named]:
         return optimizer_tree.named(self._optimizers, self._model)
 
@@ -128,8 +169,12 @@ class Checkpoint:
                 state, tree["shaped"], shared["absent"] = shaped.taken_out(state, replica)
             shared["state"] = {"format": own["format"], "communication": {**communication, "state": state}}
             own = {**own, "communication": {**communication, "state": None}}
-        nobody = {f"rank{other}": b"" for other in range(number + count, _NUM_PLACES, count)}
-        return {"shared": blobs.packed(shared), f"rank{number}": blobs.packed(own), **tree, **nobody}
+        return {"shared": blobs.packed(shared), f"rank{number}": blobs.packed(own), **tree, **_nobody(number, count)}
+
+
+def _nobody(number: int, count: int) -> dict[str, bytes]:
+    """Return the entries of ranks that do not exist; see [Note: the tree]."""
+    return {f"rank{other}": b"" for other in range(number + count, _NUM_PLACES, count)}
 
 
 def _shards(replica: Replica) -> list[Any]:

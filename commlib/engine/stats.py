@@ -9,6 +9,7 @@ from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.engine import Engine
 from commlib.engine.planning.sizes import BucketTimes
+from commlib.sharding.stats import ShardStats
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Stats:
             (on CUDA: host time only). 0.0 if it did not wait.
         cost: The measured cost of a bucket, on rank 0. None if the plan was not measured.
         buckets: One entry per gradient bucket.
+        shard: The communication of `commlib.shard`; None if it was not called for the model.
     """
 
     algorithm: str
@@ -89,6 +91,7 @@ class Stats:
     exposed_s: float
     cost: BucketTimes | None
     buckets: tuple[BucketStats, ...]
+    shard: ShardStats | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -118,17 +121,22 @@ class Stats:
                 f"  bucket {bucket.index}: {bucket.num_parameters} parameters, {bucket.nbytes / 2**20:.2f} MiB "
                 f"{bucket.dtype}{ready}, {bucket.seconds * 1e3:.1f} ms in flight"
             )
+        if self.shard is not None:
+            lines.append(str(self.shard))
         return "\n".join(lines)
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
         """Return the numeric fields, for a logger, with `prefix` before each name.
 
-        All values are ints or floats, so TensorBoard's `add_scalar` accepts them. Omits `algorithm`, `plan`, the
-        buckets, and fields without a value (`consensus_distance`, and the two numbers of `cost`).
+        All values are ints or floats, so TensorBoard's `add_scalar` accepts them. Names of `shard` begin with `shard_`.
+        Omits `algorithm`, `plan`, the buckets, and fields without a value (`consensus_distance`, and the two numbers of
+        `cost`).
         """
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.cost is not None:
             found |= {"cost_latency_s": self.cost.latency_s, "cost_s_per_byte": self.cost.s_per_byte}
+        if self.shard is not None:
+            found |= {f"shard_{field.name}": getattr(self.shard, field.name) for field in fields(self.shard)}
         return {f"{prefix}{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
 
@@ -158,6 +166,29 @@ def collect(engine: Engine) -> Stats:
         exposed_s=last.exposed_s,
         cost=gradients.plan.cost,
         buckets=tuple(_of_bucket(gradients, bucket) for bucket in gradients.buckets),
+    )
+
+
+def of_sharded(shard: ShardStats, world_size: int, num_backwards: int) -> Stats:
+    """Return the statistics of a model that is sharded and not wrapped."""
+    sent, plain = shard.gathered_bytes + shard.reduced_bytes, shard.plain_gathered_bytes + shard.plain_reduced_bytes
+    return Stats(
+        algorithm="shard",
+        world_size=world_size,
+        plan="fixed",
+        num_buckets=0,
+        rounds=num_backwards,
+        wire_bytes=sent,
+        wire_bytes_per_step=round(sent / num_backwards) if num_backwards else 0,
+        raw_bytes_per_step=round(plain / num_backwards) if num_backwards else 0,
+        compression_ratio=plain / sent if sent else 1.0,
+        step_s=0.0,
+        waited_share=0.0,
+        consensus_distance=None,
+        exposed_s=0.0,
+        cost=None,
+        buckets=(),
+        shard=shard,
     )
 
 

@@ -1,1 +1,1 @@
-"""Models with sharded parameters: the parts of DTensors that a rank communicates with its replicas."""
+"""Models with sharded parameters: FSDP2's collectives in a codec, and the parts of DTensors that replicas exchange."""

@@ -215,4 +215,6 @@ def test_sharded_islands_learn_and_resume_bit_for_bit(tmp_path):
     assert [row["step"] for row in whole] == [12, 24]
     assert whole[1]["bits"] < whole[0]["bits"] < 8.0  # of a byte that is not predicted at all
     # torch's own averages between the islands, of gradients in every step, begin alike.
+    encoded = ("--algorithm", "allreduce", "--weights", "int8", "--gradients", "int8")
+    assert run(12, "encoded", *encoded)[0]["bits"] == pytest.approx(whole[0]["bits"], rel=0.1)
     assert run(12, "hsdp", "--algorithm", "hsdp")[0]["bits"] == pytest.approx(whole[0]["bits"], rel=0.1)
