@@ -18,7 +18,7 @@ from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.async_averaging import AsyncAveraging
 from commlib.algorithms.async_sgd import AsyncSGD
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.base import Algorithm
+from commlib.algorithms.base import Algorithm, check_declared
 from commlib.algorithms.bytegrad import ByteGrad
 from commlib.algorithms.channels import Channel, Gradients, LocalSteps, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.compressed import Compressed
@@ -140,15 +140,18 @@ def create(algorithm: str | Algorithm) -> Algorithm:
     """Return `algorithm` itself, or an instance with default options of the algorithm with this name.
 
     Raises:
-        ConfigError: The name is unknown, or the argument is neither a name nor an `Algorithm`.
+        ConfigError: The name is unknown, the argument is neither a name nor an `Algorithm`, or the class declares
+            something that `Algorithm` does not allow.
     """
     if isinstance(algorithm, Algorithm):
+        check_declared(algorithm)
         algorithm.name = algorithm.name or _name_of(type(algorithm))
         return algorithm
     if not isinstance(algorithm, str):
         shown = f"the class {algorithm.__name__}; pass an instance" if isinstance(algorithm, type) else repr(algorithm)
         raise ConfigError(f"algorithm: expected a name or an Algorithm instance, got {shown}")
     instance = get(algorithm)()
+    check_declared(instance)
     instance.name = algorithm
     return instance
 

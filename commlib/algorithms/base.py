@@ -17,11 +17,10 @@ from commlib.errors import ConfigError
 from commlib.transport.base import Communication, Communicator
 from commlib.transport.mailbox import Answer, Mailbox
 
-#: Classes of the effect of an algorithm on the optimisation. Each class includes the ones before it: "exact", the
-#: full-precision mean of the gradients in every step; "8bit", that mean rounded to at least 8 bits per element;
-#: "compensated", elements that are not sent are accumulated and sent later (error feedback); "any", everything else,
-#: such as weights that differ between ranks or another optimizer.
+#: The values of `Algorithm.exactness`; each includes the ones before it.
 EXACTNESS = ("exact", "8bit", "compensated", "any")
+
+_OPTIMIZERS = ("sgd", "adam", "any")
 
 
 def keeps_momentum(optimizer: Any) -> bool:
@@ -133,41 +132,41 @@ class Algorithm(Recorded):
 
     The engine calls `setup` whenever the buckets are rebuilt, and then runs one `communicate` per bucket and round. An
     algorithm does not handle threads, streams, hooks or the layout of flat buffers.
+
+    Attributes that depend on options are set in `__init__`, the others in the class.
+
+    Attributes:
+        channel: The data that it communicates, and when.
+        states: The objects that hold its state. The methods below set up, save and load each in order.
+        exactness: Its effect on the optimisation: "exact", the full-precision mean of the gradients in every step;
+            "8bit", that mean rounded to at least 8 bits per element; "compensated", elements that are not sent are
+            accumulated and sent later (error feedback); "any", everything else, such as weights that differ between
+            ranks or another optimizer. Each includes the ones before it.
+        made_for: The optimizer that its paper uses, "sgd" or "adam"; "any" if it returns a mean of gradients that is
+            only rounded.
+        portable: Whether its state is the same on all ranks, for any world size. Every rank can then load any rank's
+            state, also in a group of another size.
+        keeps_mean: For weights: whether rounds preserve the mean of all ranks' weights up to rounding, once all ranks
+            have applied their results.
+        has_momentum: Whether the gradients that it returns include momentum; its `setup` must then reject an optimizer
+            with momentum.
+        optimizer_type: Class of the optimizer that it requires; None if it works with any optimizer.
+        limits: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the
+            channel are not listed. Such a use raises a `ConfigError` on all ranks.
+        name: Set by `wrap`: the name under which it is registered (the file name for commlib's own), or else the class
+            name.
     """
 
-    #: The data that it communicates, and when. A class attribute, or set in `__init__` if it depends on options.
     channel: Channel = Gradients()
-
-    #: Whether its state is the same on all ranks, for any world size. Every rank can then load any rank's state, also
-    #: in a group of another size.
-    portable: bool = False
-
-    #: Its effect on the optimisation, one of `EXACTNESS`. A class attribute, or set in `__init__`.
-    exactness: str = "any"
-
-    #: The optimizer that its paper uses, "sgd" or "adam"; "any" if it returns a mean of gradients that is only rounded.
-    #: A class attribute, or set in `__init__` if it depends on options.
-    made_for: str = "any"
-
-    #: Set by `wrap`: the name under which it is registered (the file name for commlib's own), or else the class name.
-    name: str = ""
-
-    #: Class of the optimizer that it requires; None if it works with any optimizer.
-    optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
-
-    #: Whether the gradients that it returns include momentum; its `setup` must then reject an optimizer with momentum.
-    has_momentum: ClassVar[bool] = False
-
-    #: For weights: whether rounds preserve the mean of all ranks' weights up to rounding, once all ranks have applied
-    #: their results. A class attribute, or set in `__init__` if it depends on options.
-    keeps_mean: bool = False
-
-    #: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the channel are
-    #: not listed. Such a use raises a `ConfigError` on all ranks.
-    limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
-
-    #: The states that it is composed of, set in `__init__`. The methods below set up, save and load each in order.
     states: Sequence[State] = ()
+    exactness: str = "any"
+    made_for: str = "any"
+    portable: bool = False
+    keeps_mean: bool = False
+    has_momentum: ClassVar[bool] = False
+    optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
+    limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    name: str = ""
 
     def __init__(self) -> None:
         """Initialize without options; a subclass with options defines its own `__init__`."""
@@ -269,8 +268,18 @@ class Algorithm(Recorded):
         raise ConfigError(f"{self.name} communicates outside the engine and does not describe its traffic (traffic)")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's own state, including tensors."""
-        return {key: value for state in self.states for key, value in state.save().items()}
+        """Return the algorithm's own state, including tensors.
+
+        Raises:
+            ConfigError: Two of the `states` save the same key.
+        """
+        found: dict[str, Any] = {}
+        for state in self.states:
+            saved = state.save()
+            if twice := found.keys() & saved.keys():
+                raise ConfigError(f"{type(self).__name__}.states: two of them save {sorted(twice)}; rename one")
+            found |= saved
+        return found
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check a saved state before it is loaded; changes nothing. Called after `setup`.
@@ -290,6 +299,27 @@ class Algorithm(Recorded):
     def shaped_state(self) -> Sequence[str]:
         """Entries of a portable state with one piece for each whole parameter; sharded if the parameter is sharded."""
         return [kind for state in self.states for kind in state.shaped]
+
+
+def check_declared(algorithm: Algorithm) -> None:
+    """Check the attributes that a subclass declares.
+
+    Raises:
+        ConfigError: One of them has another type or value than `Algorithm` describes.
+    """
+    own = type(algorithm).__name__
+    if not isinstance(algorithm.channel, Channel):
+        raise ConfigError(f"{own}.channel: expected a channel, such as Gradients(), got {algorithm.channel!r}")
+    for name, values in (("exactness", EXACTNESS), ("made_for", _OPTIMIZERS)):
+        if (value := getattr(algorithm, name)) not in values:
+            raise ConfigError(f"{own}.{name}: expected one of {', '.join(map(repr, values))}, got {value!r}")
+    states = algorithm.states
+    if not (isinstance(states, (tuple, list)) and all(isinstance(each, State) for each in states)):
+        raise ConfigError(f"{own}.states: expected a tuple of State objects, got {states!r}")
+    if type(algorithm).setup is Algorithm.setup:
+        for name, value in vars(algorithm).items():
+            if isinstance(value, State) and not any(value is each for each in states):
+                raise ConfigError(f"{own}.{name} is a State that is not in {own}.states; add it, or it is not set up")
 
 
 def by_place(nodes: Sequence[int], ranks_per_node: int) -> list[int]:

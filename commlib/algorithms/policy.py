@@ -46,7 +46,7 @@ MATRICES = CompressionPolicy(min_numel=1024, min_dims=2)
 
 
 class Units(State):
-    """The units of residuals: gradients without the loss scale; optionally multiplied by the learning rate.
+    """The `State` that holds the units of residuals: no loss scale; optionally, the learning rate of their step.
 
     Args:
         rescale: Whether a residual e is added as `(lr_then / lr_now) * e`, so that SGD applies it to the weights as

@@ -16,12 +16,13 @@ class State:
     """One component of an algorithm's state. The algorithm calls these methods of all its `states`, in order.
 
     The keys of `save` differ between the states of one algorithm.
+
+    Attributes:
+        shaped: Entries of `save` with one piece for each whole parameter; see `Algorithm.shaped_state`.
+        is_shared: Whether other ranks hold parts of the same state, so that it is reset with another group.
     """
 
-    #: Entries of `save` with one piece for each whole parameter; see `Algorithm.shaped_state`.
     shaped: Sequence[str] = ()
-
-    #: Whether other ranks hold parts of the same state, so that it is reset with another group.
     is_shared: bool = False
 
     def setup(self, context: Context) -> None:
@@ -49,7 +50,7 @@ class State:
 
 
 class PerElement(State):
-    """One value for each element of the buckets, initially 0. Indexed by bucket: [numel].
+    """A `State` with one value for each element of the buckets, initially 0. Indexed by bucket: [numel].
 
     Values follow their parameters when the buckets change, and are saved by parameter. `forget` sets them to 0.
 

@@ -13,7 +13,7 @@ from commlib.engine.rounds.driver import Driver
 from commlib.engine.rounds.streams import StreamDriver
 from commlib.engine.rounds.task import Round, Task
 from commlib.engine.rounds.threads import ThreadDriver
-from commlib.errors import PeerTimeout, TransportError
+from commlib.errors import ConfigError, PeerTimeout, TransportError
 from commlib.transport.base import AllReduce, Communication, Request
 from tests.waiting import LIMIT_S
 
@@ -110,6 +110,15 @@ def test_an_algorithms_own_error_is_raised_as_it_is(driver: Driver) -> None:
     with pytest.raises(ZeroDivisionError, match="own"):
         run(driver, transport, [task("a", 1.0, error=ZeroDivisionError("own"))], [0])
     assert transport.aborted, "the peers must not wait"
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [(lambda: None, "communicate of a returned None"), (lambda: iter([3.0]), "communicate of a yielded float")],
+)
+def test_what_is_no_generator_of_requests_is_named(driver: Driver, begin: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(driver, Recorder(), [Task(lambda: "a", begin)], [0])
 
 
 def test_an_empty_round_is_over(driver: Driver) -> None:

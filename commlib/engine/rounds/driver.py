@@ -15,8 +15,8 @@ from commlib import locks
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.order import Do, Event
 from commlib.engine.rounds.task import Round, Task
-from commlib.errors import kept, without_frames
-from commlib.transport.base import Transport, Work
+from commlib.errors import ConfigError, kept, without_frames
+from commlib.transport.base import Request, Transport, Work
 
 
 class Driver(ABC):
@@ -157,6 +157,8 @@ class Driver(ABC):
         if task.generator is None:
             task.began_s = time.perf_counter()
             task.generator = task.begin()
+            if task.generator is None:  # pyright: ignore[reportUnnecessaryComparison]
+                raise ConfigError(f"communicate of {task.describe()} returned None; expected a generator of requests")
         if task.work is not None:
             self._finish_work(task, task.work)
         try:
@@ -166,6 +168,11 @@ class Driver(ABC):
             task.ended_s = time.perf_counter()
             task.generator = task.request = None  # keep no buffer alive that the engine has released
             return Event.FINISHED
+        if not isinstance(task.request, Request):
+            got = type(task.request).__name__
+            raise ConfigError(
+                f"communicate of {task.describe()} yielded {got}; expected a request, such as comm.all_reduce(tensor)"
+            )
         return Event.YIELDED
 
     def _finish_work(self, task: Task, work: Work) -> None:
