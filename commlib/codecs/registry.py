@@ -182,11 +182,13 @@ def _shown(kind: Kind, package: str) -> str:
 
 def _check(kind: Any, package: str) -> None:
     """Raise `ConfigError` unless `kind` is a valid codec class of another package."""
-    if not isinstance(kind, type) or not issubclass(kind, (TorchBlockCodec, SparseCodec)) or inspect.isabstract(kind):
+    if not isinstance(kind, type) or not issubclass(kind, (TorchBlockCodec, SparseCodec)):
         raise ConfigError(
-            f"codec of the package {package!r}: expected a subclass of TorchBlockCodec or SparseCodec that defines all "
-            f"abstract methods, got {kind!r}"
+            f"codec of the package {package!r}: expected a subclass of TorchBlockCodec or SparseCodec, got {kind!r}"
         )
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"{_shown(kind, package)}: expected a class without abstract methods; define {missing}")
     name, number = getattr(kind, "name", None), getattr(kind, "id", None)
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{_shown(kind, package)}: expected an identifier as its name, got {name!r}")

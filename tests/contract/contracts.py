@@ -78,7 +78,9 @@ def hold(algorithm: str, *names: str) -> None:
         subject.release()
         if any(each is not None for each in everyone):
             where = [rank for rank, each in enumerate(everyone) if each is not None]
-            raise AssertionError(f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}") from error
+            promise = (CONTRACTS[name].__doc__ or "").partition("\n")[0]
+            lost = f"{algorithm} breaks the contract {name!r} on ranks {where}: {everyone}. The contract: {promise}"
+            raise AssertionError(lost) from error
 
 
 def hold_each(algorithms: Sequence[str], *names: str) -> None:

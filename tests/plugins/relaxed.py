@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from commlib.algorithms import Algorithm, BucketView, Context, Gradients
-from commlib.algorithms.families.policy import Units
+from commlib.algorithms import Algorithm, BucketView, PerElement, Units
 from commlib.codecs import BlockCodec, Feedback, Random, TorchBlockCodec, TorchSparseCodec, block_codec
-from commlib.primitives.parts import cut, pasted
 from commlib.transport.base import Communication, Communicator
 
 
@@ -27,7 +23,7 @@ class Byte64(TorchBlockCodec):
     def pack(self, values: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
         numel = values.numel()
         blocks = torch.nn.functional.pad(values, (0, -numel % 64)).view(-1, 64)
-        scale = blocks.abs().amax(dim=1, keepdim=True) * (1 / 127)  # alike on every device: no division by a number
+        scale = blocks.abs().amax(dim=1, keepdim=True) * (1 / 127)  # no division by a number: see CONTRIBUTING.md
         scale = torch.where(scale < 2.0**-100, 0.0, torch.where(scale.isfinite(), scale, torch.nan))
         y = (blocks / scale).view(-1)[:numel]
         q = y.round() if uniforms is None else (y + uniforms).floor()
@@ -81,49 +77,20 @@ class RelaxedMean(Algorithm):
         codec: C.
     """
 
-    channel = Gradients()
     exactness = "compensated"
     made_for = "sgd"
 
     def __init__(self, codec: BlockCodec | str = "byte64") -> None:
         self.codec = block_codec(codec)
-        self._units = Units()
-        self._parts: dict[int, Any] = {}
-        self._residuals: dict[int, torch.Tensor] = {}
-        self._payloads: dict[int, torch.Tensor] = {}
-
-    def setup(self, context: Context) -> None:
-        saved = self.state_dict()
-        self._units.follow(context.optimizer, context.scaler)
-        self._parts = {bucket.index: bucket.parts for bucket in context.buckets}
-        self._residuals, self._payloads = {}, {}
-        for bucket in context.buckets:
-            numel = bucket.flat.numel()
-            rows = context.world_size + 1, self.codec.payload_bytes(numel)
-            self._residuals[bucket.index] = torch.zeros(numel, dtype=torch.float32, device=context.device)
-            self._payloads[bucket.index] = torch.zeros(rows, dtype=torch.uint8, device=context.device)
-        self.load_state_dict(saved)
+        self.residual = PerElement("residual")
+        self.units = Units()
+        self.states = (self.residual, self.units)
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
-        residual, payloads = self._residuals[bucket.index], self._payloads[bucket.index]
-        own, everyone = payloads[0], payloads[1:]
-        scale, decay = self._units.scale(comm.step), self._units.decay(comm.step)
-        feedback = Feedback(residual, scale * decay, 1 / scale) if comm.contributes else None
+        residual, scale = self.residual[bucket], self.units.scale(comm.step)
+        own = residual.new_empty(self.codec.payload_bytes(residual.numel()), dtype=torch.uint8)
+        everyone = own.new_empty(comm.world_size, own.numel())
+        feedback = Feedback(residual, beta=scale, gamma=1 / scale) if comm.contributes else None
         self.codec.encode(bucket.flat, own, feedback=feedback)
         yield comm.all_gather(everyone.view(-1), own)
         self.codec.decode_sum(everyone, bucket.flat, divisor=self.divisor(comm))
-
-    def forget(self) -> None:
-        for residual in self._residuals.values():
-            residual.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        pieces = {}
-        for index, residual in self._residuals.items():
-            pieces.update(cut(residual, 0, self._parts[index]))
-        return {"units": self._units.state_dict(), "worker": pieces}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._units.load_state_dict(state["units"])
-        for index, residual in self._residuals.items():
-            residual.copy_(pasted(state["worker"], self._parts[index], residual))
