@@ -2,8 +2,9 @@
 
 python benchmarks/shard_errors.py --ranks 3
 
-The model is a byte GPT on text. Errors are L2 distances relative to the gradient in full precision: of the parameter
-with the largest one, and of all gradients together. Bytes are relative to those of FSDP2 in fp32.
+The model is a byte GPT on text, at its initial weights; with differences, after five steps of AdamW. Errors are L2
+distances relative to the gradient in full precision: of the parameter with the largest one, and of all gradients
+together. Bytes are relative to those of FSDP2 in fp32.
 """
 
 from __future__ import annotations
@@ -52,18 +53,37 @@ def run(rank: int, args: argparse.Namespace, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     workload = WORKLOADS[args.model]()
 
-    def gradients(weights: str, gradients: str, policy: CompressionPolicy | None) -> tuple[dict[str, Tensor], Any]:
+    def new_model() -> Any:
         model: Any = workload.new_model(args.seed, torch.device("cpu"))
         for block in model.blocks:
             fully_shard(block)
-        fully_shard(model)
-        commlib.shard(model, weights, gradients, **({} if policy is None else {"compress": policy}))
-        inputs, target = workload.draw((args.seed, 0, rank))
+        return fully_shard(model)
+
+    def backward(model: Any, step: int) -> dict[str, Tensor]:
+        model.zero_grad()
+        inputs, target = workload.draw((args.seed, step, rank))
         workload.loss(model(inputs), target).backward()
-        found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+    def gradients(weights: str, gradients: str, policy: CompressionPolicy | None) -> tuple[dict[str, Tensor], Any]:
+        model = new_model()
+        commlib.shard(model, weights, gradients, **({} if policy is None else {"compress": policy}))
+        found = backward(model, 0)
         stats = commlib.stats(model).shard
         commlib.unwrap(model)
         return found, stats
+
+    def with_differences(codec: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the gradients after some steps, and those of the same weights in full precision."""
+        model = new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        commlib.shard(model, codec, difference=True, optimizer=optimizer)
+        for step in range(5):
+            backward(model, step)
+            optimizer.step()
+        found = backward(model, 5)
+        commlib.unwrap(model)
+        return found, backward(model, 5)
 
     exact, plain = gradients("fp32", "fp32", None)
     if rank == 0:
@@ -71,13 +91,22 @@ def run(rank: int, args: argparse.Namespace, store: Path) -> None:
         print("| weights | gradients | parameters | worst parameter | all | bytes |\n|---|---|---|--:|--:|--:|")
     for weights, codec, policy in _ROWS:
         found, stats = gradients(weights, codec, policy)
-        far = {name: float((found[name] - value).norm() / value.norm()) for name, value in exact.items()}
-        total = float(torch.stack([(found[n] - v).norm() for n, v in exact.items()]).norm() / _norm(exact))
         sent = (stats.gathered_bytes + stats.reduced_bytes) / (plain.gathered_bytes + plain.reduced_bytes)
         which = "matrices" if policy is None else "all"
         if rank == 0:
-            print(f"| {weights} | {codec} | {which} | {max(far.values()):.2%} | {total:.2%} | {sent:.3f} |", flush=True)
+            print(f"| {weights} | {codec} | {which} | {_far(found, exact)} | {sent:.3f} |", flush=True)
+    for codec in ("int8", "int4"):
+        found, exact = with_differences(codec)
+        if rank == 0:
+            print(f"| differences in {codec} | fp32 | matrices | {_far(found, exact)} | |", flush=True)
     dist.destroy_process_group()
+
+
+def _far(found: dict[str, Tensor], exact: dict[str, Tensor]) -> str:
+    """Return the cells of the worst parameter's distance and of that of all."""
+    worst = max(float((found[name] - value).norm() / value.norm()) for name, value in exact.items())
+    total = _norm({name: found[name] - value for name, value in exact.items()}) / _norm(exact)
+    return f"{worst:.2%} | {total:.2%}"
 
 
 def _norm(tensors: dict[str, Tensor]) -> Tensor:

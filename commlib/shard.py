@@ -18,8 +18,10 @@ from commlib import locks, verify
 from commlib.algorithms.policy import MATRICES, CompressionPolicy
 from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
+from commlib.engine import optimizers
 from commlib.errors import ConfigError
 from commlib.sharding.collectives import EncodedAllGather, EncodedReduceScatter, GradientFeedback
+from commlib.sharding.differences import DifferenceAllGather
 from commlib.sharding.fsdp import ParameterGroup, Shard, parameter_groups
 from commlib.sharding.layout import Piece
 from commlib.sharding.local import local_of, reshard
@@ -47,6 +49,8 @@ def shard(
     gradients: str | BlockCodec = FULL_PRECISION,
     *,
     feedback: bool = False,
+    difference: bool = False,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     compress: CompressionPolicy = MATRICES,
     scaler: Any = None,
     timeout: float | timedelta | None = None,
@@ -70,6 +74,12 @@ def shard(
         feedback: Whether each rank adds the error of its last encoding of a gradient to the next one. Takes memory for
             one unsharded fp32 copy of the encoded parameters per rank. Requires
             `model.set_reduce_scatter_unused_params(True)` (torch 2.13).
+        difference: Whether weights travel as differences to a reference that all ranks hold, once per optimizer step
+            (SDP4Bit, Jia et al., 2024). Further gathers of the step, such as backward's, communicate nothing. Errors do
+            not accumulate, so "int4" is accurate enough. Takes memory for one unsharded copy of the model per rank, in
+            the dtype in which FSDP2 gathers. The first gather after `shard`, a load or an edit of the weights is in
+            full precision.
+        optimizer: The optimizer, or all of them in a list; required with `difference=True`.
         compress: Selects the parameters to encode. By default those of two or more dimensions and 1,024 or more
             elements. The others travel in full precision.
         scaler: The `GradScaler`, with `feedback=True`: residuals do not contain its scale.
@@ -89,7 +99,9 @@ def shard(
     groups = parameter_groups(model)
     options, error = None, None
     try:
-        options = _Options(_codec(weights, "weights"), _codec(gradients, "gradients"), feedback, compress, scaler)
+        codecs = _codec(weights, "weights"), _codec(gradients, "gradients")
+        resolved = optimizers.resolve(optimizer)
+        options = _Options(*codecs, feedback, difference, optimizers.all_of(resolved), compress, scaler)
         _check(groups, options)
     except Exception as caught:  # raised on all ranks together
         error = caught
@@ -131,6 +143,8 @@ class _Options:
     weights: BlockCodec | None
     gradients: BlockCodec | None
     feedback: bool
+    difference: bool
+    optimizers: Sequence[torch.optim.Optimizer]
     compress: CompressionPolicy
     scaler: Any
 
@@ -160,12 +174,29 @@ class Sharded:
         self._scaler = options.scaler
         self._scale, self._has_scale = 1.0, set[str]()
         self._own = [group.collectives() for group in groups]  # to be restored
+        self._hooks: list[Any] = []
         for group in groups:
             on_cpu = group.device.type == "cpu"
             if options.weights is not None or on_cpu:
-                self._replace_gather(group)
+                self._replace_gather(group, options.difference)
             if options.gradients is not None or on_cpu:
                 self._replace_scatter(group, options.feedback)
+        for optimizer in options.optimizers if options.difference else ():
+            self._follow(optimizer)
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell the gathers when a step begins and ends."""
+        begins = [weakref.WeakMethod(each.begin_step) for each in self._differences()]
+        ends = [weakref.WeakMethod(each.end_step) for each in self._differences()]
+
+        def call(methods: Sequence[weakref.WeakMethod[Any]]) -> None:  # hooks must not keep the model alive
+            for method in methods:
+                if (found := method()) is not None:
+                    found()
+
+        begin: Any = lambda *_: call(begins)  # noqa: E731
+        end: Any = lambda *_: call(ends)  # noqa: E731
+        self._hooks += [optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)]
 
     def transport_of(self, group: dist.ProcessGroup) -> TorchTransport:
         """Return the communicator over the ranks of a process group."""
@@ -204,12 +235,14 @@ class Sharded:
         return max((each.counts.num_calls for each in self.scatters), default=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of this rank's residuals by parameter, with the number of ranks."""
+        """Return copies of this rank's residuals by parameter, its rows of references, and the number of ranks."""
         found = {name: value for each in self.feedback.values() for name, value in each.residuals.items()}
-        return {"num_ranks": self.num_ranks, "residuals": {name: value.cpu().clone() for name, value in found.items()}}
+        residuals = {name: value.cpu().clone() for name, value in found.items()}
+        references = {each.group.name: each.state_dict() for each in self._differences()}
+        return {"num_ranks": self.num_ranks, "residuals": residuals, "references": references}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's residuals. Those of another number of ranks, or of other shapes, are dropped and logged."""
+        """Load this rank's residuals and references. Those of another number of ranks are dropped and logged."""
         saved = state["residuals"]
         is_same = state["num_ranks"] == self.num_ranks
         for group in self._groups:
@@ -222,11 +255,16 @@ class Sharded:
                 {name: value.to(group.device, copy=True) for name, value in own.items()} if fits else {}
             )
             is_same = is_same and fits
+        for each in self._differences():
+            each.load_state_dict(state["references"].get(each.group.name) if is_same else None)
         if self.feedback and not is_same:
             _log.warning(
                 "shard: the saved residuals are of %s ranks, or of other parameters. Residuals start at zero",
                 state["num_ranks"],
             )
+
+    def _differences(self) -> list[DifferenceAllGather]:
+        return [each for each in self.gathers if isinstance(each, DifferenceAllGather)]
 
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy the buffers of the first rank to all ranks of the root's mesh. Collective."""
@@ -239,11 +277,14 @@ class Sharded:
         """Restore FSDP2's own collectives, and end the communicators."""
         for group, own in zip(self._groups, self._own, strict=True):
             group.restore(*own)
+        for hook in self._hooks:
+            hook.remove()
         for transport in self.transports.values():
             transport.close()
 
-    def _replace_gather(self, group: ParameterGroup) -> None:
-        gather = EncodedAllGather(group, self.transport_of, lambda: self._gathered(group))
+    def _replace_gather(self, group: ParameterGroup, has_difference: bool) -> None:
+        kind = DifferenceAllGather if has_difference else EncodedAllGather
+        gather = kind(group, self.transport_of, lambda: self._gathered(group))
         self.gathers.append(gather)
         group.module.set_custom_all_gather(gather)
 
@@ -298,6 +339,8 @@ def _check(groups: Sequence[ParameterGroup], options: _Options) -> None:
         raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(options.scaler).__name__}")
     if options.weights is options.gradients is None and groups[0].device.type != "cpu":
         raise ConfigError("shard: expected a codec of the weights or of the gradients; without one, nothing changes")
+    if options.difference and (options.weights is None or not options.optimizers):
+        raise ConfigError("shard(difference=True): expected a codec of the weights, and optimizer=")
     if not options.feedback:
         return
     if options.gradients is None:
@@ -332,7 +375,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device, timeout: Any) -> To
 def _pairs(model: nn.Module, groups: Sequence[ParameterGroup], options: _Options | None) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) pairs that must be identical on all ranks."""
     assert options is not None
-    for name in ("weights", "gradients", "feedback", "compress"):
+    for name in ("weights", "gradients", "feedback", "difference", "compress"):
         yield f"option {name}", repr(getattr(options, name))
     for group in groups:
         for each in group.shards:

@@ -43,7 +43,7 @@ from commlib.sharding.local import local_of, places_of
 #: Maximum number of ranks in a checkpoint. A larger run can resume only with the same number of ranks.
 _NUM_PLACES = 1024
 #: The state of `commlib.shard` for a rank that the saving run did not have.
-_NO_RESIDUALS = {"num_ranks": 0, "residuals": {}}
+_NO_RESIDUALS = {"num_ranks": 0, "residuals": {}, "references": {}}
 
 
 class Checkpoint:

@@ -55,9 +55,9 @@ class EncodedAllGather(_Allocating):
     """
 
     def __init__(self, group: ParameterGroup, transport_of: TransportOf, pieces: Callable[[], list[Piece]]) -> None:
-        self._what = f"the gathering of the weights of {group.name!r}"
-        self._group = group
-        self._transport_of = transport_of
+        self.what = f"the gathering of the weights of {group.name!r}"
+        self.group = group
+        self.transport_of = transport_of
         self._pieces = pieces
         self._layouts: dict[tuple[torch.dtype, int], Layout] = {}
         self._kept: torch.Tensor | None = None  # payloads of this rank's shards in the second gather
@@ -72,56 +72,69 @@ class EncodedAllGather(_Allocating):
             TransportError: A rank did not take part; raised by the returned work on a CPU.
         """
         began_s = time.perf_counter()
-        transport = self._transport_of(group)
-        num_ranks, num_shards = transport.world_size, self._group.process_group.size()
+        transport = self.transport_of(group)
+        num_ranks, num_shards = transport.world_size, self.group.process_group.size()
         times = num_shards // num_ranks
-        layout = self._layout(input_tensor, times)
+        layout = self.layout(input_tensor, times)
         payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
         own = payloads[transport.rank * times : (transport.rank + 1) * times]
         if times == 1:
             layout.encode(input_tensor.view(torch.uint8), own[0])
         else:
             own.view(-1).copy_(self._kept_payloads())
-        comm = Communicator(transport.rank, num_ranks)
-        with transport.explaining(self._what):
-            work = transport.issue(comm.all_gather(payloads.view(-1), own.view(-1)))
-        others = (num_ranks - 1) * times
-        issued_s = time.perf_counter() - began_s
-        self.counts += Counts(1, others * layout.payload_bytes, others * layout.row_bytes, issued_s)
 
         def finish() -> None:
-            began_s = time.perf_counter()
-            with transport.explaining(self._what):
-                work.wait()
             if times == 1:
                 self._keep(payloads)
+            layout.decode(payloads, output_tensor.view(torch.uint8).view(num_ranks, -1))
+
+        issued_s = time.perf_counter() - began_s
+        self.counts += Counts(1, plain_bytes=(num_ranks - 1) * times * layout.row_bytes, waited_s=issued_s)
+        return self.exchange(transport, payloads, own, finish)
+
+    def exchange(
+        self, transport: TorchTransport, payloads: torch.Tensor, own: torch.Tensor, finish: Callable[[], None]
+    ) -> dist.Work | None:
+        """Gather `own` of all ranks into `payloads`, then call `finish`; on a CPU, when the work is waited for."""
+        began_s = time.perf_counter()
+        comm = Communicator(transport.rank, transport.world_size)
+        with transport.explaining(self.what):
+            work = transport.issue(comm.all_gather(payloads.view(-1), own.view(-1)))
+        sent_bytes = (transport.world_size - 1) * own.numel()
+        self.counts += Counts(sent_bytes=sent_bytes, waited_s=time.perf_counter() - began_s)
+
+        def ended() -> None:
+            began_s = time.perf_counter()
+            with transport.explaining(self.what):
+                work.wait()
             with torch.no_grad():
-                layout.decode(payloads, output_tensor.view(torch.uint8).view(num_ranks, -1))
+                finish()
             self.counts.waited_s += time.perf_counter() - began_s
 
-        if input_tensor.device.type != "cpu":
-            finish()
+        if payloads.device.type != "cpu":
+            ended()
             return None
-        return _Gathering(finish)
+        return _Gathering(ended)
 
     def _keep(self, payloads: torch.Tensor) -> None:
         """Keep this rank's part of the payloads for the second gather, if there is one."""
-        second = self._group.second_process_group
+        second = self.group.second_process_group
         if second is not None:
             self._kept = payloads.view(second.size(), -1)[second.rank()].clone()
 
     def _kept_payloads(self) -> torch.Tensor:
         if self._kept is None:
-            raise CommlibError(f"{self._what}: a gather between fewer ranks, without one between all before it")
+            raise CommlibError(f"{self.what}: a gather between fewer ranks, without one between all before it")
         return self._kept
 
-    def _layout(self, row: torch.Tensor, times: int) -> Layout:
+    def layout(self, row: torch.Tensor, times: int) -> Layout:
+        """Return the layout of a rank's row of `times` shards."""
         key = (row.dtype, row.numel() // times)
         if key not in self._layouts:
             self._layouts[key] = layout = Layout(self._pieces())
             if layout.row_bytes * times != row.nbytes:
                 raise CommlibError(
-                    f"{self._what}: expected {layout.row_bytes * times} bytes per rank, got {row.nbytes}. The module's "
+                    f"{self.what}: expected {layout.row_bytes * times} bytes per rank, got {row.nbytes}. The module's "
                     "parameters have changed since commlib.shard, or this torch arranges them in another way"
                 )
         return self._layouts[key]

@@ -24,13 +24,16 @@ class Shard:
 
     Attributes:
         name: The parameter's name in the model.
-        parameter: The sharded parameter, a DTensor.
         source: FSDP2's object of the parameter.
     """
 
     name: str
-    parameter: nn.Parameter
     source: Any
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The sharded parameter, a DTensor."""
+        return self.source.sharded_param
 
     @property
     def numel(self) -> int:
@@ -139,7 +142,7 @@ def _shards(group: Any, names: dict[int, str]) -> Iterator[Shard]:
     for each in group.fsdp_params:
         owner = names.get(id(each._module_info.module), "")
         name = each._module_info.param_name
-        yield Shard(f"{owner}.{name}" if owner else name, each.sharded_param, each)
+        yield Shard(f"{owner}.{name}" if owner else name, each)
 
 
 def _checked(group: ParameterGroup) -> ParameterGroup:

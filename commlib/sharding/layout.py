@@ -117,6 +117,49 @@ class Layout:
                 each.piece.codec.decode(payload[each.payload], values)
                 _put(values, rows[idx // times], where)
 
+    def encode_difference(self, row: torch.Tensor, reference: torch.Tensor, payload: torch.Tensor) -> None:
+        """Encode the difference of a row to a reference. Pieces without a codec are copied.
+
+        Args:
+            row: [row_bytes] uint8.
+            reference: [row_bytes] uint8.
+            payload: [payload_bytes] uint8; written.
+        """
+        for each in self._plain:
+            payload[each.payload].copy_(row[each.row])
+        for each in self._encoded:
+            assert each.piece.codec is not None
+            difference = _values(row, each).float() - _values(reference, each).float()
+            each.piece.codec.encode(difference, payload[each.payload])
+
+    def add_differences(self, payloads: torch.Tensor, reference: torch.Tensor) -> None:
+        """Add the decoded differences of all shards to the reference, rounded to the pieces' dtypes.
+
+        Args:
+            payloads: [number of shards, payload_bytes] uint8.
+            reference: [number of shards, row_bytes] uint8; changed in place.
+        """
+        for each in self._plain:
+            reference[:, each.row].copy_(payloads[:, each.payload])
+        for each in self._encoded:
+            assert each.piece.codec is not None
+            for payload, row in zip(payloads, reference, strict=True):
+                values = _values(row, each)
+                each.piece.codec.decode_add(payload[each.payload], values)
+                _put(values, row, each.row)
+
+    def arrange(self, reference: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy the rows of all shards to rows of fewer ranks; see `decode`.
+
+        Args:
+            reference: [number of shards, row_bytes] uint8.
+            rows: [number of ranks, shards per rank * row_bytes] uint8; written.
+        """
+        times = reference.shape[0] // rows.shape[0]
+        for each in (*self._plain, *self._encoded):
+            section = rows[:, each.row.start * times : each.row.stop * times]
+            section.unflatten(1, (times, -1)).copy_(reference[:, each.row].unflatten(0, (-1, times)))
+
     def decode_sum(self, payloads: torch.Tensor, row: torch.Tensor, divisor: float) -> None:
         """Decode the payloads that all ranks sent for one row; write their sum, in rank order, divided.
 

@@ -455,6 +455,8 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
         commlib.shard(model, "int8", feedback=True)
     with raises_on_every_rank(ConfigError, "feedback", "set_reduce_scatter_unused_params(True)"):
         commlib.shard(model, gradients="int8", feedback=True)
+    with raises_on_every_rank(ConfigError, "difference", "optimizer="):
+        commlib.shard(model, "int4", difference=True)
     with raises_on_every_rank(ConfigError, "scaler", "GradScaler"):
         commlib.shard(model, gradients="int8", scaler=3)
     with raises_on_every_rank(ConfigError, "option weights", "Int8()", "Int4()"):
@@ -636,3 +638,75 @@ def _trapped(output: Tensor, trap: Callable[[], None]) -> Tensor:
 @pytest.mark.parametrize(("kind", "where"), [("die", "forward"), ("die", "backward"), ("stop", "backward")])
 def test_a_killed_or_stopped_rank_is_named_by_the_others(kind: str, where: str) -> None:
     check(into_trap, 3, kind, where, kind="PeerFailure" if kind == "die" else "PeerTimeout")
+
+
+def _rounded(model: nn.Module, reference: dict[str, Tensor] | None, codec: str) -> dict[str, Tensor]:
+    """Return the next reference: the weights themselves at first, then advanced by the decoded differences."""
+    num_ranks = dist.get_world_size()
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = full(parameter.detach())
+        if reference is not None and value.dim() > 1:
+            rows = zip(shards(value, num_ranks), shards(reference[name], num_ranks), strict=True)
+            flat = torch.cat([old + through(codec, new - old) for new, old in rows])[: value.numel()]
+            value = flat.view(value.shape)
+        found[name] = value.clone()
+    return found
+
+
+def _with_difference(seed: int, codec: str = "int4", **options: Any) -> tuple[Any, Any]:
+    model = fsdp(seeded(Net, seed), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return commlib.shard(model, codec, difference=True, optimizer=optimizer, compress=ALL), optimizer
+
+
+@on_ranks(2, 4)
+def test_differences_advance_a_reference_once_per_step() -> None:
+    """As its equations do; evaluations and backward return it without communication, edits begin in full precision."""
+    for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True}, {"reshard_after_forward": 2}):
+        if dist.get_world_size() == 2 and options["reshard_after_forward"] == 2:
+            continue
+        model, optimizer = _with_difference(7, **options)
+        reference: dict[str, Tensor] | None = None
+        for step in range(6):
+            if step == 4:  # an edit
+                with torch.no_grad():
+                    model.second.weight.mul_(2.0)
+            edited = _rounded(model, None, "int4") if step == 4 else {}
+            reference = _rounded(model, reference, "int4")
+            reference |= {name: value for name, value in edited.items() if name.startswith("second")}
+            whole = seeded(Net)
+            whole.load_state_dict(reference, strict=False)
+            expected = mean_gradients(whole, step)
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(batch(9, 0))
+            found = commlib.stats(model).shard
+            assert found is not None
+            sent = found.gathered_bytes
+            loss(model, step, dist.get_rank()).backward()
+            found = commlib.stats(model).shard
+            assert found is not None
+            assert found.gathered_bytes == sent
+            assert_near(gradients(model), expected, 1e-5, f"{options}, step {step}")
+            optimizer.step()
+
+
+@on_ranks(3)
+def test_a_reference_is_saved_and_resumes_bit_for_bit() -> None:
+    for evaluates in (False, True):
+        one = _with_difference(7)
+        _trained(*one, range(3))
+        if evaluates:  # the reference is then that of the saved weights
+            with torch.no_grad():
+                one[0](batch(9, 0))
+        with tempfile.TemporaryDirectory() as own, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            path: list[Any] = [own]
+            dist.broadcast_object_list(path, 0)
+            dcp.save({"app": commlib.Checkpoint(*one)}, checkpoint_id=path[0])
+            other = _with_difference(8)
+            dcp.load({"app": commlib.Checkpoint(*other)}, checkpoint_id=path[0])
+            dist.barrier()
+        results = [_trained(*run, range(3, 6)) for run in (one, other)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,134 @@
+"""Gathers of quantized differences to a reference of the weights that all ranks hold (SDP4Bit, Jia et al., 2024).
+
+[Note: the reference] All ranks compute with the reference. A gather after an optimizer step advances it by the decoded
+differences of the exact weights to it, so errors do not accumulate. Further gathers return it and communicate nothing.
+The first gather is in full precision, and so is one after weights were loaded or edited: differences would be large.
+
+Optimizer steps and edits are told apart by the version counters of the shards, read when a step begins and ends. All
+ranks step, load and edit in the same order, so they decide identically. Changes through `parameter.data` have no
+counter; they are part of the next difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from commlib.sharding.collectives import EncodedAllGather, TransportOf
+from commlib.sharding.fsdp import ParameterGroup
+from commlib.sharding.layout import Layout, Piece
+from commlib.sharding.local import local_of
+from commlib.sharding.stats import Counts
+
+
+class DifferenceAllGather(EncodedAllGather):
+    """Gathers a module's parameters as differences to a reference; see [Note: the reference].
+
+    Args:
+        group: The module.
+        transport_of: Returns the communicator of a process group.
+        pieces: Returns the pieces of a row.
+    """
+
+    def __init__(self, group: ParameterGroup, transport_of: TransportOf, pieces: Callable[[], list[Piece]]) -> None:
+        super().__init__(group, transport_of, pieces)
+        self._reference: torch.Tensor | None = None  # [number of shards, row_bytes] uint8
+        self._restored: torch.Tensor | None = None  # this rank's row of a loaded reference
+        self._gathered: list[int] = []  # versions of the shards in the last gather
+        self._stepped: list[int] | None = None  # versions after the steps since then; None after an edit
+
+    def begin_step(self) -> None:
+        """Note that an optimizer step begins."""
+        if self._versions() != (self._gathered if self._stepped is None else self._stepped):
+            self._gathered = []  # edited
+
+    def end_step(self) -> None:
+        """Note that an optimizer step has ended."""
+        self._stepped = self._versions()
+
+    @override
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        began_s = time.perf_counter()
+        transport = self.transport_of(group)
+        num_shards = self.group.process_group.size()
+        times = num_shards // transport.world_size
+        layout = self.layout(input_tensor, times)
+        rows = output_tensor.view(torch.uint8).view(transport.world_size, -1)
+        self.counts += Counts(1, plain_bytes=(num_shards - times) * layout.row_bytes)
+        versions = self._versions()
+        if self._restored is not None and times == 1:
+            self._restore(layout, input_tensor)
+        if self._reference is not None and (times > 1 or versions == self._gathered):
+            layout.arrange(self._reference, rows)
+            self.counts.waited_s += time.perf_counter() - began_s
+            return None
+        has_stepped, reference = self._has_stepped(versions), self._reference
+        self._gathered, self._stepped = versions, None
+        if not has_stepped or reference is None:
+            return self._begin(layout, input_tensor, rows)
+        payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
+        own = payloads[transport.rank]
+        layout.encode_difference(input_tensor.view(torch.uint8), reference[transport.rank], own)
+        self.counts.waited_s += time.perf_counter() - began_s
+
+        def finish() -> None:
+            layout.add_differences(payloads, reference)
+            layout.arrange(reference, rows)
+
+        return self.exchange(transport, payloads, own, finish)
+
+    def _begin(self, layout: Layout, row: torch.Tensor, rows: torch.Tensor) -> dist.Work | None:
+        """Gather the weights in full precision. They are the new reference."""
+        self._reference = reference = torch.empty_like(rows)
+        transport = self.transport_of(self.group.process_group)
+        own = reference[transport.rank].copy_(row.view(torch.uint8))
+        return self.exchange(transport, reference, own, lambda: layout.arrange(reference, rows))
+
+    def _has_stepped(self, versions: list[int]) -> bool:
+        """Return whether optimizer steps, and nothing else, have changed the weights since the last gather."""
+        return bool(self._gathered) and versions == self._stepped
+
+    def _versions(self) -> list[int]:
+        """Return version counters. Operations on a DTensor count its own, those on its local part the part's."""
+        parameters = [each.parameter for each in self.group.shards]
+        return [each._version for each in parameters] + [local_of(each)._version for each in parameters]
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's row of the reference, and whether the weights are those of the last gather.
+
+        Returns None if the next gather is in full precision.
+        """
+        versions = self._versions()
+        is_current = versions == self._gathered
+        if self._reference is None or not (is_current or self._has_stepped(versions)):
+            return None
+        own = self._reference[self.transport_of(self.group.process_group).rank]
+        return {"reference": own.cpu().clone(), "is_current": is_current}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load a row of the reference; None begins with a gather in full precision."""
+        self._reference, self._restored = None, None if state is None else state["reference"]
+        versions = self._versions()
+        self._gathered = versions if state is None or state["is_current"] else [-1]
+        self._stepped = versions
+
+    def _restore(self, layout: Layout, row: torch.Tensor) -> None:
+        """Gather the loaded reference."""
+        restored, self._restored = self._restored, None
+        assert restored is not None
+        if restored.numel() != row.nbytes:
+            return
+        num_shards = self.group.process_group.size()
+        rows = torch.empty(num_shards, row.nbytes, dtype=torch.uint8, device=row.device)
+        work = self._begin(layout, restored.to(row.device), torch.empty_like(rows))
+        if work is not None:
+            work.wait()
