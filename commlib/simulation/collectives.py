@@ -194,7 +194,7 @@ class Links:
         """Return the cost of a request of rank 0 on idle links."""
         nbytes = _bytes_of(request)
         peers = tuple((peer, t.nbytes) for peer, t in request.sends) if isinstance(request, Exchange) else ()
-        key = (request.verb, request.group, nbytes, peers)
+        key = (request.verb, request.group, request.size, nbytes, peers)
         if key not in self._costs:
             self._costs[key] = self._price(request, nbytes)
         return self._costs[key]
@@ -245,11 +245,14 @@ class Links:
 
     def _group(self, request: Request) -> Group:
         network, profile, name = self._network, self._profile, request.group
-        p, q = {
+        known = {
             "all": (network.nodes, network.gpus_per_node),
             "local": (1, network.gpus_per_node),
             "across": (network.nodes, 1),
-        }[name]
+        }
+        if name not in known:
+            raise ConfigError(f"a {request.verb} of the group {name!r}: expected one of {', '.join(map(repr, known))}")
+        p, q = known[name]
         w = network.bytes_per_s * profile.efficiency * profile.efficiency_of.get(request.verb, 1.0)
         w /= self._sharers if name == "across" else 1
         latency_s = network.latency_us * 1e-6

@@ -144,6 +144,15 @@ def meta_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
+def test_a_request_of_another_group_is_refused_also_if_its_bytes_were_priced_before():
+    links = Links(FOUR, RING, FREE)
+    links.cost(Communicator(0, 4).all_reduce(meta_bytes(4096)))
+    with pytest.raises(ConfigError, match="'all' has 2 ranks, expected 4"):
+        links.cost(Communicator(0, 2).all_reduce(meta_bytes(4096)))
+    with pytest.raises(ConfigError, match="'shard'.*'all', 'local', 'across'"):
+        links.cost(Communicator(0, 4, "shard").all_reduce(meta_bytes(4096)))
+
+
 def test_collectives_cost_what_their_algorithms_cost():
     mega = 1_000_000
     tensor, part = meta_bytes(8 * mega), meta_bytes(mega)
