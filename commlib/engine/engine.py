@@ -13,12 +13,12 @@ import torch
 
 from commlib.algorithms.base import Algorithm
 from commlib.engine import optimizer_state
-from commlib.engine.channels.base import OpenChannel, Settings
-from commlib.engine.channels.gradients import GradientChannel
-from commlib.engine.channels.opening import open_beside
+from commlib.engine.channel import OpenChannel, Settings
+from commlib.engine.gradients.channel import GradientChannel
 from commlib.engine.line import Line
 from commlib.engine.loads import Loads
 from commlib.engine.modes import in_plain_mode
+from commlib.engine.opening import open_beside
 from commlib.engine.optimizers import Steps, all_of, names_of
 from commlib.engine.pace import Pace
 from commlib.engine.planning.plan import Parameter

@@ -208,7 +208,7 @@ class Steps:
             self.scaler = None
 
 
-@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
+@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/gradients/backward.py
 def _before(steps: Callable[[], Steps | None], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (alive := steps()) is not None:
         alive._before(args, kwargs)

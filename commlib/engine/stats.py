@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
-from commlib.engine.channels.gradients import GradientChannel
 from commlib.engine.engine import Engine
+from commlib.engine.gradients.channel import GradientChannel
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.sharding.stats import ShardStats
 

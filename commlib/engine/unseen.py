@@ -120,7 +120,7 @@ _observers: WeakMembers[Observer] = WeakMembers(locks.lock("observers", is_of_pr
 _hooks: list[RemovableHandle] = []
 
 
-@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
+@torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/gradients/backward.py
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for observer in _observers.alive():
         observer.before_any_step(optimizer)

@@ -15,10 +15,10 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients, Weights
 from commlib.algorithms.context import BucketView, Context
 from commlib.engine.buckets.bucket import Bucket
-from commlib.engine.channels.base import OpenChannel, Settings
-from commlib.engine.channels.gradient_round import GradientRound
-from commlib.engine.channels.opening import open_beside
+from commlib.engine.channel import OpenChannel, Settings
+from commlib.engine.gradients.round import GradientRound
 from commlib.engine.line import Line
+from commlib.engine.opening import open_beside
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES

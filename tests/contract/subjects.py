@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import commlib
 from commlib.algorithms import Algorithm, Channel, Gradients
-from commlib.engine.channels.weights import WeightChannel
+from commlib.engine.weights.channel import WeightChannel
 from commlib.replica import replica_of
 from commlib.sharding.local import local_of
 from tests.thin import fast

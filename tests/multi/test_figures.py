@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import commlib
 from commlib import algorithms, tuner
 from commlib.algorithms import Algorithm, AllReduce, Auto
-from commlib.engine.channels import gradients
+from commlib.engine.gradients import channel as gradients
 from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox

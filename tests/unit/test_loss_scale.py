@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commlib.engine.loss_scale import NUM_LEVELS, LossScale
+from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.errors import ConfigError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import commlib
-from commlib.engine.channels.bucket_set import BucketSet
-from commlib.engine.channels.streamed import StreamedBackward
+from commlib.engine.gradients.buckets import BucketSet
+from commlib.engine.gradients.streamed import StreamedBackward
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.readiness import Clock

@@ -318,6 +318,11 @@ def layout_key(param: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return (param.dtype.to_real() if param.dtype.is_complex else param.dtype), param.device
 
 
+def have_moved(buckets: Sequence[Bucket]) -> bool:
+    """Return whether parameters have another dtype or device than their buckets."""
+    return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
+
+
 def _offsets(params: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """Return the index of each parameter's first element in the flat buffer, and the buffer's length.
 

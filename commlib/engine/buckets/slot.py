@@ -118,7 +118,7 @@ class Slot:
                 "communicated. Make the step after backward"
             )
 
-    @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/channels/backward.py
+    @torch._disable_dynamo  # see [Note: hooks and dynamo] in engine/gradients/backward.py
     def __call__(self, _: torch.Tensor) -> None:
         """Run as the hook, with the gradient in `param.grad`."""
         listener = self.listener()

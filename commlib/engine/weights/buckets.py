@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from commlib.algorithms.channels import OptimizerState, Weights
-from commlib.engine.buckets.bucket import Bucket, tensors_of
-from commlib.engine.channels.bucket_set import have_moved
-from commlib.engine.channels.frozen import Frozen
+from commlib.engine.buckets.bucket import Bucket, have_moved, tensors_of
+from commlib.engine.frozen import Frozen
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds import marks

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import SelfRunning, Weights
-from commlib.engine.channels.base import OpenChannel, Settings
-from commlib.engine.channels.self_running import SelfRunningChannel
-from commlib.engine.channels.weights import WeightChannel
+from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.weights.channel import WeightChannel
+from commlib.engine.weights.self_running import SelfRunningChannel
 from commlib.transport.base import Transport
 
 

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from commlib import locks
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import Segment, Slot
-from commlib.engine.channels.gradient_round import GradientRound
+from commlib.engine.gradients.round import GradientRound
 from commlib.engine.line import Line
 from commlib.engine.planning.readiness import Readiness
 from commlib.engine.rounds import marks

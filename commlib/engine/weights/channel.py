@@ -13,15 +13,15 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
 from commlib.algorithms.context import Context
 from commlib.engine.buckets.bucket import Bucket
-from commlib.engine.channels.base import OpenChannel, Settings
-from commlib.engine.channels.votes import Votes
-from commlib.engine.channels.weight_buckets import WeightBuckets
+from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.schedule import Progress, Schedule
 from commlib.engine.rounds.task import Round, Task
+from commlib.engine.weights.buckets import WeightBuckets
+from commlib.engine.weights.votes import Votes
 from commlib.errors import CommlibError
 from commlib.primitives.replicate import mean_all
 

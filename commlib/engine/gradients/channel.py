@@ -18,14 +18,14 @@ from commlib.algorithms.channels import Gradients
 from commlib.algorithms.context import Context
 from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
-from commlib.engine.channels.backward import Backward, Phase
-from commlib.engine.channels.base import OpenChannel, Settings
-from commlib.engine.channels.bucket_set import BucketSet
-from commlib.engine.channels.gradient_round import GradientRound
-from commlib.engine.channels.idle import Idle
-from commlib.engine.channels.streamed import StreamedBackward
+from commlib.engine.channel import OpenChannel, Settings
+from commlib.engine.gradients.backward import Backward, Phase
+from commlib.engine.gradients.buckets import BucketSet
+from commlib.engine.gradients.idle import Idle
+from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
+from commlib.engine.gradients.round import GradientRound
+from commlib.engine.gradients.streamed import StreamedBackward
 from commlib.engine.line import Line
-from commlib.engine.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan

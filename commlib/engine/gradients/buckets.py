@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commlib.engine.buckets.bucket import Bucket, SparseBucket, layout_key
+from commlib.engine.buckets.bucket import Bucket, SparseBucket, have_moved
 from commlib.engine.buckets.memory import Memory
 from commlib.engine.buckets.slot import Listener, Slot
 from commlib.engine.planning import plan as plans
@@ -90,11 +90,6 @@ class BucketSet:
         """Remove every hook. Idempotent."""
         for slot in self.slots:
             slot.unhook()
-
-
-def have_moved(buckets: Sequence[Bucket]) -> bool:
-    """Return whether parameters have another dtype or device than their buckets."""
-    return any(layout_key(b.slots[0].param) != (b.flat.dtype, b.flat.device) for b in buckets)
 
 
 def _parked(slot: Slot) -> torch.Tensor:

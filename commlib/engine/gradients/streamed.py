@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlib.engine.buckets.slot import Segment, Slot
-from commlib.engine.channels.backward import Backward, Host
+from commlib.engine.gradients.backward import Backward, Host
 
 
 class StreamedBackward(Backward):

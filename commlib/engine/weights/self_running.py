@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, Attachment, Runner
-from commlib.engine.channels.base import OpenChannel, Settings
+from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.schedule import Progress

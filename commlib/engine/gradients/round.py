@@ -10,8 +10,8 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import TAKEN
+from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.line import Line
-from commlib.engine.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.task import Round, Task
 from commlib.primitives.centralized import centralized_full_precision, sparse_sum

@@ -1,1 +1,0 @@
-"""Communication channels of a model, one for each kind of communicated data."""

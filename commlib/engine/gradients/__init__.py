@@ -1,0 +1,1 @@
+"""The channel of gradients: hooks, buckets and rounds of a backward."""
