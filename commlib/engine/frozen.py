@@ -1,43 +1,47 @@
-"""Tracks parameters that rounds over weights leave out because they are permanently frozen.
+"""Decides which parameters are permanently frozen, so that a channel leaves them out of its plan.
 
-[Note: frozen layers] Results are not written to a frozen parameter. From the next round on, it is in no bucket, so
-outer momentum does not change it. A parameter that two losses freeze in turns is frozen at the end of every other step,
-possibly of every step with a round, but must still be averaged. Once a parameter has been unfrozen, it therefore counts
-as frozen again only after a whole period. If ranks froze a parameter between two rounds, its values may differ between
-them. An unfrozen parameter is therefore first replaced by its mean over the ranks.
+[Note: frozen parameters] A parameter that is frozen is permanently frozen from then on, and leaves the plan of every
+channel before its next round. Rounds over weights would otherwise change it, by outer momentum or by a codec's error,
+and rounds over gradients would send zeros for it.
+
+A parameter that two alternating losses freeze in turns must stay: it may be frozen at the end of every step that has a
+round, and must still be averaged. Its history shows it, so a parameter that was frozen and is unfrozen *takes turns*.
+It is permanently frozen again only after `patience` steps in a row. For weights this is a period, because no round may
+change a layer that is frozen for good. For gradients there is no such number: zeros change nothing, while each change
+of the plan is collective and restarts the search for bucket sizes. So a parameter changes that plan twice at most.
+
+If ranks froze a parameter between two rounds over weights, its values may differ between them. An unfrozen parameter is
+therefore first replaced by its mean over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Collection
 
 
-class Frozen:
-    """Tracks which parameters are permanently frozen; see [Note: frozen layers].
+class FrozenParameters:
+    """Tracks which parameters are permanently frozen; see [Note: frozen parameters]. All ranks freeze the same ones.
 
     Args:
-        parameters: The parameters.
-        period: Steps after which a parameter that was unfrozen before counts as frozen.
+        patience: Number of steps (rounds of gradients) in a row after which a parameter that takes turns counts as
+            permanently frozen; None if it never does.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], period: int) -> None:
-        self._parameters = parameters
-        self._period = period
-        self._steps: dict[int, int] = {}  # by id(): consecutive steps at whose end it was frozen
-        self._takes_turns: set[int] = set()
+    def __init__(self, patience: int | None) -> None:
+        self._patience = patience
+        self._num_steps: dict[str, int] = {}  # by name: consecutive steps at whose end it was frozen
+        self._takes_turns: set[str] = set()
 
-    def end_step(self) -> None:
-        """Record which parameters are frozen at the end of a step."""
-        now = [id(parameter) for parameter in self._parameters if not parameter.requires_grad]
-        if not now and not self._steps:
-            return
-        self._takes_turns.update(self._steps.keys() - now)
-        self._steps = {key: self._steps.get(key, 0) + 1 for key in now}
+    def note(self, frozen: Collection[str]) -> None:
+        """Record the names of the parameters that are frozen at the end of a step."""
+        if frozen or self._num_steps:
+            self._takes_turns.update(self._num_steps.keys() - frozen)
+            self._num_steps = {name: self._num_steps.get(name, 0) + 1 for name in frozen}
 
-    def resting(self) -> frozenset[int]:
-        """Return the `id` of each permanently frozen parameter."""
-        return frozenset(
-            key for key, count in self._steps.items() if key not in self._takes_turns or count > self._period
-        )
+    @property
+    def permanent(self) -> frozenset[str]:
+        """The names of the permanently frozen parameters."""
+        return frozenset(name for name in self._num_steps if name not in self._takes_turns or self._waited(name))
+
+    def _waited(self, name: str) -> bool:
+        return self._patience is not None and self._num_steps[name] > self._patience

@@ -19,9 +19,9 @@ from commlib.algorithms.context import Context
 from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channel import OpenChannel, Settings
+from commlib.engine.frozen import FrozenParameters
 from commlib.engine.gradients.backward import Backward, Phase
 from commlib.engine.gradients.buckets import BucketSet
-from commlib.engine.gradients.idle import Idle
 from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.gradients.round import GradientRound
 from commlib.engine.gradients.streamed import StreamedBackward
@@ -91,7 +91,6 @@ class GradientChannel(OpenChannel):
     Attributes:
         backward: State of the current backward.
         search: Searches for the bucket plan.
-        idle_parameters: Tracks parameters that have been frozen for several rounds.
         buffers: The buffers that each round broadcasts.
         last: Statistics of the last round.
         is_idle: Whether the channel is idle; see above.
@@ -112,7 +111,7 @@ class GradientChannel(OpenChannel):
         is_cuda = device.type == "cuda"
         self.backward = StreamedBackward(self, lambda: torch.cuda.current_stream(device)) if is_cuda else Backward(self)
         self.search = PlanSearch(line.transport, device, settings.cap_bytes)
-        self.idle_parameters = Idle()
+        self._frozen = FrozenParameters(patience=None)
         self.buffers = Buffers()
         self.last = LastRound()
         self.num_rounds = 0
@@ -212,6 +211,11 @@ class GradientChannel(OpenChannel):
     def has_moved(self) -> bool:
         return self._set.has_moved()
 
+    def frozen(self) -> list[str]:
+        """Return the names of parameters that are to leave the plan: permanently frozen, and still frozen now."""
+        names = self._frozen.permanent
+        return [p.name for p in self._parameters if p.name in names and not p.param.requires_grad] if names else []
+
     def _measure_cost(self) -> BucketTimes:
         with torch.no_grad():
             max_bytes = sum(bucket.nbytes for bucket in self.dense) // 8
@@ -284,10 +288,10 @@ class GradientChannel(OpenChannel):
         exposed_s = time.perf_counter() - start_s
         self.waited_s += exposed_s
         if publishes:
-            names = frozenset(self._parameters[idx].name for idx in round_.publish())
-            self.idle_parameters.note(names)
+            round_.publish()
         else:
             round_.drop()
+        self._frozen.note(round_.frozen)
         tasks = round_.tasks
         self.last = LastRound(
             tuple(task.sent_bytes for task in tasks),

@@ -145,8 +145,14 @@ class GradientRound:
         """Discard the round, before anything was given to the driver."""
         self._driver.discard(self._round)
 
-    def publish(self) -> frozenset[int]:
-        """Publish the results as the parameters' gradients; return the indices of parameters that are frozen now.
+    @property
+    def frozen(self) -> list[str]:
+        """The names of parameters that are frozen now, so that they had no gradient in this round."""
+        slots = (slot for bucket in self._dense if not bucket.is_plain for slot in bucket.slots)
+        return [slot.name for slot in slots if not slot.whole.requires_grad]
+
+    def publish(self) -> None:
+        """Publish the results as the parameters' gradients.
 
         Raises:
             ConfigError: The loss scale differs between ranks.
@@ -155,7 +161,6 @@ class GradientRound:
             self._loss_scale.take(self._last.flags[-NUM_LEVELS:])
         divisor = self._algorithm.divisor(self._comm)
         is_used: list[bool] | None = None
-        frozen: set[int] = set()
         start = 0
         for bucket in self._buckets:
             if isinstance(bucket, SparseBucket):
@@ -164,9 +169,7 @@ class GradientRound:
             if not bucket.is_plain:  # read the flags only if needed: on CUDA this synchronises
                 is_used = is_used or [value > 0 for value in self._dense[-1].flags.tolist()]
                 bucket.finish(is_used[start : start + len(bucket.slots)])
-                frozen.update(slot.idx for slot in bucket.slots if not slot.param.requires_grad)
             start += len(bucket.slots)
-        return frozenset(frozen)
 
     def drop(self) -> None:
         """Discard the results; the parameters' gradients do not change."""

@@ -10,7 +10,6 @@ import torch
 
 from commlib.algorithms.channels import OptimizerState, Weights
 from commlib.engine.buckets.bucket import Bucket, have_moved, tensors_of
-from commlib.engine.frozen import Frozen
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds import marks
@@ -35,7 +34,7 @@ class WeightBuckets:
         cap_bytes: Maximum size of a bucket in bytes.
 
     Attributes:
-        buckets: Buckets of all parameters except resting ones; see [Note: frozen layers] in `frozen.py`.
+        buckets: Buckets of all parameters except permanently frozen ones.
         holds_weights: Whether the buckets hold weights.
     """
 
@@ -45,8 +44,7 @@ class WeightBuckets:
         self._key = declared.key if isinstance(declared, OptimizerState) else None
         self._optimizer = optimizer
         self._cap_bytes = cap_bytes
-        self._frozen = Frozen([p.param for p in parameters], declared.period)
-        self._resting: frozenset[int] = frozenset()
+        self._left_out: frozenset[str] = frozenset()
         self._build()
 
     @property
@@ -55,8 +53,8 @@ class WeightBuckets:
         return self._key is None
 
     def _build(self) -> None:
-        """Build the buckets of all parameters except resting ones."""
-        moving = [p for p in self._parameters if id(p.param) not in self._resting]
+        """Build the buckets of all parameters except those left out."""
+        moving = [p for p in self._parameters if p.name not in self._left_out]
         num_bytes = sum(p.part.nbytes for p in moving)
         cap_bytes = min(self._cap_bytes, -(-num_bytes // self._declared.fragments) or 1)
         built = plans.build(plans.initial(moving, cap_bytes), moving, plans.make_slots(moving))
@@ -69,25 +67,18 @@ class WeightBuckets:
         """Return whether parameters were cast or moved to another device since the buckets were made."""
         return have_moved(self.buckets)
 
-    # --- frozen parameters ------------------------------------------------------------------------------------------
-
-    def end_step(self) -> None:
-        """Record which parameters are frozen at the end of a step."""
-        self._frozen.end_step()
-
-    def follow_freezing(self) -> list[torch.Tensor] | None:
-        """Rebuild the buckets if other parameters are permanently frozen now.
+    def leave_out(self, names: frozenset[str]) -> list[torch.Tensor] | None:
+        """Rebuild the buckets without these parameters.
 
         All ranks must rebuild in the same round. Buckets do not change if ranks may be a round apart.
 
         Returns:
-            The weights of unfrozen parameters, which may differ between ranks; None if the buckets did not change.
+            The weights of parameters that were left out before; None if the buckets did not change.
         """
-        resting = self._frozen.resting()
-        if resting == self._resting or not self._declared.keeps_step or len(resting) == len(self._parameters):
+        if names == self._left_out or not self._declared.keeps_step or len(names) == len(self._parameters):
             return None
-        back = [p.part.data for p in self._parameters if id(p.param) in self._resting - resting]
-        self._resting = resting
+        back = [p.part.data for p in self._parameters if p.name in self._left_out - names]
+        self._left_out = names
         self._build()
         return back
 
@@ -107,16 +98,20 @@ class WeightBuckets:
                 self._copies[bucket.index].copy_(bucket.flat)
         return self._carried
 
-    def take_results(self, num_rounds: int) -> None:
-        """Write the results of the round to the tensors. `num_rounds`: number of rounds, including this one."""
-        resting = self._frozen.resting()
+    def take_results(self, num_rounds: int, frozen: frozenset[str]) -> None:
+        """Write the results of the round to the tensors.
+
+        Args:
+            num_rounds: Number of rounds, including this one.
+            frozen: Names of parameters that must not change.
+        """
         for bucket in self._carried:
             tensors = self._tensors(bucket)
             self._measure(bucket, tensors, num_rounds)
             if self._declared.mixing is None and self._copies:
                 bucket.flat.sub_(self._copies[bucket.index])
             pairs = zip(bucket.slots, tensors, strict=True)
-            moving = [(tensor, slot.view) for slot, tensor in pairs if id(slot.whole) not in resting]
+            moving = [(tensor, slot.view) for slot, tensor in pairs if slot.name not in frozen]
             if moving:
                 self._apply(*zip(*moving, strict=True))
 
@@ -140,8 +135,7 @@ class WeightBuckets:
             bucket.flat.div_(comm.world_size)
             self._moved[bucket.index] = _distance_squared(weights, bucket)
             bucket.store(weights)
-        resting = [p.part.data for p in self._parameters if id(p.param) in self._resting]
-        yield from mean_all(resting, comm)
+        yield from mean_all([p.part.data for p in self._parameters if p.name in self._left_out], comm)
 
     # --- consensus distance -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from commlib.algorithms.channels import Weights
 from commlib.algorithms.context import Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channel import OpenChannel, Settings
+from commlib.engine.frozen import FrozenParameters
 from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
@@ -57,6 +58,7 @@ class WeightChannel(OpenChannel):
         self._schedule = Schedule(declared, progress)
         self._settings = settings
         self._parameters: Sequence[Parameter] = ()
+        self._frozen = FrozenParameters(declared.period)
         self._round: Round | None = None
         line.transport.in_order = not declared.asynchronous
         needs_votes = declared.asynchronous and not line.transport.stands_for_all
@@ -149,7 +151,7 @@ class WeightChannel(OpenChannel):
             raise
 
     def _end_step(self) -> None:
-        self._set.end_step()
+        self._frozen.note([p.name for p in self._parameters if not p.param.requires_grad])
         has_arrived = self._round is not None and self.line.driver.has_arrived(self._round)
         is_over = self._votes is not None and self._is_over(self._votes, has_arrived)
         due = self._schedule.end_step(has_arrived and not is_over)
@@ -298,10 +300,11 @@ class WeightChannel(OpenChannel):
         is_dropped, self._drops_result = self._drops_result, False
         is_mixed = self._votes is not None and self._votes.are_mixed  # [Note: loaded weights] in `votes.py`
         if not (is_dropped or is_mixed):
-            self._set.take_results(self.num_rounds)
+            self._set.take_results(self.num_rounds, self._frozen.permanent)
 
     def _follow_freezing(self) -> None:
-        back = self._set.follow_freezing()
+        """Leave out permanently frozen parameters; see [Note: frozen parameters]."""
+        back = self._set.leave_out(self._frozen.permanent)
         if back is None:
             return
         self._set_up()
