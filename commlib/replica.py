@@ -139,7 +139,7 @@ class Replica:
         engine.settle_weights()
         engine.look_for_uncounted_changes()
         self.structure.check(self.bare, engine.parameters)
-        if self.structure.was_unfrozen() or gradients.frozen() or engine.has_moved():
+        if self.structure.was_unfrozen() or gradients.reducer.frozen() or engine.has_moved():
             self._adopt_parameters()
         gradients.install_pending()
 
@@ -169,7 +169,7 @@ class Replica:
         """Adopt parameters that were unfrozen, moved, cast or frozen for good. Checks that ranks agree, and replans."""
         engine = self.engine
         self._reshard()
-        known = {parameter.name for parameter in engine.parameters} - set(engine.gradients.frozen())
+        known = {parameter.name for parameter in engine.parameters} - set(engine.gradients.reducer.frozen())
         parameters = verify.parameters_of(self.bare, self.ignored, known)
         error = None
         try:

@@ -134,9 +134,9 @@ class Tuner:
             return
         if self.choice is not None and not self._engine.algorithm.channel.keeps_step:
             return  # ranks run asynchronously, without a step at which they could synchronise
-        self._watch.step_begins(self._engine.gradients.last.waited)
+        self._watch.step_begins(self._engine.gradients.reducer.last.waited)
         if self.choice is None:
-            if self._engine.gradients.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
+            if self._engine.gradients.search.plan.ready_s and self._watch.num_steps >= MIN_PROFILED:
                 self.times = self._agree_on_times()
                 self._choose()
         elif self._is_settled():
@@ -169,7 +169,7 @@ class Tuner:
 
     def _agree_on_times(self) -> Times:
         """Return the times of the slowest rank. Collective."""
-        ready_s = self._engine.gradients.plan.ready_s
+        ready_s = self._engine.gradients.search.plan.ready_s
         backward_s = max(ready_s)
         own = (*self._watch.forward_and_rest_s(backward_s), backward_s, ready_s)
         slowest = max(self._engine.transport.gather_objects(own), key=lambda each: sum(each[:3]))

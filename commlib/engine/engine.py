@@ -78,12 +78,14 @@ class Engine(Observer):
         driver, self._release = acquire(self.device)
         self._finalizer = Finalizer(self, self._release, f"the driver of a model on {self.device}")
         self.line = Line(transport, driver)
-        self.gradients = GradientChannel(self.line, self.device, self._settings)
-        self.channels: list[OpenChannel] = [self.gradients]
         self._use(algorithm, parameters)
+        self.gradients = GradientChannel(
+            self.line, self.device, self._settings, algorithm, self.progress, self.parameters
+        )
+        self.channels: list[OpenChannel] = [self.gradients]
         self._follow_steps()
         own = weakref.ref(self)
-        self.gradients.watch_steps = lambda watches: (engine := own()) and engine._observe(watches)
+        self.gradients.backward.watch_steps = lambda watches: (engine := own()) and engine._observe(watches)
         self._observe()
 
     def _observe(self, in_backward: bool = False) -> None:
@@ -135,7 +137,6 @@ class Engine(Observer):
         own = weakref.ref(self)
         self.progress.when_counted = lambda: (engine := own()) and engine._step_counted()
         self._take(parameters)
-        self.gradients.use(algorithm, self.progress, self.parameters)
 
     def _take(self, parameters: Sequence[Parameter]) -> None:
         group = self.algorithm.group
@@ -162,6 +163,7 @@ class Engine(Observer):
         with self.line.wholly():
             self._close_beside()
             self._use(algorithm, self.parameters)
+            self.gradients.use(algorithm, self.progress, self.parameters)
             self.open(connect)
 
     def set_optimizer(self, optimizer: Any) -> None:

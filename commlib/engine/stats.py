@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.engine import Engine
-from commlib.engine.gradients.channel import GradientChannel
+from commlib.engine.gradients.reducer import LastRound
+from commlib.engine.planning.plan import Plan
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.sharding.stats import ShardStats
 
@@ -143,7 +144,7 @@ class Stats:
 def collect(engine: Engine) -> Stats:
     """Return the statistics of the engine's communication so far."""
     gradients, channels = engine.gradients, engine.channels
-    last, means = gradients.last, engine.pace.means()
+    plan, last, means = gradients.search.plan, gradients.reducer.last, engine.pace.means()
     declared, world_size = engine.algorithm.channel, engine.comm.world_size
     is_in_every_step = engine.progress.is_warming_up or (declared.cycle == 1 and isinstance(declared, Gradients))
     sent = sum(last.sent_bytes) if is_in_every_step else means.bytes
@@ -153,7 +154,9 @@ def collect(engine: Engine) -> Stats:
     return Stats(
         algorithm=engine.algorithm.name,
         world_size=world_size,
-        plan="fixed" if gradients.is_idle else gradients.plan.kind,  # buckets of rounds over weights have a fixed size
+        plan="fixed"
+        if gradients.is_idle
+        else gradients.search.plan.kind,  # buckets of rounds over weights have a fixed size
         num_buckets=len(gradients.buckets),
         rounds=sum(each.num_rounds for each in channels),
         wire_bytes=round(sum(each.bytes_sent for each in channels)),
@@ -164,8 +167,8 @@ def collect(engine: Engine) -> Stats:
         waited_share=means.waited_s / means.seconds if means.seconds else 0.0,
         consensus_distance=next((each for each in distances if each is not None), None),
         exposed_s=last.exposed_s,
-        cost=gradients.plan.cost,
-        buckets=tuple(_of_bucket(gradients, bucket) for bucket in gradients.buckets),
+        cost=plan.cost,
+        buckets=tuple(_of_bucket(plan, last, bucket) for bucket in gradients.buckets),
     )
 
 
@@ -208,8 +211,8 @@ def _dense_bytes(engine: Engine) -> int:
     return sum(parameter.part.nbytes for parameter in engine.parameters)
 
 
-def _of_bucket(gradients: GradientChannel, bucket: Bucket | SparseBucket) -> BucketStats:
-    ready_s, last = gradients.plan.ready_s, gradients.last
+def _of_bucket(plan: Plan, last: LastRound, bucket: Bucket | SparseBucket) -> BucketStats:
+    ready_s = plan.ready_s
     has_last = bucket.index < len(last.sent_bytes)
     return BucketStats(
         index=bucket.index,
@@ -218,7 +221,7 @@ def _of_bucket(gradients: GradientChannel, bucket: Bucket | SparseBucket) -> Buc
         nbytes=bucket.nbytes,
         dtype=str(bucket.slots[0].param.dtype).removeprefix("torch."),
         parameters=tuple(slot.name for slot in bucket.slots),
-        ready_s=max(ready_s[idx] for idx in gradients.plan.buckets[bucket.index]) if ready_s else None,
+        ready_s=max(ready_s[idx] for idx in plan.buckets[bucket.index]) if ready_s else None,
         wire_bytes=round(last.sent_bytes[bucket.index]) if has_last else 0,
         seconds=last.seconds[bucket.index] if has_last else 0.0,
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import commlib
 from commlib import algorithms, tuner
 from commlib.algorithms import Algorithm, AllReduce, Auto
-from commlib.engine.gradients import channel as gradients
+from commlib.engine.gradients import reducer
 from commlib.engine.stats import Stats
 from commlib.replica import replica_of
 from commlib.transport import base, mailbox
@@ -145,7 +145,7 @@ def test_bytes_of_a_step_are_those_of_its_round_over_gradients(name: str) -> Non
     loss = mlp_loss(model, 3)
     before = commlib.stats(model)
     clock = mock.Mock(perf_counter=mock.Mock(side_effect=itertools.count(100.0, 7.0)))
-    with counting() as counter, mock.patch.object(gradients, "time", clock):
+    with counting() as counter, mock.patch.object(reducer, "time", clock):
         loss.backward()
         nbytes = counter.nbytes
     stats = commlib.stats(model)
@@ -344,7 +344,7 @@ def test_a_single_candidate_is_taken_at_once(auto: Auto, name: str) -> None:
             mock.patch.object(tuner, "probe") as probe,
             mock.patch.object(tuner, "simulate") as simulate,
             mock.patch.object(tuner, "work_factor") as work,
-            mock.patch.object(gradients, "measure_cost") as cost,
+            mock.patch.object(reducer, "measure_cost") as cost,
         ):
             commlib.wrap(model, auto, optimizer=optimizer, bucket_cap_mb=1.0)
             chosen = commlib.stats(model).algorithm

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import commlib
+from commlib.engine.gradients.backward import StreamedBackward
 from commlib.engine.gradients.buckets import BucketSet
-from commlib.engine.gradients.streamed import StreamedBackward
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.readiness import Clock
@@ -141,7 +141,7 @@ def test_a_bucket_waits_for_the_streams_of_all_its_gradients() -> None:
     engine = replica_of(model).engine
     streams = [Stream("a"), Stream("b")]
     turn = iter([streams[0], streams[1], streams[1]] * 2)  # two gradients, then the gathering
-    engine.gradients.backward = StreamedBackward(engine.gradients, lambda: next(turn))
+    engine.gradients.backward = StreamedBackward(engine.gradients.reducer, lambda: next(turn))
     engine.adopt(engine.parameters)
     for _ in range(2):
         model.zero_grad()

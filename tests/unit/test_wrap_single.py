@@ -367,7 +367,7 @@ def test_buffers_are_copied_by_the_thread_that_waits(monkeypatch: pytest.MonkeyP
         yield comm.broadcast(torch.ones(4), source)
         threads.append((threading.current_thread(), len(tensors), source))
 
-    monkeypatch.setattr("commlib.engine.gradients.channel.broadcast_all", copying)
+    monkeypatch.setattr("commlib.engine.gradients.reducer.broadcast_all", copying)
     step(model)
     assert threads == [(threading.current_thread(), 3, 0)] * 2
     commlib.unwrap(model)

@@ -27,17 +27,15 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from commlib import locks
-from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import Segment, Slot
+from commlib.engine.gradients.reducer import Reducer
 from commlib.engine.gradients.round import GradientRound
-from commlib.engine.line import Line
-from commlib.engine.planning.readiness import Readiness
 from commlib.engine.rounds import marks
 from commlib.errors import CommlibError, ConfigError
 from commlib.weak import WeakMembers
@@ -62,74 +60,22 @@ class Phase(Enum):
 _NONE, _LOCAL, _OVERLAPPED, _RECORDED, _FLUSHED = Phase
 
 
-class Host(Protocol):
-    """The channel that owns a `Backward`.
-
-    Attributes:
-        line: Carries the channel's communication.
-        buckets: Buckets of the current plan.
-        readiness: Records when gradients become ready.
-        watch_steps: Called with True when a backward begins that runs user hooks, and with False at its end.
-    """
-
-    line: Line
-    watch_steps: Callable[[bool], object]
-
-    @property
-    def buckets(self) -> Sequence[Bucket | SparseBucket]:
-        """See above."""
-        ...
-
-    @property
-    def readiness(self) -> Readiness:
-        """See above."""
-        ...
-
-    def backward_begins(self) -> float:
-        """Install a pending plan before a backward and return the predivisor; raise if the backward is not allowed."""
-        ...
-
-    def sync_begins(self) -> Phase:
-        """Begin a backward that requires synchronisation; return its phase."""
-        ...
-
-    def open_round(self) -> GradientRound:
-        """Open the round of this backward."""
-        ...
-
-    def backward_ends(self) -> None:
-        """Record that the computation of a synchronised backward has ended."""
-        ...
-
-    def finish(self, round_: GradientRound) -> None:
-        """Wait for the round, and publish its results as the gradients."""
-        ...
-
-    def follow_round(self, in_background: bool) -> None:
-        """Agree with the other ranks on the next plan, if due."""
-        ...
-
-    def join(self) -> None:
-        """Wait for the exchange that `follow_round` runs in the background; raise its error."""
-        ...
-
-
 class _End:
     """The callback at the end of a backward. It is destroyed with the backward, also when an exception ends it.
 
     It runs after callbacks that were queued during the backward: FSDP2 produces the last gradients in such a callback.
     """
 
-    __slots__ = ("__weakref__", "_backward", "_has_waited", "_host")
+    __slots__ = ("__weakref__", "_backward", "_has_waited")
 
-    def __init__(self, backward: Backward, host: Host) -> None:
-        self._backward, self._host = backward, host
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
         self._has_waited = False
 
     @torch._disable_dynamo  # see [Note: hooks and dynamo]
     def __call__(self) -> None:
         if self._has_waited:
-            self._backward.end(self._host)
+            self._backward.end()
         else:
             self._has_waited = True
             torch.autograd.Variable._execution_engine.queue_callback(self)
@@ -139,9 +85,10 @@ class Backward:
     """State of one model's backward, updated by hooks.
 
     Args:
-        host: The channel that owns this object.
+        reducer: Averages the gradients.
 
     Attributes:
+        watch_steps: Called with True when a backward begins that runs user hooks, and with False at its end.
         require_sync: Whether forwards that run now require a synchronised backward.
         is_deferred: Whether forwards that run now do not announce a synchronised backward, as for micro-batches.
         refuses_unannounced: Whether to raise if a backward would stay local because no forward announced it.
@@ -150,8 +97,9 @@ class Backward:
         has_counts: Whether it is known how often each hook fires per backward.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._reference: Callable[[], Host | None] = weakref.ref(host)
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self.watch_steps: Callable[[bool], object] = lambda _: None
         self.require_sync = True
         self.refuses_unannounced = self.is_deferred = False
         self.phase = _NONE
@@ -168,10 +116,8 @@ class Backward:
         self._on_leaves: dict[int, RemovableHandle] = {}  # by the `id` of the leaf
 
     @property
-    def _host(self) -> Host:
-        host = self._reference()
-        assert host is not None
-        return host
+    def _rank(self) -> int:
+        return self._reducer.line.comm.rank
 
     @property
     def is_under_way(self) -> bool:
@@ -203,7 +149,7 @@ class Backward:
 
     def announce(self, outputs: Sequence[torch.Tensor]) -> None:
         """Hook the outputs of a forward; the first gradient of any of them announces its backward."""
-        host, sync = self._host, self.require_sync and not self.is_deferred
+        sync = self.require_sync and not self.is_deferred
         self._has_hidden_outputs = not outputs
         self._forward_ran = True
         self._expects_sync |= sync
@@ -211,13 +157,13 @@ class Backward:
             if tensor.is_leaf:
                 self._announce_leaf(tensor, sync)
             else:
-                tensor.register_hook(functools.partial(self._on_output, sync, host))
+                tensor.register_hook(functools.partial(self._on_output, sync))
 
     def _announce_leaf(self, leaf: torch.Tensor, sync: bool) -> None:
         """Hook an output that outlives the forward: a parameter or an input, returned unchanged.
 
-        The leaf has one hook, which attributes its gradient to the last forward (as in DDP). The hook does not keep the
-        channel alive.
+        The leaf has one hook, which attributes its gradient to the last forward (as in DDP). The hook does not keep
+        this object alive.
         """
         for key, handle in list(self._on_leaves.items()):
             if key == id(leaf) or handle.hooks_dict_ref() is None:
@@ -238,35 +184,36 @@ class Backward:
     # --- the beginning ----------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo  # see [Note: hooks and dynamo]
-    def _on_output(self, sync: bool, host: Host, _: torch.Tensor) -> None:
-        self.begin(sync, host)
+    def _on_output(self, sync: bool, _: torch.Tensor) -> None:
+        self.begin(sync)
 
-    def begin(self, sync: bool, host: Host | None = None) -> None:
+    def begin(self, sync: bool) -> None:
         """Join the running backward. Every hook on an output calls this; only the first call begins the backward.
 
         Args:
             sync: Whether the forward requires a synchronised backward.
-            host: The channel; a hook on an output keeps it alive.
         """
-        host = host or self._host
         self.forget_failed()
         if self.phase is _NONE:
-            _refuse_compiled_autograd()
-            predivisor = host.backward_begins()
-            if not self.has_counts:
-                predivisor = 1.0  # later hooks may add to a placed gradient: divide at the end
-            self._graph_task = torch._C._current_graph_task_id()
-            end = _End(self, host)
-            self._callback = weakref.ref(end)
-            _under_way.add(self)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-            self.phase = _LOCAL
-            has_hooks = [bucket.start_backward(predivisor) for bucket in host.buckets]
-            if any(has_hooks):
-                self._has_watched = True
-                host.watch_steps(True)
+            self._begin()
         if (sync or self._is_expected) and self.phase is _LOCAL:
-            self._start_sync(host)
+            self._start_sync()
+
+    def _begin(self) -> None:
+        _refuse_compiled_autograd()
+        predivisor = self._reducer.begin()
+        if not self.has_counts:
+            predivisor = 1.0  # later hooks may add to a placed gradient: divide at the end
+        self._graph_task = torch._C._current_graph_task_id()
+        end = _End(self)
+        self._callback = weakref.ref(end)
+        _under_way.add(self)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.phase = _LOCAL
+        have_hooks = [bucket.start_backward(predivisor) for bucket in self._reducer.buckets]
+        if any(have_hooks):
+            self._has_watched = True
+            self.watch_steps(True)
 
     def _begin_unannounced(self) -> None:
         """Begin a backward whose first gradient no output of a forward announced."""
@@ -282,7 +229,7 @@ class Backward:
         )
         if self.refuses_unannounced:
             raise ConfigError(
-                f"rank {self._host.line.comm.rank}: {came} and would stay local. Call commlib.expect_backward(model) "
+                f"rank {self._rank}: {came} and would stay local. Call commlib.expect_backward(model) "
                 "before such a backward, or run it inside model.no_sync() if it should stay local"
             )
         if not self._has_warned:
@@ -291,11 +238,15 @@ class Backward:
                 "%s. They stay local, as with DDP, unless commlib.expect_backward(model) is called before", came
             )
 
-    def _start_sync(self, host: Host) -> None:
-        self.phase = host.sync_begins()
-        complete = [bucket for bucket in host.buckets if bucket.num_pending == 0]
+    def _start_sync(self) -> None:
+        """Synchronise this backward, unless the step communicates no gradients."""
+        reducer = self._reducer
+        if not reducer.averaging.is_due:
+            return
+        self.phase = _RECORDED if reducer.search.begins() else _OVERLAPPED
+        complete = [bucket for bucket in reducer.buckets if bucket.num_pending == 0]
         if complete and self.phase is _OVERLAPPED:  # gradients of an unsynchronised forward came first in this backward
-            self.round = host.open_round()
+            self.round = reducer.open_round()
             for bucket in complete:
                 self.round.launch(bucket)
 
@@ -306,7 +257,7 @@ class Backward:
         if self.phase is _NONE:
             self._begin_unannounced()
         if self.phase is _RECORDED:
-            self._host.readiness.mark(slot.idx)
+            self._reducer.search.readiness.mark(slot.idx)
         slot.num_pending = num_pending = slot.num_pending - 1
         if num_pending == 0:
             segment = slot.segment
@@ -319,7 +270,7 @@ class Backward:
     def _fired_again(self, slot: Slot) -> None:
         if slot.segment is not None and slot.segment.num_pending < 0:
             raise CommlibError(
-                f"rank {self._host.line.comm.rank}: the gradient of {slot.name!r} was accumulated again after it had "
+                f"rank {self._rank}: the gradient of {slot.name!r} was accumulated again after it had "
                 f"been gathered: it was ready {slot.expected - slot.num_pending} times in this backward and "
                 f"{slot.expected} times in the first one. Run the model the same way in every step, or use "
                 "checkpoint(..., use_reentrant=False)."
@@ -332,7 +283,7 @@ class Backward:
         if self.phase is _LOCAL:
             return
         if self.round is None:
-            self.round = self._host.open_round()
+            self.round = self._reducer.open_round()
         with marks.phase("gather", bucket.describe):
             segment.place()
         if bucket.num_pending == 0 and self.phase is _OVERLAPPED:
@@ -340,23 +291,23 @@ class Backward:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def end(self, host: Host) -> None:
+    def end(self) -> None:
         """Run the callback at the end of backward."""
         try:
             for each in self._of_this_backward():
                 if each.is_under_way:  # the others have ended
                     each._flush()
             if self.round is not None:
-                host.finish(self.round)
-                host.follow_round(in_background=len(self._together) > 1)
+                self._reducer.finish(self.round)
+                self._reducer.follow_round(in_background=len(self._together) > 1)
         except BaseException as error:
-            host.line.abandon(error)
+            self._reducer.line.abandon(error)
             raise
         finally:
             together, self._together = self._together, []
             self._leave()
             if not any(each._together for each in together):
-                _join([each._reference() for each in together])
+                _join([each._reducer for each in together])
 
     def _of_this_backward(self) -> list[Backward]:
         """Return all models in the current backward. The first one to end collects them."""
@@ -377,9 +328,8 @@ class Backward:
             for slot in self._slots:
                 slot.expected = max(1, slot.expected - slot.num_pending)
         if syncs and has_gradients:
-            host = self._host
-            host.backward_ends()
-            self.round = self.round or host.open_round()
+            self._reducer.search.backward_ends()
+            self.round = self.round or self._reducer.open_round()
             self.round.flush()
 
     def cancel(self, error: BaseException) -> None:
@@ -392,7 +342,7 @@ class Backward:
         if self.phase is _NONE or self._callback() is not None:
             return
         if self.round is not None and self.round.has_begun:
-            self._host.line.abandon(
+            self._reducer.line.abandon(
                 CommlibError(
                     "the previous backward did not finish (an exception in it?), so the ranks may have communicated "
                     "different buckets. Restart from a checkpoint on all ranks"
@@ -406,20 +356,51 @@ class Backward:
         self.phase = _NONE
         self.round = self._graph_task = None
         self._together = []
-        if self._has_watched and (host := self._reference()) is not None:
+        if self._has_watched:
             self._has_watched = False
-            host.watch_steps(False)
+            self.watch_steps(False)
         self._forward_ran = self._expects_sync = self._is_expected = False
         _under_way.discard(self)
 
 
-def _join(hosts: Sequence[Host | None]) -> None:
-    """Wait for the background exchanges of all hosts; raise the first error."""
+class StreamedBackward(Backward):
+    """A backward whose gradients may be produced on several streams of an accelerator.
+
+    Gradients are gathered on the stream of the last one. That stream first waits for the streams of earlier gradients,
+    because autograd synchronises streams with its caller only at the end of backward.
+
+    Args:
+        reducer: See `Backward`.
+        current: Returns the current stream.
+    """
+
+    def __init__(self, reducer: Reducer, current: Callable[[], Any]) -> None:
+        super().__init__(reducer)
+        self._current = current
+        self._streams: set[Any] = set()
+
+    def on_gradient(self, slot: Slot) -> None:
+        """See `Backward`."""
+        self._streams.add(self._current())
+        super().on_gradient(slot)
+
+    def _segment_complete(self, segment: Segment) -> None:
+        current = self._current()
+        for stream in self._streams - {current}:
+            current.wait_stream(stream)
+        super()._segment_complete(segment)
+
+    def _leave(self) -> None:
+        super()._leave()
+        self._streams.clear()
+
+
+def _join(reducers: Sequence[Reducer]) -> None:
+    """Wait for the background exchanges of all models; raise the first error."""
     errors: list[BaseException] = []
-    for host in hosts:
+    for reducer in reducers:
         try:
-            if host is not None:
-                host.join()
+            reducer.join()
         except BaseException as error:
             errors.append(error)
     if errors:

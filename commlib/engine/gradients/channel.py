@@ -1,83 +1,30 @@
-"""The gradient channel: buckets, hooks and rounds of synchronised backwards."""
+"""The channel of gradients."""
 
 from __future__ import annotations
 
-import copy
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import Algorithm
-from commlib.algorithms.channels import Gradients
-from commlib.algorithms.context import Context
-from commlib.engine.background import Background
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.channel import OpenChannel, Settings
-from commlib.engine.frozen import FrozenParameters
-from commlib.engine.gradients.backward import Backward, Phase
-from commlib.engine.gradients.buckets import BucketSet
-from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
-from commlib.engine.gradients.round import GradientRound
-from commlib.engine.gradients.streamed import StreamedBackward
+from commlib.engine.gradients.averaging import Averaging
+from commlib.engine.gradients.backward import Backward, StreamedBackward
+from commlib.engine.gradients.reducer import Reducer
 from commlib.engine.line import Line
-from commlib.engine.planning import plan as plans
-from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.planning.readiness import Clock, Readiness
-from commlib.engine.planning.search import PlanSearch
-from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.schedule import Progress
-from commlib.engine.rounds.task import Task
-from commlib.errors import CommlibError, ConfigError
-from commlib.primitives.replicate import broadcast_all, mean_all
+from commlib.errors import CommlibError
+from commlib.primitives.replicate import mean_all
 from commlib.sharding.local import local_of
-from commlib.transport.base import Communication
-
-
-@dataclass(frozen=True)
-class LastRound:
-    """Statistics of the last round.
-
-    Attributes:
-        sent_bytes: Bytes that this rank sent, per bucket, then for the flags if they were sent separately.
-        seconds: Durations of the same transfers.
-        exposed_s: Seconds that the training thread waited (on CUDA: host time).
-        waited: Start and end of that wait, from the model's `Clock`; on CUDA, events on its stream.
-    """
-
-    sent_bytes: tuple[float, ...] = ()
-    seconds: tuple[float, ...] = ()
-    exposed_s: float = 0.0
-    waited: tuple[Any, Any] | None = None
-
-
-@dataclass
-class Buffers:
-    """The model's buffers that each round makes identical on all ranks.
-
-    Attributes:
-        tensors: Returns the buffers.
-        source: The rank whose buffers are broadcast.
-    """
-
-    tensors: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
-    source: int = 0
-
-    def copy(self, line: Line) -> Communication:
-        """Broadcast the buffers from the source rank."""
-        # Read at the end of backward, which may have run forwards again. `data` hides the change from autograd: a
-        # retained graph may have saved the buffers.
-        return broadcast_all([local_of(buffer.data) for buffer in self.tensors()], line.comm, self.source)
 
 
 class GradientChannel(OpenChannel):
-    """Buckets, hooks and rounds for the gradients of one model.
+    """The gradients of one model: a reducer for its buckets and rounds, and a backward whose hooks drive it.
 
     Every algorithm has this channel. An algorithm that does not communicate gradients may average them in full
     precision during a warm-up; without a warm-up, the channel is *idle*: it has no hooks and no buckets. It is also
@@ -87,284 +34,152 @@ class GradientChannel(OpenChannel):
         line: Carries the rounds.
         device: Device of the parameters.
         settings: Arguments of `wrap`.
+        algorithm: The model's algorithm.
+        progress: Counts the steps.
+        parameters: The parameters, in the model's order.
 
     Attributes:
+        reducer: Runs the rounds.
         backward: State of the current backward.
-        search: Searches for the bucket plan.
-        buffers: The buffers that each round broadcasts.
-        last: Statistics of the last round.
-        is_idle: Whether the channel is idle; see above.
-        watch_steps: Called with True when a backward begins that runs user hooks, and with False at its end.
+        search: The reducer's search for the bucket plan.
+        buffers: The model's buffers that each round broadcasts.
     """
 
-    algorithm: Algorithm
-    progress: Progress
-    is_idle: bool
-    _is_own: bool  # whether the algorithm uses this channel after its warm-up
-    _blank: Algorithm  # a copy of the algorithm that communicates gradients, without buffers, for measurements
-
-    def __init__(self, line: Line, device: torch.device, settings: Settings) -> None:
+    def __init__(
+        self,
+        line: Line,
+        device: torch.device,
+        settings: Settings,
+        algorithm: Algorithm,
+        progress: Progress,
+        parameters: Sequence[Parameter],
+    ) -> None:
         self.line = line
-        self._device = device
-        self._clock = Clock(device)
-        self._settings = settings
-        is_cuda = device.type == "cuda"
-        self.backward = StreamedBackward(self, lambda: torch.cuda.current_stream(device)) if is_cuda else Backward(self)
-        self.search = PlanSearch(line.transport, device, settings.cap_bytes)
-        self._frozen = FrozenParameters(patience=None)
-        self.buffers = Buffers()
-        self.last = LastRound()
-        self.num_rounds = 0
+        self.keeper = algorithm
         self._has_loaded_state = False  # since the last step
-        self._may_hold_communicated = False  # until a backward begins
-        self._exchange: Background | None = None
-        self.watch_steps: Callable[[bool], object] = lambda _: None
-        self._warm_up = AllReduce()
-        self._loss_scale: LossScale | None = None
-        self._set = BucketSet(parks=is_cuda)
-        self._parameters: Sequence[Parameter] = ()
+        self.reducer = Reducer(line, device, settings, Averaging(algorithm, progress, line.comm, settings.scaler))
+        self.search = self.reducer.search
+        self.buffers = self.reducer.buffers
+        self.backward = (
+            StreamedBackward(self.reducer, lambda: torch.cuda.current_stream(device))
+            if device.type == "cuda"
+            else Backward(self.reducer)
+        )
         own = weakref.ref(self.backward)
         line.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
+        self._start(parameters)
 
     def use(self, algorithm: Algorithm, progress: Progress, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters with this algorithm from now on. Collective; not allowed during backward."""
-        declared = algorithm.channel
-        self.keeper = self.algorithm = algorithm
-        self.progress = progress
-        self.is_idle = (self.line.comm.world_size == 1 and declared.rests_alone) or not progress.ever_syncs_gradients
-        self._is_own = isinstance(declared, Gradients)
-        self._blank = copy.deepcopy(algorithm) if self._is_own else AllReduce()
-        scaler = self._settings.scaler
-        shares_scale = scaler is not None and scaler.is_enabled() and declared.keeps_replicas_alike
-        self._loss_scale = LossScale(scaler, self.line.comm.rank) if shares_scale else None
-        if declared.wants_nodes:
+        self.keeper = algorithm
+        self.reducer.averaging = Averaging(algorithm, progress, self.line.comm, self.reducer.settings.scaler)
+        self._start(parameters)
+
+    def _start(self, parameters: Sequence[Parameter]) -> None:
+        if self.reducer.averaging.algorithm.channel.wants_nodes:
             self.line.find_nodes()
         self.adopt(parameters)
 
     @override
     def adopt(self, parameters: Sequence[Parameter]) -> None:
-        before = self._set.follow(parameters)
-        self._parameters = parameters
-        self.backward.follow(self._set.slots)
-        self._install(self.search.restart(parameters))
+        reducer = self.reducer
+        before = reducer.follow(parameters)
+        self.backward.follow(reducer.bucket_set.slots)
+        reducer.install(reducer.search.restart(parameters))
         if not self.is_idle:
-            self._set.hook(weakref.ref(self.backward))
+            reducer.bucket_set.hook(weakref.ref(self.backward))
         for slot in before:
             slot.unhook()
 
     @override
     def set_up(self, settings: Settings) -> None:
-        self._settings = settings
-        self._install(self.search.next)
-
-    # --- plans ------------------------------------------------------------------------------------------------------
-
-    def _install(self, plan: Plan) -> None:
-        """Build the buckets of `plan`, move existing gradients into them, and release the old buckets."""
-        buckets, dense = ([], []) if self.is_idle else self._set.build(plan, self._num_marks)
-        if not self.is_idle:
-            context = Context(self.line.comm, dense, self._device, self._settings.optimizer, self._settings.scaler)
-            self._warm_up.setup(context)
-            if self._is_own:
-                self.algorithm.setup(context)
-        self.search.installed(plan)
-        self._set.take(buckets, dense)
-        self.last = LastRound(exposed_s=self.last.exposed_s, waited=self.last.waited)
+        self.reducer.settings = settings
+        self.reducer.install(self.search.next)
 
     @property
-    def _num_marks(self) -> int:
-        return 0 if self._loss_scale is None else NUM_LEVELS
-
-    def install_pending(self) -> None:
-        """Install the pending plan, if there is one and no backward is under way."""
-        if self.search.pending is not None and not self.backward.is_under_way:
-            with self.line.wholly():
-                self._install(self.search.pending)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the current buckets."""
-        return self.search.plan
+    def is_idle(self) -> bool:
+        """Whether the channel is idle; see above."""
+        return self.reducer.averaging.is_idle
 
     @property
     @override
     def buckets(self) -> list[Bucket | SparseBucket]:
-        """The plan's buckets."""
-        return self._set.buckets
+        return self.reducer.buckets
 
-    @property
-    def dense(self) -> list[Bucket]:
-        """The buckets that have a flat buffer."""
-        return self._set.dense
+    # --- plans and rounds -------------------------------------------------------------------------------------------
 
-    @property
-    def readiness(self) -> Readiness:
-        """Records when gradients become ready."""
-        return self.search.readiness
-
-    @property
-    @override
-    def is_settled(self) -> bool:
-        return self.is_idle or self.plan.kind not in ("initial", "trial")
-
-    @override
-    def has_moved(self) -> bool:
-        return self._set.has_moved()
-
-    def frozen(self) -> list[str]:
-        """Return the names of parameters that are to leave the plan: permanently frozen, and still frozen now."""
-        names = self._frozen.permanent
-        return [p.name for p in self._parameters if p.name in names and not p.param.requires_grad] if names else []
-
-    def _measure_cost(self) -> BucketTimes:
-        with torch.no_grad():
-            max_bytes = sum(bucket.nbytes for bucket in self.dense) // 8
-            return measure_cost(self._blank, self.line, self._device, max_bytes, plans.main_group(self._parameters))
-
-    # --- rounds -----------------------------------------------------------------------------------------------------
-
-    def backward_begins(self) -> float:
-        """Install a pending plan before a backward; return the divisor to apply when gathering gradients.
-
-        Raises:
-            ConfigError: Some gradients have already been communicated, and the algorithm would treat them as this
-                rank's own.
-            CommlibError: The communication has ended.
-        """
-        self.line.check()
-        if self._loss_scale is not None:
-            self._loss_scale.check()
-        self.install_pending()
-        self._refuse_communicated()
-        return self.current_algorithm.predivisor(self.line.comm)
-
-    def sync_begins(self) -> Phase:
-        """Begin a backward that requires synchronisation; return its phase, `LOCAL` in a step without communication."""
-        if self.is_idle or not self.progress.syncs_gradients:
-            return Phase.LOCAL
-        return Phase.RECORDED if self.search.begins() else Phase.OVERLAPPED
-
-    def backward_ends(self) -> None:
-        """Record that the computation of a synchronised backward has ended."""
-        self.search.backward_ends()
-
-    def _refuse_communicated(self) -> None:
-        may_hold, self._may_hold_communicated = self._may_hold_communicated, False
-        declared = self.current_algorithm.channel
-        if not may_hold or (isinstance(declared, Gradients) and declared.accumulates):
-            return
-        kept = [s for b in self.dense for s in b.slots if s.param.grad is s.view and bool(s.view.any())]
-        if kept:
-            self._may_hold_communicated = True
-            raise ConfigError(
-                f"rank {self.line.comm.rank}: the gradient of {kept[0].name!r} holds values that an earlier "
-                f"synchronised backward communicated, and {self.algorithm.name!r} would count them as new. Call "
-                "zero_grad() after each step, and run all backwards of a step except the last one inside "
-                "model.no_sync()"
-            )
-
-    @property
-    def current_algorithm(self) -> Algorithm:
-        """The algorithm that communicates gradients now; full-precision all-reduce during the warm-up."""
-        return self._warm_up if self.progress.is_warming_up or not self._is_own else self.algorithm
-
-    def open_round(self, contributes: bool = True) -> GradientRound:
-        """Open the round of this backward. `contributes`: whether this rank has data for it."""
-        comm = self.line.comm
-        if not self.buckets:
-            raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
-        comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, self.progress.step
-        tail = self.search.tasks(comm)
-        if self.buffers.tensors():
-            tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.line), True, True))
-        return GradientRound(self.buckets, self.current_algorithm, self.line, tail, self._loss_scale)
-
-    def finish(self, round_: GradientRound, publishes: bool = True) -> None:
-        """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
-        start_s, start = time.perf_counter(), self._clock.now()
-        round_.wait()
-        self.line.check_streams()
-        waited = (start, self._clock.now())
-        exposed_s = time.perf_counter() - start_s
-        self.waited_s += exposed_s
-        if publishes:
-            round_.publish()
-        else:
-            round_.drop()
-        self._frozen.note(round_.frozen)
-        tasks = round_.tasks
-        self.last = LastRound(
-            tuple(task.sent_bytes for task in tasks),
-            tuple(task.ended_s - task.began_s for task in tasks),
-            exposed_s,
-            waited,
-        )
-        self.num_rounds += 1
-        self._may_hold_communicated = publishes
-        self.progress.end_backward()
-
-    def follow_round(self, in_background: bool = False) -> None:
-        """Agree with the other ranks on the next plan after a round, if due.
-
-        Args:
-            in_background: Run the exchange in a thread, which `join` waits for. See [Note: several models] in
-                `backward.py`.
-        """
-        if in_background and self.search.is_undecided:
-            self._exchange = Background("commlib-plan", lambda: self.search.ended(self._measure_cost))
-        else:
-            self.search.ended(self._measure_cost)
-
-    def join(self) -> None:
-        """Wait for the exchange that `follow_round` runs in the background; raise its error."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            with self.line.wholly():
-                exchange.join()
+    def install_pending(self) -> None:
+        """Install the pending plan, if there is one and no backward is under way."""
+        if not self.backward.is_under_way:
+            self.reducer.install_pending()
 
     def communicate(self) -> None:
         """Communicate the current gradients in one round, as after a backward that did not run any hooks."""
-        predivisor = self.backward_begins()
-        if self.sync_begins() is Phase.LOCAL:
+        reducer = self.reducer
+        predivisor = reducer.begin()
+        if not reducer.averaging.is_due:
             return
-        for bucket in self.buckets:
+        reducer.search.begins()
+        for bucket in reducer.buckets:
             bucket.start_backward(predivisor)
-        self.backward_ends()
+        reducer.search.backward_ends()
         with self.line.wholly():
-            round_ = self.open_round()
+            round_ = reducer.open_round()
             round_.flush()
-            self.finish(round_)
-            self.follow_round()
+            reducer.finish(round_)
+            reducer.follow_round()
 
     def shadow_round(self) -> None:
         """Take part in a round without data, on a rank that has joined early."""
+        reducer = self.reducer
         self.install_pending()
-        if self.sync_begins() is Phase.LOCAL:
+        if not reducer.averaging.is_due:
             return
-        self.backward_ends()
-        self._set.leave_gradients()
+        reducer.search.begins()
+        reducer.search.backward_ends()
+        reducer.bucket_set.leave_gradients()
         with self.line.wholly():
-            round_ = self.open_round(contributes=False)
+            round_ = reducer.open_round(contributes=False)
             round_.contribute_nothing()
-            self.finish(round_, publishes=False)
-            self.follow_round()
+            reducer.finish(round_, publishes=False)
+            reducer.follow_round()
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     @property
-    @override
-    def allows_join(self) -> bool:
-        return self._keeps_replicas_alike
+    def num_rounds(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Number of rounds so far."""
+        return self.reducer.num_rounds
 
     @property
-    def _keeps_replicas_alike(self) -> bool:
-        return not self._is_own or self.algorithm.channel.keeps_replicas_alike
+    def waited_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Seconds that the training thread has waited for rounds so far (on CUDA: host time)."""
+        return self.reducer.waited_s
+
+    @property
+    @override
+    def bytes_sent(self) -> float:
+        return self.line.transport.bytes_sent
+
+    @property
+    @override
+    def is_settled(self) -> bool:
+        return self.is_idle or self.search.plan.kind not in ("initial", "trial")
+
+    @override
+    def has_moved(self) -> bool:
+        return self.reducer.bucket_set.has_moved()
+
+    @property
+    @override
+    def allows_join(self) -> bool:
+        return self.reducer.averaging.keeps_replicas_alike
 
     @override
     def synchronize(self) -> None:
-        if not self._keeps_replicas_alike:
+        if not self.reducer.averaging.keeps_replicas_alike:
             with torch.no_grad():
-                weights = [local_of(parameter.param.data) for parameter in self._parameters]
+                weights = [local_of(parameter.param.data) for parameter in self.reducer.parameters]
                 self.line.run("the mean of the weights", mean_all(weights, self.line.comm))
 
     @override
@@ -373,13 +188,8 @@ class GradientChannel(OpenChannel):
 
     @override
     def weights_were_loaded(self) -> None:
-        if self._is_own and not self._has_loaded_state:  # otherwise the kept state belongs to these weights
-            self.algorithm.forget()
-
-    @property
-    @override
-    def bytes_sent(self) -> float:
-        return self.line.transport.bytes_sent
+        if not self._has_loaded_state:  # otherwise the kept state belongs to these weights
+            self.reducer.averaging.forget()
 
     @override
     def settle(self) -> None:
@@ -388,7 +198,7 @@ class GradientChannel(OpenChannel):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        names = [parameter.name for parameter in self._parameters]
+        names = [parameter.name for parameter in self.reducer.parameters]
         return {
             "num_rounds": self.num_rounds,
             "plan": self.search.next.saved(names),
@@ -397,20 +207,20 @@ class GradientChannel(OpenChannel):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_rounds = int(state["num_rounds"])
+        self.reducer.num_rounds = int(state["num_rounds"])
         self._has_loaded_state = True
 
     def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
         """Install a plan from a checkpoint, without recording. None installs the initial plan and settles it."""
         with self.line.wholly():
             self.backward.restore_counts(hook_counts)
-            self._install(self.search.restore(plan))
+            self.reducer.install(self.search.restore(plan))
             if plan is None:
                 self.settle()
 
     @override
     def close(self) -> None:
-        self._set.close()
+        self.reducer.bucket_set.close()
         self.backward.unhook()
         if self.backward.round is not None:
             self.line.abandon(CommlibError("the model was unwrapped during backward"))

@@ -87,7 +87,12 @@ class GradientRound:
             return
         with marks.phase("gather", bucket.describe):
             bucket.gather(self._algorithm.predivisor(self._comm))
-        self._send(bucket)
+        self.num_pending -= 1
+        if self.num_pending == 0 and self._last is not None:
+            self._write_flags(self._last.flags)
+        self._driver.ready(self._round, bucket.index)
+        if self.num_pending == 0 and self._sends_flags:
+            self._driver.ready(self._round, len(self._buckets))
         if self.num_pending == 1 and self._last is not None and self._last.num_pending == 0:
             self.launch(self._last)
 
@@ -108,14 +113,6 @@ class GradientRound:
         for idx in range(self._num_gradient_tasks):
             self._driver.ready(self._round, idx)
         self._launch_tail()
-
-    def _send(self, bucket: Bucket | SparseBucket) -> None:
-        self.num_pending -= 1
-        if self.num_pending == 0 and self._last is not None:
-            self._write_flags(self._last.flags)
-        self._driver.ready(self._round, bucket.index)
-        if self.num_pending == 0 and self._sends_flags:
-            self._driver.ready(self._round, len(self._buckets))
 
     def _write_flags(self, flags: torch.Tensor) -> None:
         if self._loss_scale is not None:
