@@ -54,39 +54,44 @@ class SetUp:
         self.error: Exception | None = None
         self.device = torch.device("cpu")
         try:
-            as_made_by_the_user(model)
-            _check_wrappable(model)
-            reshard(model)
-            self.ignored = verify.ignored_names(model, tuple(ignored))
-            self.parameters = verify.parameters_of(model, self.ignored)
-            verify.check_model(model, self.parameters)
-            self.device = self.parameters[0].param.device
+            self._check_model(ignored)
             ddp_arguments.check(ddp, self.device, algorithm)
             _check_notowned(self.parameters)
             verify.check_steps([parameter.param for parameter in self.parameters])
-            self.algorithm = algorithms.create(algorithm)
-            self.optimizer = optimizers.resolve(optimizer)
-            check_optimizer(self.algorithm, self.optimizer, self.parameters)
-            _check_repeatable(self.algorithm)
-            verify.check_sharded(model, self.ignored, self.algorithm, ranks)
-            if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
-                raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
-            if unannounced not in ("warn", "error"):
-                raise ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
-            if isinstance(self.algorithm, Auto):
-                tuner().candidates_of(self.algorithm, self.optimizer)
-            if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
-                raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
+            self._check_algorithm(algorithm, optimizer, ranks)
+            _check_options(scaler, unannounced, bucket_cap_mb)
         except Exception as error:
             self.error = error
 
-    def agree(self, transport: TorchTransport, options: dict[str, Any], error: Exception | None) -> None:
+    def _check_model(self, ignored: Sequence[str | nn.Parameter]) -> None:
+        model = self.model
+        as_made_by_the_user(model)
+        _check_wrappable(model)
+        reshard(model)
+        self.ignored = verify.ignored_names(model, tuple(ignored))
+        self.parameters = verify.parameters_of(model, self.ignored)
+        verify.check_model(model, self.parameters)
+        self.device = self.parameters[0].param.device
+
+    def _check_algorithm(self, algorithm: Any, optimizer: Any, ranks: Sequence[int]) -> None:
+        self.algorithm = algorithms.create(algorithm)
+        self.optimizer = optimizers.resolve(optimizer)
+        check_optimizer(self.algorithm, self.optimizer, self.parameters)
+        _check_repeatable(self.algorithm)
+        verify.check_sharded(self.model, self.ignored, self.algorithm, ranks)
+        if isinstance(self.algorithm, Auto):
+            tuner().candidates_of(self.algorithm, self.optimizer)
+
+    def agree(self, transport: TorchTransport, options: dict[str, Any], error: Exception | None) -> Algorithm:
         """Check that all ranks have the same model and options, and connect the island of a sharded model. Collective.
 
         Args:
             transport: The communicator.
             options: The options of `wrap`, by name.
             error: A further error on this rank, if any.
+
+        Returns:
+            The algorithm.
 
         Raises:
             ConfigError: The ranks differ, or one of them has an error. Raised on every rank.
@@ -98,6 +103,7 @@ class SetUp:
         island = sorted(island_of(parameter.param for parameter in self.parameters))
         if len(island) > 1 and transport.world_size > 1:
             transport.join_island(island)
+        return self.algorithm
 
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the (name, value) pairs that must be identical on all ranks."""
@@ -171,6 +177,15 @@ def check_optimizer(
         )
     if missing:
         _log.warning("optimizer: %s are in no group of the optimizer; its first group's learning rate is used", missing)
+
+
+def _check_options(scaler: Any, unannounced: str, bucket_cap_mb: Any) -> None:
+    if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
+        raise ConfigError(f"scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if unannounced not in ("warn", "error"):
+        raise ConfigError(f"unannounced: expected 'warn' or 'error', got {unannounced!r}")
+    if bucket_cap_mb is not None and not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+        raise ConfigError(f"bucket_cap_mb: expected a positive number of MiB or None, got {bucket_cap_mb!r}")
 
 
 def _check_repeatable(algorithm: Algorithm) -> None:

@@ -291,6 +291,22 @@ class Tuner:
             engine.replace(copy.deepcopy(choice.algorithm), self._connect)
 
 
+def tuner_of(
+    engine: Engine, auto: Auto, connect: Callable[[], Transport], synchronize: Callable[[], None]
+) -> Tuner | None:
+    """Return the tuner of a model; None on a rank alone, unless there is one candidate, which it then uses.
+
+    Args:
+        engine: See `Tuner`, as the other arguments.
+        auto: The user's options.
+        connect: Creates a communicator.
+        synchronize: Makes the replicas identical.
+    """
+    if engine.comm.world_size == 1 and len(candidates_of(auto, engine.optimizer)) > 1:
+        return None
+    return Tuner(engine, auto, connect, synchronize)
+
+
 def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool = False) -> list[Algorithm]:
     """Return the candidates of the allowed class that can be used with an optimizer.
 

@@ -104,39 +104,33 @@ def wrap(
     setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
     duration, longest, error = _timeouts(timeout, group, setup)
+    connect = functools.partial(TorchTransport, group, setup.device, duration, longest)
     with contextlib.ExitStack() as undo:
-        transport = TorchTransport(group, setup.device, duration, longest)
+        transport = connect()
         undo.callback(transport.close)
         options = {"broadcast_buffers": broadcast_buffers, "init_sync": init_sync, "bucket_cap_mb": bucket_cap_mb}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        setup.agree(transport, options, error)
-        assert setup.algorithm is not None
+        chosen = setup.agree(transport, options, error)
         if transport.rank == 0 and transport.world_size > 1:
-            _warn_of_losses(setup.algorithm, setup.optimizer)
+            _warn_of_losses(chosen, setup.optimizer)
         cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
-        own = copy.deepcopy(setup.algorithm)  # its state belongs to this model
+        own = copy.deepcopy(chosen)  # its state belongs to this model
         engine = Engine(setup.parameters, transport, own, cap_bytes, setup.optimizer, scaler)
         undo.callback(engine.close)
         engine.gradients.backward.refuses_unannounced = unannounced == "error"
-        connect = lambda: TorchTransport(group, setup.device, duration, longest)  # noqa: E731
         again = functools.partial(
             wrap_copy,
-            algorithm=setup.algorithm,
+            algorithm=chosen,
             bucket_cap_mb=bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
             ignored_parameters=tuple(sorted(setup.ignored)),
             timeout=timeout,
             unannounced=unannounced,
         )
-        for module in model.modules():
-            if isinstance(waiting := find(module), Copy):  # a copy that has not trained: this model now handles it
-                restore_class(module)
-                undo.callback(extend, module, waiting)
+        _restore_copies(model, undo)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
-        if isinstance(own, Auto) and (
-            transport.world_size > 1 or len(tuner().candidates_of(own, setup.optimizer)) == 1
-        ):
-            replica.tuner = tuner().Tuner(engine, own, connect, replica.synchronize)
+        if isinstance(own, Auto):
+            replica.tuner = tuner().tuner_of(engine, own, connect, replica.synchronize)
         extend(model, replica)
         undo.callback(restore_class, model)
         if init_sync:
@@ -144,6 +138,14 @@ def wrap(
         engine.open(connect)
         undo.pop_all()
     return cast("WrappedModel[M]", model)
+
+
+def _restore_copies(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Restore the class of modules that are copies of wrapped models and have not trained: `model` handles them now."""
+    for module in model.modules():
+        if isinstance(waiting := find(module), Copy):
+            restore_class(module)
+            undo.callback(extend, module, waiting)
 
 
 def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
