@@ -67,7 +67,7 @@ class JoinState:
         """Exchange the flags with all ranks. Returns whether any rank communicates in this iteration."""
         own = torch.tensor([active, syncs], dtype=torch.uint8, device=engine.device)
         everyone = own.new_empty(2 * self._comm.world_size)
-        engine.line.run("the exchange of Join flags", _gather(everyone, own, self._comm))
+        engine.session.run("the exchange of Join flags", _gather(everyone, own, self._comm))
         table = everyone.view(-1, 2).tolist()
         ranks = [rank for rank, row in enumerate(table) if row[0]]
         self.source = engine.gradients.buffers.source = ranks[0] if ranks else 0

@@ -123,7 +123,7 @@ class Replica:
         if self.require_sync and self.bare.training:
             engine.tell_of_loads()
         if self.tuner is not None and self.require_sync:
-            with engine.line.wholly():
+            with engine.session.wholly():
                 self.tuner.forward_begins()
         if self.join.enabled:
             self.join.announce(engine, self.require_sync)
@@ -182,7 +182,7 @@ class Replica:
         except ConfigError:  # raised on all ranks, and nothing has changed
             raise
         except BaseException as error:
-            engine.line.abandon(error)
+            engine.session.abandon(error)
             raise
         engine.adopt(parameters)
         self.structure = self._observed()
@@ -214,7 +214,7 @@ class Replica:
 
     def _broadcast(self, what: str, tensors: list[torch.Tensor], source: int) -> None:
         if tensors and self.engine.comm.world_size > 1:
-            self.engine.line.run(what, broadcast_all(tensors, self.engine.comm, source))
+            self.engine.session.run(what, broadcast_all(tensors, self.engine.comm, source))
 
     def _reshard(self) -> None:
         model = self.model()  # FSDP2 does not know the bare object

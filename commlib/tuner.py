@@ -221,7 +221,7 @@ class Tuner:
     def _find_nodes(self) -> None:
         """Detect the nodes, if all of them have equally many ranks. Collective."""
         with contextlib.suppress(ConfigError):  # raised on all ranks; each rank then counts as a node
-            self._engine.line.find_nodes()
+            self._engine.session.find_nodes()
 
     def _choose(self, why: str = "") -> None:
         """Probe the network, decide on rank 0, and adopt the choice on all ranks. Collective."""
@@ -289,22 +289,6 @@ class Tuner:
         self._steps_left = -1
         if choice.algorithm.name != engine.algorithm.name:
             engine.replace(copy.deepcopy(choice.algorithm), self._connect)
-
-
-def tuner_of(
-    engine: Engine, auto: Auto, connect: Callable[[], Transport], synchronize: Callable[[], None]
-) -> Tuner | None:
-    """Return the tuner of a model; None on a rank alone, unless there is one candidate, which it then uses.
-
-    Args:
-        engine: See `Tuner`, as the other arguments.
-        auto: The user's options.
-        connect: Creates a communicator.
-        synchronize: Makes the replicas identical.
-    """
-    if engine.comm.world_size == 1 and len(candidates_of(auto, engine.optimizer)) > 1:
-        return None
-    return Tuner(engine, auto, connect, synchronize)
 
 
 def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool = False) -> list[Algorithm]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast, overload
 
@@ -129,8 +129,7 @@ def wrap(
         )
         _restore_copies(model, undo)
         replica = Replica(engine, model, setup.ignored, broadcast_buffers, group, again)
-        if isinstance(own, Auto):
-            replica.tuner = tuner().tuner_of(engine, own, connect, replica.synchronize)
+        replica.tuner = _tuner_of(engine, connect, replica)
         extend(model, replica)
         undo.callback(restore_class, model)
         if init_sync:
@@ -138,6 +137,16 @@ def wrap(
         engine.open(connect)
         undo.pop_all()
     return cast("WrappedModel[M]", model)
+
+
+def _tuner_of(engine: Engine, connect: Callable[[], TorchTransport], replica: Replica) -> Any:
+    """Return the tuner for `auto`; None on a rank alone, unless it has one candidate, which it then uses."""
+    auto = engine.algorithm
+    if not isinstance(auto, Auto):
+        return None
+    if engine.comm.world_size == 1 and len(tuner().candidates_of(auto, engine.optimizer)) > 1:
+        return None
+    return tuner().Tuner(engine, auto, connect, replica.synchronize)
 
 
 def _restore_copies(model: nn.Module, undo: contextlib.ExitStack) -> None:

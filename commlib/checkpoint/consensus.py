@@ -71,7 +71,7 @@ def copy_from_rank_0(replica: Replica, tensors: Sequence[torch.Tensor]) -> None:
 
 def _run(replica: Replica, what: str, communication: Communication) -> None:
     with torch.no_grad():
-        replica.engine.line.run(what, communication)
+        replica.engine.session.run(what, communication)
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
+from commlib.engine.session import Session
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class OpenChannel(ABC):
     """An open channel. Callers use every kind through this interface only.
 
     Attributes:
-        line: Carries the channel's communication.
+        session: Carries the channel's communication.
         keeper: Holds the algorithm's state.
         num_rounds: Number of rounds (exchanges, if the algorithm runs itself) whose result this rank has taken.
         waited_s: Seconds that the training thread has waited for rounds so far (on CUDA: host time).
     """
 
-    line: Line
+    session: Session
     keeper: Keeper
     num_rounds: int
     waited_s: float = 0.0

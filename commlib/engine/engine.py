@@ -15,7 +15,6 @@ from commlib.algorithms.base import Algorithm
 from commlib.engine import optimizer_state
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.channel import GradientChannel
-from commlib.engine.line import Line
 from commlib.engine.loads import Loads
 from commlib.engine.modes import in_plain_mode
 from commlib.engine.opening import open_beside
@@ -24,6 +23,7 @@ from commlib.engine.pace import Pace
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.session import Session
 from commlib.engine.unseen import NUM_CHANGES, Enclosing, Observer, UncountedChanges, has_parameters_of, ignore, observe
 from commlib.errors import ConfigError
 from commlib.transport.base import Communicator, Transport
@@ -77,10 +77,10 @@ class Engine(Observer):
         self._settings = Settings(cap_bytes, optimizer, scaler)
         driver, self._release = acquire(self.device)
         self._finalizer = Finalizer(self, self._release, f"the driver of a model on {self.device}")
-        self.line = Line(transport, driver)
+        self.session = Session(transport, driver)
         self._use(algorithm, parameters)
         self.gradients = GradientChannel(
-            self.line, self.device, self._settings, algorithm, self.progress, self.parameters
+            self.session, self.device, self._settings, algorithm, self.progress, self.parameters
         )
         self.channels: list[OpenChannel] = [self.gradients]
         self._follow_steps()
@@ -113,7 +113,7 @@ class Engine(Observer):
     @property
     def transport(self) -> Transport:
         """The communicator of gradients and of set-up."""
-        return self.line.transport
+        return self.session.transport
 
     @property
     def optimizer(self) -> Any:
@@ -128,7 +128,7 @@ class Engine(Observer):
     @property
     def comm(self) -> Communicator:
         """The group, as seen by algorithms on gradients."""
-        return self.line.comm
+        return self.session.comm
 
     def _use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         self.algorithm = algorithm
@@ -154,13 +154,13 @@ class Engine(Observer):
         Raises:
             ConfigError: The algorithm cannot run on this model, optimizer or group.
         """
-        beside = open_beside(self.algorithm, self.parameters, self.progress, self.line, self._settings, connect)
+        beside = open_beside(self.algorithm, self.parameters, self.progress, self.session, self._settings, connect)
         if beside is not None:
             self.channels.append(beside)
 
     def replace(self, algorithm: Algorithm, connect: Callable[[], Transport]) -> None:
         """Change the algorithm. `connect` is as in `open`. Collective, not within a backward."""
-        with self.line.wholly():
+        with self.session.wholly():
             self._close_beside()
             self._use(algorithm, self.parameters)
             self.gradients.use(algorithm, self.progress, self.parameters)
@@ -171,7 +171,7 @@ class Engine(Observer):
         self._steps.close()
         self._enclosing.close()
         self._settings = dataclasses.replace(self._settings, optimizer=optimizer)
-        with self.line.wholly():
+        with self.session.wholly():
             self.progress.counts_backwards = False
             for channel in self.channels:
                 channel.set_up(self._settings)
@@ -183,7 +183,7 @@ class Engine(Observer):
         """Communicate these parameters from now on, and restart planning. Collective, not within a backward."""
         for channel in self.channels:
             channel.allow_change()
-        with self.line.wholly():
+        with self.session.wholly():
             self._take(parameters)
             for channel in self.channels:
                 channel.adopt(self.parameters)
@@ -200,7 +200,7 @@ class Engine(Observer):
     def check(self) -> None:
         """Raise the error that ended the communication, if any."""
         for channel in self.channels:
-            channel.line.check()
+            channel.session.check()
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Engine(Observer):
         Raises:
             ConfigError: The step is refused. See [Note: evidence] in `unseen.py`.
         """
-        if self.line.error is not None:  # raised by the next forward
+        if self.session.error is not None:  # raised by the next forward
             return
         is_early = self.gradients.backward.is_communicating
         is_given = any(optimizer is each for each in all_of(self.optimizer))
@@ -276,7 +276,7 @@ class Engine(Observer):
             self._enclosing.before_step()
         self.settle_weights()
         for channel in self.channels:
-            channel.line.check_streams()
+            channel.session.check_streams()
             channel.begin_step(has_closure)
 
     def _step_ends(self) -> None:
@@ -300,7 +300,7 @@ class Engine(Observer):
         """Take the results of background rounds, unless that may block on a peer."""
         self.settle_weights()
         for channel in self.channels:
-            with channel.line.wholly():
+            with channel.session.wholly():
                 channel.drain()
 
     @in_plain_mode
@@ -309,7 +309,7 @@ class Engine(Observer):
         self.settle_weights()
         self._changes.expect_change()
         for channel in self.channels:
-            with channel.line.wholly():
+            with channel.session.wholly():
                 channel.synchronize()
 
     @in_plain_mode
@@ -321,7 +321,7 @@ class Engine(Observer):
         """
         if self.optimizer is None:
             raise ConfigError("synchronize(optimizer=True): commlib.wrap was given no optimizer")
-        optimizer_state.synchronize(self.line, self.optimizer, self.parameters)
+        optimizer_state.synchronize(self.session, self.optimizer, self.parameters)
 
     @contextlib.contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -388,4 +388,4 @@ class Engine(Observer):
         self.gradients.close()
         if self._finalizer.detach():
             self._release()
-        self.line.close()
+        self.session.close()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import SelfRunning, Weights
 from commlib.engine.channel import OpenChannel, Settings
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.session import Session
 from commlib.engine.weights.channel import WeightChannel
 from commlib.engine.weights.self_running import SelfRunningChannel
 from commlib.transport.base import Transport
@@ -19,7 +19,7 @@ def open_beside(
     algorithm: Algorithm,
     parameters: Sequence[Parameter],
     progress: Progress,
-    line: Line,
+    session: Session,
     settings: Settings,
     connect: Callable[[], Transport],
 ) -> OpenChannel | None:
@@ -29,7 +29,7 @@ def open_beside(
         algorithm: The algorithm.
         parameters: The parameters, in the model's order.
         progress: Counts the steps.
-        line: The line of the gradient channel. If it ends, this channel ends too.
+        session: The session of the gradient channel. If it ends, this channel ends too.
         settings: Arguments of `wrap`. Without an optimizer, no channel is opened.
         connect: Creates a communicator for the channel's rounds. Collective.
 
@@ -40,8 +40,8 @@ def open_beside(
     if settings.optimizer is None:
         return None
     if isinstance(declared, Weights):
-        own = Line(connect(), line.driver, wants_nodes=declared.wants_nodes, ends_with=line)
-        return WeightChannel(parameters, algorithm, progress, own, line, settings)
+        own = Session(connect(), session.driver, wants_nodes=declared.wants_nodes, ends_with=session)
+        return WeightChannel(parameters, algorithm, progress, own, session, settings)
     if isinstance(declared, SelfRunning):
-        return SelfRunningChannel(parameters, algorithm, progress, line, settings.optimizer)
+        return SelfRunningChannel(parameters, algorithm, progress, session, settings.optimizer)
     return None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from commlib.engine.bits import sums
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
+from commlib.engine.session import Session
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import broadcast_all, mean_all
 from commlib.sharding.local import local_of
@@ -68,7 +68,7 @@ def agree(transport: Transport, own: dict[str, str]) -> None:
             )
 
 
-def synchronize(line: Line, optimizer: Any, parameters: Sequence[Parameter]) -> None:
+def synchronize(session: Session, optimizer: Any, parameters: Sequence[Parameter]) -> None:
     """Give all ranks the same state: the mean of floating-point tensors, and rank 0's counters. Collective.
 
     Counters are numbers, tensors of one element and tensors of integers. If a parameter has a tensor of integers, as
@@ -78,13 +78,13 @@ def synchronize(line: Line, optimizer: Any, parameters: Sequence[Parameter]) -> 
         ConfigError: The ranks' states differ in kinds or shapes. Raised on every rank, and nothing has changed.
     """
     found = entries(optimizer, parameters)
-    gather = line.transport.gather_objects
+    gather = session.transport.gather_objects
     shapes = [[name, key, _shape(value)] for name, key, value in found]
     if any([list(row) for row in each] != shapes for each in gather(shapes)):
-        line.transport.part()
+        session.transport.part()
         raise ConfigError(
-            f"rank {line.comm.rank}: the ranks' optimizers have state of different parameters or shapes, which has no "
-            "mean. Make as many steps on all ranks first"
+            f"rank {session.comm.rank}: the ranks' optimizers have state of different parameters or shapes, which has "
+            "no mean. Make as many steps on all ranks first"
         )
     coded = {name for name, _, value in found if _is_tensor(value) and not _has_mean(value) and value.numel() > 1}
     means = [value for name, _, value in found if _is_tensor(value) and _is_averaged(value) and name not in coded]
@@ -92,8 +92,8 @@ def synchronize(line: Line, optimizer: Any, parameters: Sequence[Parameter]) -> 
         value for name, _, value in found if _is_tensor(value) and not (_is_averaged(value) and name not in coded)
     ]
     with torch.no_grad():
-        line.run("the mean of the optimizer's state", mean_all(means, line.comm))
-        line.run("the copy of the optimizer's counters", broadcast_all(copies, line.comm))
+        session.run("the mean of the optimizer's state", mean_all(means, session.comm))
+        session.run("the copy of the optimizer's counters", broadcast_all(copies, session.comm))
     numbers = gather([value if _is_number(value) else None for _, _, value in found])[0]
     by_name = {parameter.name: parameter.param for parameter in parameters}
     for (name, key, value), number in zip(found, numbers, strict=True):

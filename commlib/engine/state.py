@@ -65,7 +65,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
     except ConfigError as error:
         raise ConfigError(f"rank {rank}: {error}") from None
     engine.forget_loads()
-    with engine.line.wholly():
+    with engine.session.wholly():
         for channel in engine.channels:
             channel.drop_background()
         engine.gradients.restore(plan, state["hook_counts"])

@@ -17,13 +17,13 @@ from commlib.algorithms.context import BucketView, Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.round import GradientRound
-from commlib.engine.line import Line
 from commlib.engine.opening import open_beside
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
 from commlib.engine.rounds.schedule import Progress
 from commlib.engine.rounds.task import Task
+from commlib.engine.session import Session
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links, TransportProfile
@@ -124,7 +124,7 @@ class Training:
         self._algorithm = _object_of(prototype, network, roles, self.meter)
         links = RoleLinks(network, options.transport, device, roles, each_rank=options.has_clocks_of_ranks)
         self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced, roles)
-        self.line = line_on(network, self.driver, prototype)
+        self.session = session_on(network, self.driver, prototype)
         self._num_rounds = 0
         self._parameters = parameters_of(workload, prototype)
         self._gradients = [torch.empty_like(parameter.param) for parameter in self._parameters]
@@ -154,7 +154,7 @@ class Training:
         buckets = plans.build(plan, self._parameters, plans.make_slots(self._parameters))
         self._buckets = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._bucket_ready_s = [max(self._ready_s[idx] for idx in members) for members in plan.buckets]
-        context = Context(self.line.comm, self._buckets, META, self._optimizer)
+        context = Context(self.session.comm, self._buckets, META, self._optimizer)
         with self.meter.active():
             self._warm_up.setup(context)
             if isinstance(self._algorithm.channel, Gradients):
@@ -166,7 +166,7 @@ class Training:
             if not self._algorithm.channel.has_rounds:
                 parameters = [parameter.param for parameter in self._parameters]
                 return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.progress)
-            return open_beside(self._algorithm, self._parameters, self.progress, self.line, settings, connect)
+            return open_beside(self._algorithm, self._parameters, self.progress, self.session, settings, connect)
 
     @property
     def num_buckets(self) -> int:
@@ -186,7 +186,7 @@ class Training:
     @property
     def context(self) -> Context:
         """Context of the algorithm, with its buckets."""
-        return Context(self.line.comm, self.weight_buckets or self._buckets, META, self._optimizer)
+        return Context(self.session.comm, self.weight_buckets or self._buckets, META, self._optimizer)
 
     def time_s(self, clocks_s: np.ndarray) -> float:
         """Return a single time for a vector of clocks: the maximum over roles, or the mean over ranks."""
@@ -195,7 +195,7 @@ class Training:
     @property
     def bytes_sent(self) -> float:
         """Bytes sent by a rank so far."""
-        return self.line.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
+        return self.session.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
 
     def skip_to(self, step: int) -> None:
         """Continue at a later step, as if each skipped step had had a round. No effect if it is the next step."""
@@ -226,12 +226,12 @@ class Training:
     def _backward(self, pace: np.ndarray) -> None:
         """Compute backward, and communicate each bucket when its last gradient is ready."""
         algorithm = self._warm_up if self.progress.is_warming_up else self._algorithm
-        comm = self.line.comm
+        comm = self.session.comm
         self._receive_gradients()
         for bucket in self._buckets:
             bucket.start_backward(algorithm.predivisor(comm))
         comm.step, comm.optimizer_step = self._num_rounds, self.progress.step
-        round_ = GradientRound(self._buckets, algorithm, self.line)
+        round_ = GradientRound(self._buckets, algorithm, self.session)
         at_s = 0.0
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):
             self.driver.compute((ready_s - at_s) * pace, "backward")
@@ -260,13 +260,13 @@ def time_round(
     meter = Meter(device)
     links, roles = Links(network, options.transport, device), Roles.one(network.world_size)
     driver = VirtualDriver(links, meter, device, np.ones(1), (), roles)
-    line = line_on(network, driver, prototype)
+    session = session_on(network, driver, prototype)
     with meter.active():
-        algorithm.setup(Context(line.comm, buckets, META))
+        algorithm.setup(Context(session.comm, buckets, META))
         meter.take()
-        tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, line.comm)) for bucket in buckets]
-        driver.run(line.transport, tasks, channel.window)
-    return float(driver.now_s[0]), line.transport.bytes_sent
+        tasks = [Task(str, lambda bucket=bucket: algorithm.communicate(bucket, session.comm)) for bucket in buckets]
+        driver.run(session.transport, tasks, channel.window)
+    return float(driver.now_s[0]), session.transport.bytes_sent
 
 
 def roles_in(training: Training, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
@@ -279,9 +279,9 @@ def _object_of(prototype: Algorithm, network: Network, roles: Roles, meter: Mete
     return copy.deepcopy(prototype) if roles.ranks == (0,) else Chorus(prototype, network, roles, meter)
 
 
-def line_on(network: Network, driver: VirtualDriver, algorithm: Algorithm) -> Line:
-    """Return the line for rank 0's rounds on a simulated network, as the engine creates it for an algorithm."""
-    return Line(transport_on(network), driver, wants_nodes=algorithm.channel.wants_nodes)
+def session_on(network: Network, driver: VirtualDriver, algorithm: Algorithm) -> Session:
+    """Return the session for rank 0's rounds on a simulated network, as the engine creates it for an algorithm."""
+    return Session(transport_on(network), driver, wants_nodes=algorithm.channel.wants_nodes)
 
 
 def transport_on(network: Network) -> SimulatedTransport:

@@ -6,7 +6,7 @@ random token that the ranks exchanged over their communicator. A rank *asks* on 
 
     asking rank                                   answering rank
     ask(peer, message, on_reply)                  answer(rank, message, reply)
-      its line's thread sends, waits       --->     that connection's thread calls `answer`, which calls `reply`
+      its asking thread sends, waits       --->     that connection's thread calls `answer`, which calls `reply`
       on_reply(message) on that thread     <---
 
 Questions to one peer are sent one after the other. Each waits for its reply without a timeout, because a stopped
@@ -18,8 +18,8 @@ exception ends the process); *lost* (the connection closed without a goodbye: th
 probes detect a host that is down. A rank that ends because another rank died first reports this over the transport and
 is not blamed (`Transport.blame`).
 
-Payloads are host memory; the caller copies CUDA tensors. A question may be created on the line's thread, so that copies
-from a device are waited for there.
+Payloads are host memory; the caller copies CUDA tensors. A question may be created on the asking thread, so that
+copies from a device are waited for there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEFT, _FAILED = 254, 255  # kinds of goodbye; algorithms use kinds below
 _GOODBYE_S = 2.0
 #: How long closing waits for its threads, in seconds.
 _JOIN_S = 1.0
-#: How long a line that broke waits for a goodbye on the connection that the peer opened, in seconds.
+#: How long an asker whose connection broke waits for a goodbye on the connection that the peer opened, in seconds.
 _VERDICT_S = 1.0
 
 
@@ -126,16 +126,16 @@ class Mailbox:
 
         Args:
             peer: A rank. This rank answers its own questions on a separate thread.
-            message: The question, or a function that creates it on the line's thread just before it is sent. Its
+            message: The question, or a function that creates it on the asking thread just before it is sent. Its
                 payload must not change until the reply has arrived.
-            on_reply: Called on the line's thread with the reply; never called if the peer ends first.
+            on_reply: Called on the asking thread with the reply; never called if the peer ends first.
             into: A writable buffer of bytes that fits the reply's payload; None for replies without a payload.
         """
         state = self._state
-        if peer == self.rank and peer not in state.lines:
-            state.lines[peer] = _OwnLine(state)
+        if peer == self.rank and peer not in state.askers:
+            state.askers[peer] = _OwnAsker(state)
         if state.presence[peer] is Presence.HERE:
-            state.lines[peer].jobs.put((message, on_reply, into))
+            state.askers[peer].jobs.put((message, on_reply, into))
 
     def global_rank(self, rank: int) -> int:
         """Return the rank in the default group of a rank of this group, for error messages."""
@@ -207,7 +207,7 @@ class _State:
         self.presence = [Presence.HERE] * world_size
         self.ended_s = [0.0] * world_size  # when this rank noticed the end of each peer that has ended
         self.pid = os.getpid()
-        self.lines: dict[int, _Line | _OwnLine] = {}
+        self.askers: dict[int, _Asker | _OwnAsker] = {}
         self.servers: list[tuple[socket.socket, threading.Thread]] = []
         self.is_closing = False
         self.error: BaseException | None = None
@@ -228,7 +228,7 @@ class _State:
             _log.info("rank %d: rank %d %s%s", self.rank, peer, presence.value, why and f" ({why})")
 
 
-class _Line:
+class _Asker:
     """The connection for questions to one peer, and its thread."""
 
     def __init__(self, state: _State, peer: int, connection: socket.socket) -> None:
@@ -257,7 +257,7 @@ class _Line:
             state.error = error
 
 
-class _OwnLine:
+class _OwnAsker:
     """A thread that answers this rank's own questions; created on first use."""
 
     def __init__(self, state: _State) -> None:
@@ -363,11 +363,11 @@ def _room(into: Any, nbytes: int) -> memoryview:
 
 def _connect(state: _State, transport: Transport) -> None:
     """Open the connections and start their threads."""
-    lines, servers = connect_all(transport)
-    state.lines.update({peer: _Line(state, peer, connection) for peer, connection in lines.items()})
+    connections, servers = connect_all(transport)
+    state.askers.update({peer: _Asker(state, peer, connection) for peer, connection in connections.items()})
     for peer, connection in servers.items():
         state.servers.append((connection, _thread(f"commlib-answer-{peer}", _serve, state, peer, connection)))
-    for thread in [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]:
+    for thread in [*(asker.thread for asker in state.askers.values()), *(thread for _, thread in state.servers)]:
         thread.start()
 
 
@@ -376,7 +376,7 @@ def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thr
 
 
 def _close(state: _State, goodbye: int | None) -> None:
-    """Send a goodbye on every line, then end the connections and their threads.
+    """Send a goodbye to every peer, then end the connections and their threads.
 
     Args:
         state: The mailbox's state.
@@ -389,22 +389,22 @@ def _close(state: _State, goodbye: int | None) -> None:
         goodbye = _LEFT if getattr(sys, "last_value", None) is None else _FAILED
     state.is_closing = True
     deadline = time.monotonic() + _GOODBYE_S
-    lines = [line for line in state.lines.values() if isinstance(line, _Line)]
-    for line in state.lines.values():
-        line.jobs.put(None)
-    for line in lines:
-        if line.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+    askers = [asker for asker in state.askers.values() if isinstance(asker, _Asker)]
+    for asker in state.askers.values():
+        asker.jobs.put(None)
+    for asker in askers:
+        if asker.sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             with contextlib.suppress(OSError):
-                line.connection.settimeout(max(0.1, deadline - time.monotonic()))
-                _send(line.connection, Message(goodbye))
-            line.sending.release()
-    for connection in [*(line.connection for line in lines), *(connection for connection, _ in state.servers)]:
+                asker.connection.settimeout(max(0.1, deadline - time.monotonic()))
+                _send(asker.connection, Message(goodbye))
+            asker.sending.release()
+    for connection in [*(asker.connection for asker in askers), *(connection for connection, _ in state.servers)]:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
-    threads = [*(line.thread for line in state.lines.values()), *(thread for _, thread in state.servers)]
+    threads = [*(asker.thread for asker in state.askers.values()), *(thread for _, thread in state.servers)]
     deadline = time.monotonic() + _JOIN_S
     for thread in threads:
         if thread.is_alive():
             thread.join(max(0.0, deadline - time.monotonic()))
-    for line in lines:
-        line.connection.close()
+    for asker in askers:
+        asker.connection.close()

@@ -222,7 +222,7 @@ def contract_an_end_starts_no_thread(subject: Subject) -> None:
         patch.setattr(threading.Thread, "start", _no_thread)
         drop(dropped)
         closing.drain()
-        failed.engine.line.abandon(CommlibError("an error of the user's, says the test"))
+        failed.engine.session.abandon(CommlibError("an error of the user's, says the test"))
         commlib.unwrap(failed.model)
         commlib.unwrap(training.model)
     assert torch.isfinite(training.flat()).all()

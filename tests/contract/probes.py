@@ -142,7 +142,7 @@ def counted(training: Training) -> Iterator[Callable[[], int]]:
 def transports(training: Training) -> list[Any]:
     """Return the communicators that the model uses."""
     engine = training.engine
-    return list({id(channel.line): channel.line.transport for channel in engine.channels}.values())
+    return list({id(channel.session): channel.session.transport for channel in engine.channels}.values())
 
 
 class _Once:

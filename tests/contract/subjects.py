@@ -282,7 +282,7 @@ class Training:
         engine = self.engine
         for channel in engine.channels:
             if isinstance(channel, WeightChannel):
-                with engine.line.wholly():
+                with engine.session.wholly():
                     channel.adopt(engine.parameters)
 
     def backward(self) -> None:

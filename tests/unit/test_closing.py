@@ -319,7 +319,7 @@ def trains_alone() -> bool:
     model = nn.Linear(2, 2)
     scaler = torch.amp.GradScaler("cpu")
     commlib.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
-    replica_of(model).engine.line.run("nothing", (_ for _ in ()))
+    replica_of(model).engine.session.run("nothing", (_ for _ in ()))
     commlib.unwrap(model)
     return not closing_threads()
 

@@ -186,7 +186,7 @@ def test_a_process_that_ends_with_an_exception_has_failed(ranks: Ranks) -> None:
 
 
 def test_a_connection_that_ends_without_a_goodbye_is_a_lost_peer(ranks: Ranks) -> None:
-    for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
+    for connection in [asker.connection for asker in ranks.boxes[2]._state.askers.values()]:
         connection.shutdown(socket.SHUT_RDWR)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
     with pytest.raises(PeerFailure, match="rank 20 disconnected without a goodbye") as caught:
@@ -205,7 +205,7 @@ def test_malformed_bytes_end_the_connection_with_a_log_line(
     ranks: Ranks, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "commlib"):
-        ranks.boxes[2]._state.lines[0].connection.sendall(garbage)
+        ranks.boxes[2]._state.askers[0].connection.sendall(garbage)
         assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
     assert "dropped the connection of rank 2" in caplog.text
     assert ranks.ask(0, 1, Message(0, 1))[0].number == 2
@@ -358,7 +358,7 @@ def test_of_very_many_strangers_the_oldest_are_dropped(monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_ended_because_another_one_had_is_not_blamed(ranks: Ranks) -> None:
-    for connection in [line.connection for line in ranks.boxes[2]._state.lines.values()]:
+    for connection in [asker.connection for asker in ranks.boxes[2]._state.askers.values()]:
         connection.shutdown(socket.SHUT_RDWR)
     assert eventually(lambda: ranks.boxes[0].presence(2) is Presence.LOST)
     mailboxes._close(ranks.boxes[1]._state, mailboxes._FAILED)

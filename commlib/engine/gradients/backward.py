@@ -117,7 +117,7 @@ class Backward:
 
     @property
     def _rank(self) -> int:
-        return self._reducer.line.comm.rank
+        return self._reducer.session.comm.rank
 
     @property
     def is_under_way(self) -> bool:
@@ -301,7 +301,7 @@ class Backward:
                 self._reducer.finish(self.round)
                 self._reducer.follow_round(in_background=len(self._together) > 1)
         except BaseException as error:
-            self._reducer.line.abandon(error)
+            self._reducer.session.abandon(error)
             raise
         finally:
             together, self._together = self._together, []
@@ -342,7 +342,7 @@ class Backward:
         if self.phase is _NONE or self._callback() is not None:
             return
         if self.round is not None and self.round.has_begun:
-            self._reducer.line.abandon(
+            self._reducer.session.abandon(
                 CommlibError(
                     "the previous backward did not finish (an exception in it?), so the ranks may have communicated "
                     "different buckets. Restart from a checkpoint on all ranks"

@@ -15,9 +15,9 @@ from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.averaging import Averaging
 from commlib.engine.gradients.backward import Backward, StreamedBackward
 from commlib.engine.gradients.reducer import Reducer
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.session import Session
 from commlib.errors import CommlibError
 from commlib.primitives.replicate import mean_all
 from commlib.sharding.local import local_of
@@ -31,7 +31,7 @@ class GradientChannel(OpenChannel):
     idle in a group of one rank if the algorithm has nothing to do there.
 
     Args:
-        line: Carries the rounds.
+        session: Carries the rounds.
         device: Device of the parameters.
         settings: Arguments of `wrap`.
         algorithm: The model's algorithm.
@@ -47,17 +47,17 @@ class GradientChannel(OpenChannel):
 
     def __init__(
         self,
-        line: Line,
+        session: Session,
         device: torch.device,
         settings: Settings,
         algorithm: Algorithm,
         progress: Progress,
         parameters: Sequence[Parameter],
     ) -> None:
-        self.line = line
+        self.session = session
         self.keeper = algorithm
         self._has_loaded_state = False  # since the last step
-        self.reducer = Reducer(line, device, settings, Averaging(algorithm, progress, line.comm, settings.scaler))
+        self.reducer = Reducer(session, device, settings, Averaging(algorithm, progress, session.comm, settings.scaler))
         self.search = self.reducer.search
         self.buffers = self.reducer.buffers
         self.backward = (
@@ -66,18 +66,18 @@ class GradientChannel(OpenChannel):
             else Backward(self.reducer)
         )
         own = weakref.ref(self.backward)
-        line.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
+        session.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
         self._start(parameters)
 
     def use(self, algorithm: Algorithm, progress: Progress, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters with this algorithm from now on. Collective; not allowed during backward."""
         self.keeper = algorithm
-        self.reducer.averaging = Averaging(algorithm, progress, self.line.comm, self.reducer.settings.scaler)
+        self.reducer.averaging = Averaging(algorithm, progress, self.session.comm, self.reducer.settings.scaler)
         self._start(parameters)
 
     def _start(self, parameters: Sequence[Parameter]) -> None:
         if self.reducer.averaging.algorithm.channel.wants_nodes:
-            self.line.find_nodes()
+            self.session.find_nodes()
         self.adopt(parameters)
 
     @override
@@ -123,7 +123,7 @@ class GradientChannel(OpenChannel):
         for bucket in reducer.buckets:
             bucket.start_backward(predivisor)
         reducer.search.backward_ends()
-        with self.line.wholly():
+        with self.session.wholly():
             round_ = reducer.open_round()
             round_.flush()
             reducer.finish(round_)
@@ -138,7 +138,7 @@ class GradientChannel(OpenChannel):
         reducer.search.begins()
         reducer.search.backward_ends()
         reducer.bucket_set.leave_gradients()
-        with self.line.wholly():
+        with self.session.wholly():
             round_ = reducer.open_round(contributes=False)
             round_.contribute_nothing()
             reducer.finish(round_, publishes=False)
@@ -159,7 +159,7 @@ class GradientChannel(OpenChannel):
     @property
     @override
     def bytes_sent(self) -> float:
-        return self.line.transport.bytes_sent
+        return self.session.transport.bytes_sent
 
     @property
     @override
@@ -180,7 +180,7 @@ class GradientChannel(OpenChannel):
         if not self.reducer.averaging.keeps_replicas_alike:
             with torch.no_grad():
                 weights = [local_of(parameter.param.data) for parameter in self.reducer.parameters]
-                self.line.run("the mean of the weights", mean_all(weights, self.line.comm))
+                self.session.run("the mean of the weights", mean_all(weights, self.session.comm))
 
     @override
     def begin_step(self, has_closure: bool = False) -> None:
@@ -212,7 +212,7 @@ class GradientChannel(OpenChannel):
 
     def restore(self, plan: Plan | None, hook_counts: dict[str, int] | None) -> None:
         """Install a plan from a checkpoint, without recording. None installs the initial plan and settles it."""
-        with self.line.wholly():
+        with self.session.wholly():
             self.backward.restore_counts(hook_counts)
             self.reducer.install(self.search.restore(plan))
             if plan is None:
@@ -223,4 +223,4 @@ class GradientChannel(OpenChannel):
         self.reducer.bucket_set.close()
         self.backward.unhook()
         if self.backward.round is not None:
-            self.line.abandon(CommlibError("the model was unwrapped during backward"))
+            self.session.abandon(CommlibError("the model was unwrapped during backward"))

@@ -20,7 +20,6 @@ from commlib.engine.gradients.averaging import Averaging
 from commlib.engine.gradients.buckets import BucketSet
 from commlib.engine.gradients.loss_scale import NUM_LEVELS
 from commlib.engine.gradients.round import GradientRound
-from commlib.engine.line import Line
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
@@ -28,6 +27,7 @@ from commlib.engine.planning.readiness import Clock
 from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
+from commlib.engine.session import Session
 from commlib.errors import CommlibError, ConfigError
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of
@@ -63,24 +63,24 @@ class Buffers:
     tensors: Callable[[], Sequence[torch.Tensor]] = field(default=lambda: ())
     source: int = 0
 
-    def copy(self, line: Line) -> Communication:
+    def copy(self, session: Session) -> Communication:
         """Broadcast the buffers from the source rank."""
         # Read at the end of backward, which may have run forwards again. `data` hides the change from autograd: a
         # retained graph may have saved the buffers.
-        return broadcast_all([local_of(buffer.data) for buffer in self.tensors()], line.comm, self.source)
+        return broadcast_all([local_of(buffer.data) for buffer in self.tensors()], session.comm, self.source)
 
 
 class Reducer:
     """Averages the gradients of a model in rounds, as DDP's reducer does.
 
     Args:
-        line: Carries the rounds.
+        session: Carries the rounds.
         device: Device of the parameters.
         settings: Arguments of `wrap`.
         averaging: How gradients are averaged.
 
     Attributes:
-        line: As above.
+        session: As above.
         settings: As above. Replaced with another optimizer.
         averaging: As above. Replaced with another algorithm.
         parameters: The parameters, in the model's order.
@@ -92,12 +92,12 @@ class Reducer:
         waited_s: Seconds that the training thread has waited for rounds so far (on CUDA: host time).
     """
 
-    def __init__(self, line: Line, device: torch.device, settings: Settings, averaging: Averaging) -> None:
-        self.line = line
+    def __init__(self, session: Session, device: torch.device, settings: Settings, averaging: Averaging) -> None:
+        self.session = session
         self.settings = settings
         self.averaging = averaging
         self.parameters: Sequence[Parameter] = ()
-        self.search = PlanSearch(line.transport, device, settings.cap_bytes)
+        self.search = PlanSearch(session.transport, device, settings.cap_bytes)
         self.bucket_set = BucketSet(parks=device.type == "cuda")
         self.buffers = Buffers()
         self.last = LastRound()
@@ -127,7 +127,7 @@ class Reducer:
         if not self.averaging.is_idle:
             buckets, dense = self.bucket_set.build(plan, 0 if self.averaging.loss_scale is None else NUM_LEVELS)
             settings = self.settings
-            self.averaging.setup(Context(self.line.comm, dense, self._device, settings.optimizer, settings.scaler))
+            self.averaging.setup(Context(self.session.comm, dense, self._device, settings.optimizer, settings.scaler))
         self.search.installed(plan)
         self.bucket_set.take(buckets, dense)
         self.last = LastRound(exposed_s=self.last.exposed_s, waited=self.last.waited)
@@ -135,7 +135,7 @@ class Reducer:
     def install_pending(self) -> None:
         """Install the pending plan, if there is one. Must not be called during backward."""
         if self.search.pending is not None:
-            with self.line.wholly():
+            with self.session.wholly():
                 self.install(self.search.pending)
 
     def frozen(self) -> list[str]:
@@ -147,7 +147,7 @@ class Reducer:
         with torch.no_grad():
             max_bytes = sum(bucket.nbytes for bucket in self.bucket_set.dense) // 8
             group = plans.main_group(self.parameters)
-            return measure_cost(self.averaging.prototype, self.line, self._device, max_bytes, group)
+            return measure_cost(self.averaging.prototype, self.session, self._device, max_bytes, group)
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -159,12 +159,12 @@ class Reducer:
                 rank's own.
             CommlibError: The communication has ended.
         """
-        self.line.check()
+        self.session.check()
         if self.averaging.loss_scale is not None:
             self.averaging.loss_scale.check()
         self.install_pending()
         self._refuse_communicated()
-        return self.averaging.current.predivisor(self.line.comm)
+        return self.averaging.current.predivisor(self.session.comm)
 
     def _refuse_communicated(self) -> None:
         may_hold, self._may_hold_communicated = self._may_hold_communicated, False
@@ -176,28 +176,28 @@ class Reducer:
         if held is not None:
             self._may_hold_communicated = True
             raise ConfigError(
-                f"rank {self.line.comm.rank}: the gradient of {held.name!r} holds values that an earlier synchronised "
-                f"backward communicated, and {self.averaging.algorithm.name!r} would count them as new. Call "
-                "zero_grad() after each step, and run all backwards of a step except the last one inside "
+                f"rank {self.session.comm.rank}: the gradient of {held.name!r} holds values that an earlier "
+                f"synchronised backward communicated, and {self.averaging.algorithm.name!r} would count them as new. "
+                "Call zero_grad() after each step, and run all backwards of a step except the last one inside "
                 "model.no_sync()"
             )
 
     def open_round(self, contributes: bool = True) -> GradientRound:
         """Open the round of this backward. `contributes`: whether this rank has data for it."""
-        comm, averaging = self.line.comm, self.averaging
+        comm, averaging = self.session.comm, self.averaging
         if not self.buckets:
             raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
         comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.progress.step
         tail = self.search.tasks(comm)
         if self.buffers.tensors():
-            tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.line), True, True))
-        return GradientRound(self.buckets, averaging.current, self.line, tail, averaging.loss_scale)
+            tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.session), True, True))
+        return GradientRound(self.buckets, averaging.current, self.session, tail, averaging.loss_scale)
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
         start_s, start = time.perf_counter(), self._clock.now()
         round_.wait()
-        self.line.check_streams()
+        self.session.check_streams()
         waited = (start, self._clock.now())
         exposed_s = time.perf_counter() - start_s
         self.waited_s += exposed_s
@@ -233,5 +233,5 @@ class Reducer:
         """Wait for the exchange that `follow_round` runs in the background; raise its error."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            with self.line.wholly():
+            with self.session.wholly():
                 exchange.join()

@@ -11,9 +11,9 @@ from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, SparseBucket
 from commlib.engine.buckets.slot import TAKEN
 from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
-from commlib.engine.line import Line
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.task import Round, Task
+from commlib.engine.session import Session
 from commlib.primitives.centralized import centralized_full_precision, sparse_sum
 from commlib.transport.base import Communication
 
@@ -27,7 +27,7 @@ class GradientRound:
     Args:
         buckets: All buckets of the plan, in plan order.
         algorithm: Communicates each bucket.
-        line: Carries the round.
+        session: Carries the round.
         tail: Further tasks, launched once backward has ended.
         loss_scale: Compares the loss scales of the ranks. The plan's buckets must then have space for its marks.
 
@@ -39,7 +39,7 @@ class GradientRound:
         self,
         buckets: Sequence[Bucket | SparseBucket],
         algorithm: Algorithm,
-        line: Line,
+        session: Session,
         tail: Sequence[Task] = (),
         loss_scale: LossScale | None = None,
     ) -> None:
@@ -50,15 +50,15 @@ class GradientRound:
         self._last = self._dense[-1] if self._dense else None
         self._algorithm = algorithm
         self._loss_scale = loss_scale
-        self._comm = line.comm
-        self._driver = line.driver
+        self._comm = session.comm
+        self._driver = session.driver
         self.num_pending = len(buckets)
         tasks = [Task(bucket.describe, self._communication(bucket), **_kind(channel, bucket)) for bucket in buckets]
         self._sends_flags = self._last is not None and not channel.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
         self._num_gradient_tasks = len(tasks)
-        self._round = Round(line.transport, [*tasks, *tail], channel.window)
+        self._round = Round(session.transport, [*tasks, *tail], channel.window)
         self._driver.open(self._round)
 
     @property

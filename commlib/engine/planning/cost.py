@@ -14,9 +14,9 @@ import torch
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.context import Context
-from commlib.engine.line import Line
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
+from commlib.engine.session import Session
 from commlib.primitives.parts import Part
 
 #: Bytes of the scratch buckets, and number of them in flight at once.
@@ -76,7 +76,7 @@ def scratch_buckets(
 
 
 def measure_cost(
-    algorithm: Algorithm, line: Line, device: torch.device, max_bytes: int, group: Hashable = None
+    algorithm: Algorithm, session: Session, device: torch.device, max_bytes: int, group: Hashable = None
 ) -> BucketTimes:
     """Measure the cost of a bucket, with a copy of the algorithm that communicates scratch buckets.
 
@@ -84,34 +84,34 @@ def measure_cost(
 
     Args:
         algorithm: An algorithm on gradients, as before its first `setup`. It is copied, not changed.
-        line: Carries the rounds.
+        session: Carries the rounds.
         device: The device of the buckets.
         max_bytes: Approximate limit on the total bytes of scratch buckets, so that peak memory stays in backward.
         group: The group of the scratch buckets' parameters.
     """
-    gather = line.transport.gather_objects
+    gather = session.transport.gather_objects
     wall: list[tuple[int, float]] = []
     for place, (nbytes, count) in enumerate(SCRATCH_SIZES):
         nbytes = min(nbytes, max(max_bytes // count, _LEAST_BYTES << place)) & -_ALIGNMENT
         buckets = scratch_buckets(count, as_square(nbytes), device, group)
         trial = copy.deepcopy(algorithm)
-        trial.setup(Context(line.comm, buckets, device))
-        first_s = max(gather(_seconds(trial, buckets, line, device)))
+        trial.setup(Context(session.comm, buckets, device))
+        first_s = max(gather(_seconds(trial, buckets, session, device)))
         repetitions = _REPETITIONS if first_s < _SLOW_S else 2
-        seconds = median(gather(median(_seconds(trial, buckets, line, device) for _ in range(repetitions))))
+        seconds = median(gather(median(_seconds(trial, buckets, session, device) for _ in range(repetitions))))
         wall.append((nbytes, seconds / count))
         del buckets, trial  # before the next, larger ones are created
     return BucketTimes(tuple(wall))
 
 
-def _seconds(algorithm: Algorithm, buckets: Sequence[Scratch], line: Line, device: torch.device) -> float:
+def _seconds(algorithm: Algorithm, buckets: Sequence[Scratch], session: Session, device: torch.device) -> float:
     """Return the seconds of one round of scratch buckets."""
     channel = algorithm.channel
     assert isinstance(channel, Gradients)
-    begin = lambda bucket: lambda: algorithm.communicate(bucket, line.comm)  # noqa: E731
+    begin = lambda bucket: lambda: algorithm.communicate(bucket, session.comm)  # noqa: E731
     start = time.perf_counter()
     tasks = [Task(_scratch_name, begin(bucket), channel.prompt, channel.single) for bucket in buckets]
-    line.driver.run(line.transport, tasks, channel.window)
+    session.driver.run(session.transport, tasks, channel.window)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -15,12 +15,12 @@ from commlib.algorithms.context import Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.frozen import FrozenParameters
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.schedule import Progress, Schedule
 from commlib.engine.rounds.task import Round, Task
+from commlib.engine.session import Session
 from commlib.engine.weights.buckets import WeightBuckets
 from commlib.engine.weights.votes import Votes
 from commlib.errors import CommlibError
@@ -34,8 +34,8 @@ class WeightChannel(OpenChannel):
         parameters: The parameters, in the model's order.
         algorithm: Communicates each bucket.
         progress: Counts the steps.
-        line: Carries only these rounds.
-        main: The line of the gradient channel, for collectives that do not depend on the round that a rank is in.
+        session: Carries only these rounds.
+        main: The session of the gradient channel, for collectives that do not depend on the round that a rank is in.
         settings: Arguments of `wrap`: the optimizer, whose state may be communicated, and the bucket size.
     """
 
@@ -44,13 +44,13 @@ class WeightChannel(OpenChannel):
         parameters: Sequence[Parameter],
         algorithm: Algorithm,
         progress: Progress,
-        line: Line,
-        main: Line,
+        session: Session,
+        main: Session,
         settings: Settings,
     ) -> None:
         declared = algorithm.channel
         assert isinstance(declared, Weights)
-        self.line = line
+        self.session = session
         self._main = main
         self.keeper = self._algorithm = algorithm
         self._declared = declared
@@ -60,9 +60,9 @@ class WeightChannel(OpenChannel):
         self._parameters: Sequence[Parameter] = ()
         self._frozen = FrozenParameters(declared.period)
         self._round: Round | None = None
-        line.transport.in_order = not declared.asynchronous
-        needs_votes = declared.asynchronous and not line.transport.stands_for_all
-        self._votes = Votes(line.transport) if needs_votes else None
+        session.transport.in_order = not declared.asynchronous
+        needs_votes = declared.asynchronous and not session.transport.stands_for_all
+        self._votes = Votes(session.transport) if needs_votes else None
         self.num_started = self.num_rounds = 0
         self._drops_result = False  # whether the round under way is over weights that were replaced
         self._has_loaded_state = False  # since the last step
@@ -99,12 +99,12 @@ class WeightChannel(OpenChannel):
         if self._round is not None:
             self._schedule.drain()
             round_, self._round = self._round, None
-            self.line.driver.wait(round_)
+            self.session.driver.wait(round_)
 
     def _set_up(self) -> None:
         """Set up the algorithm with the new buckets."""
         device = self.buckets[0].flat.device
-        self._algorithm.setup(Context(self.line.comm, self.buckets, device, self._settings.optimizer))
+        self._algorithm.setup(Context(self.session.comm, self.buckets, device, self._settings.optimizer))
         self.begins = True  # whether the algorithm has yet to see the weights
 
     @property
@@ -116,7 +116,7 @@ class WeightChannel(OpenChannel):
     @property
     @override
     def bytes_sent(self) -> float:
-        return self.line.transport.bytes_sent
+        return self.session.transport.bytes_sent
 
     @property
     @override
@@ -142,17 +142,17 @@ class WeightChannel(OpenChannel):
     @torch.no_grad()
     def end_step(self) -> None:
         """Take and start the rounds that are due. After an error, do nothing: the next forward raises it."""
-        if self.line.error is not None:
+        if self.session.error is not None:
             return
         try:
             self._end_step()
         except BaseException as error:
-            self.line.keep(error)  # no abort: the driver or a peer has already ended the round
+            self.session.keep(error)  # no abort: the driver or a peer has already ended the round
             raise
 
     def _end_step(self) -> None:
         self._frozen.note([p.name for p in self._parameters if not p.param.requires_grad])
-        has_arrived = self._round is not None and self.line.driver.has_arrived(self._round)
+        has_arrived = self._round is not None and self.session.driver.has_arrived(self._round)
         is_over = self._votes is not None and self._is_over(self._votes, has_arrived)
         due = self._schedule.end_step(has_arrived and not is_over)
         if is_over:
@@ -179,7 +179,7 @@ class WeightChannel(OpenChannel):
 
         Do nothing if state was loaded since the last step: it belongs to these weights.
         """
-        if self._has_loaded_state or self.line.error is not None:
+        if self._has_loaded_state or self.session.error is not None:
             return
         self.drop_background()
         self._algorithm.forget()
@@ -222,9 +222,9 @@ class WeightChannel(OpenChannel):
         Skip an asynchronous round if its result has not arrived, because peers may reach it much later, or if it
         failed, because a peer may have left during it.
         """
-        if self._round is None or self.line.error is not None:
+        if self._round is None or self.session.error is not None:
             return
-        is_there = self.line.driver.has_arrived(self._round) and self._round.error is None
+        is_there = self.session.driver.has_arrived(self._round) and self._round.error is None
         if self._declared.asynchronous and not is_there:
             return
         self._schedule.drain()
@@ -235,7 +235,7 @@ class WeightChannel(OpenChannel):
         """Complete every round that any rank has started, then replace the weights by their mean over the ranks."""
         self._complete(self._started_by_any())
         with torch.no_grad():
-            self._main.run("the mean of the weights", self._set.mean(self.line.comm))
+            self._main.run("the mean of the weights", self._set.mean(self.session.comm))
 
     @torch.no_grad()
     def _complete(self, num_started: int) -> None:
@@ -253,7 +253,7 @@ class WeightChannel(OpenChannel):
             assert self._round is not None
             round_, self._round = self._round, None
             self._schedule.drain()
-            self.line.driver.wait(round_)
+            self.session.driver.wait(round_)
 
     @override
     def close(self) -> None:
@@ -265,23 +265,23 @@ class WeightChannel(OpenChannel):
             self._votes.close()
         if self._round is not None:
             if self._declared.asynchronous:
-                self.line.driver.cancel(self._round, CommlibError("the model was unwrapped"))
+                self.session.driver.cancel(self._round, CommlibError("the model was unwrapped"))
             else:
-                self.line.driver.wait(self._round)
+                self.session.driver.wait(self._round)
         self._round = None
-        self.line.close()
+        self.session.close()
 
     def _start(self) -> None:
         self._follow_freezing()
         if self.begins:
             self._begin()
-        self.line.comm.step = self.num_started
+        self.session.comm.step = self.num_started
         carried = self._set.begin_round(self.num_started)
         self.num_started += 1
-        begin = lambda bucket: lambda: self._algorithm.communicate(bucket, self.line.comm)  # noqa: E731
+        begin = lambda bucket: lambda: self._algorithm.communicate(bucket, self.session.comm)  # noqa: E731
         tasks = [Task(bucket.describe, begin(bucket)) for bucket in carried]
-        driver = self.line.driver
-        round_ = self._round = Round(self.line.transport, tasks, self._declared.window)
+        driver = self.session.driver
+        round_ = self._round = Round(self.session.transport, tasks, self._declared.window)
         driver.note_inputs(round_)
         if self._votes is None:
             driver.launch(round_)
@@ -294,7 +294,7 @@ class WeightChannel(OpenChannel):
         assert round_ is not None
         start_s = time.perf_counter()
         with marks.phase("wait", round_.describe):
-            self.line.driver.wait(round_)
+            self.session.driver.wait(round_)
         self.waited_s += time.perf_counter() - start_s
         self.num_rounds += 1
         is_dropped, self._drops_result = self._drops_result, False
@@ -309,4 +309,4 @@ class WeightChannel(OpenChannel):
             return
         self._set_up()
         if back:
-            self.line.run("the mean of parameters that are no longer frozen", mean_all(back, self.line.comm))
+            self.session.run("the mean of parameters that are no longer frozen", mean_all(back, self.session.comm))

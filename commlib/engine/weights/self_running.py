@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, Attachment, Runner
 from commlib.engine.channel import OpenChannel, Settings
-from commlib.engine.line import Line
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.schedule import Progress
+from commlib.engine.session import Session
 from commlib.errors import CommlibError, ConfigError
 from commlib.transport.mailbox import Mailbox
 
@@ -24,7 +24,7 @@ class SelfRunningChannel(OpenChannel):
         parameters: The parameters, in the model's order.
         algorithm: The algorithm to run.
         progress: Counts the steps.
-        line: The model's line, which carries the runner's collectives.
+        session: The model's session, which carries the runner's collectives.
         optimizer: The optimizer whose steps call the runner.
 
     Raises:
@@ -32,23 +32,28 @@ class SelfRunningChannel(OpenChannel):
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], algorithm: Algorithm, progress: Progress, line: Line, optimizer: Any
+        self,
+        parameters: Sequence[Parameter],
+        algorithm: Algorithm,
+        progress: Progress,
+        session: Session,
+        optimizer: Any,
     ) -> None:
-        self.line = line
+        self.session = session
         self._algorithm = algorithm
         self._parameters = parameters
         self._progress = progress
         self._attach(optimizer)
 
     def _attach(self, optimizer: Any) -> None:
-        line, transport = self.line, self.line.transport
+        session, transport = self.session, self.session.transport
         self._runner = self.keeper = self._algorithm.attach(
             Attachment(
-                comm=line.comm,
+                comm=session.comm,
                 parameters=[(parameter.name, parameter.param) for parameter in self._parameters],
                 optimizer=optimizer,
                 gather=transport.gather_objects,
-                run=line.run,
+                run=session.run,
                 connect=lambda answer, *limit: Mailbox(transport, answer, *limit),
                 timeout_s=transport.timeout_s,
             )
@@ -81,7 +86,7 @@ class SelfRunningChannel(OpenChannel):
     @override
     def allow_change(self) -> None:
         raise ConfigError(
-            f"rank {self.line.comm.rank}: parameters were unfrozen, moved or cast, but the algorithm "
+            f"rank {self.session.comm.rank}: parameters were unfrozen, moved or cast, but the algorithm "
             f"{self._algorithm.name!r} cannot change its parameters. Unwrap the model and wrap it again on all ranks"
         )
 
@@ -107,12 +112,12 @@ class SelfRunningChannel(OpenChannel):
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Call `act`. A communication error permanently ends the communication."""
-        self.line.check()
+        self.session.check()
         try:
             with torch.no_grad():
                 act()
         except CommlibError as error:
-            self.line.keep(error)
+            self.session.keep(error)
             raise
 
     @override

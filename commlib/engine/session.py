@@ -1,4 +1,4 @@
-"""A line: a communicator, the driver of its rounds, and the error that ended it.
+"""A session: a communicator, the driver of its rounds, and the error that ended it.
 
 [Note: wholly] Buckets, parameters and algorithms change on all ranks at the same point of the program. If a change
 fails on one rank, the rank cannot return to its old state, because the other ranks have changed. So the communication
@@ -18,23 +18,23 @@ from commlib.errors import CommlibError, kept, restated
 from commlib.transport.base import Communication, Communicator, Transport
 
 
-class Line:
+class Session:
     """Carries rounds until an error ends it.
 
     Args:
-        transport: The communicator, for the line's exclusive use.
+        transport: The communicator, for the session's exclusive use.
         driver: Runs the rounds.
         wants_nodes: Whether to set `comm.nodes`. Collective if so.
-        ends_with: Another line, whose error also ends this one.
+        ends_with: Another session, whose error also ends this one.
 
     Attributes:
         comm: The group, as seen by algorithms.
-        error: The error that ended the line, or None. See [Note: kept errors] in `errors.py`.
+        error: The error that ended the session, or None. See [Note: kept errors] in `errors.py`.
         when_ended: Functions called once with that error, each with a copy.
     """
 
     def __init__(
-        self, transport: Transport, driver: Driver, *, wants_nodes: bool = False, ends_with: Line | None = None
+        self, transport: Transport, driver: Driver, *, wants_nodes: bool = False, ends_with: Session | None = None
     ) -> None:
         self.transport = transport
         self.driver = driver
@@ -44,7 +44,7 @@ class Line:
         transport.on_failure(self.abandon)
         if ends_with is not None:
             own = weakref.ref(self)
-            ends_with.when_ended.append(lambda error: (line := own()) and line.abandon(error))
+            ends_with.when_ended.append(lambda error: (session := own()) and session.abandon(error))
         if wants_nodes:
             self.find_nodes()
 
@@ -61,7 +61,7 @@ class Line:
             self.driver.run(self.transport, [Task(lambda: what, lambda: communication)])
 
     def check(self) -> None:
-        """Raise the error that ended the line, if any.
+        """Raise the error that ended the session, if any.
 
         Raises:
             CommlibError: Names that error, which is its cause. A `TransportError` of the same kind and ranks if the
@@ -85,7 +85,7 @@ class Line:
             self.check()
 
     def abandon(self, error: BaseException) -> None:
-        """End the line permanently. Peers that wait for this rank are notified by its abort."""
+        """End the session permanently. Peers that wait for this rank are notified by its abort."""
         if self.error is not None:
             return
         self.keep(error)
@@ -94,12 +94,12 @@ class Line:
         self.transport.abort()
 
     def keep(self, error: BaseException) -> None:
-        """Store an error that has ended the line and is being raised."""
+        """Store an error that has ended the session and is being raised."""
         self.error = kept(error)
 
     @contextlib.contextmanager
     def wholly(self) -> Iterator[None]:
-        """End the line if a change inside the block fails. See [Note: wholly]."""
+        """End the session if a change inside the block fails. See [Note: wholly]."""
         try:
             yield
         except BaseException as error:
