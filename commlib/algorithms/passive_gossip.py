@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
-from commlib.algorithms.families.published import Copy, Published, Snapshot
+from commlib.algorithms.families.published import Published, Snapshot, TensorBuffer
 from commlib.errors import ConfigError
 from commlib.primitives.replicate import mean_all
 from commlib.primitives.topology import RandomMatching
@@ -113,7 +113,7 @@ class _Fetch:
 
     def __init__(self, published: Published) -> None:
         self._published = published
-        self._received = Copy(published.layout)
+        self._received = TensorBuffer(published.layout)
         self.partner: int | None = None
         self.number = 0
         self.has_arrived = self.has_found = False

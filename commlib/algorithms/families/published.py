@@ -46,7 +46,7 @@ class Layout:
         ]
 
 
-class Copy:
+class TensorBuffer:
     """A buffer, the tensors in it, and the number of its readers.
 
     Attributes:
@@ -97,7 +97,7 @@ class Copy:
         return self.buffer.view(torch.float32)
 
 
-class Snapshot(Copy):
+class Snapshot(TensorBuffer):
     """A copy that other threads can read.
 
     Attributes:

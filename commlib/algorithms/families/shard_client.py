@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.families.published import Copy, Layout
+from commlib.algorithms.families.published import Layout, TensorBuffer
 from commlib.algorithms.families.shard_server import Piece, cut
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.transport.mailbox import Message
@@ -36,7 +36,7 @@ class WholeWire:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         layout = Layout(tensors)
         self.is_remote = layout.is_remote
-        self.pending, self._sending, self.received = Copy(layout), Copy(layout), Copy(layout)
+        self.pending, self._sending, self.received = TensorBuffer(layout), TensorBuffer(layout), TensorBuffer(layout)
 
     def pack(self, num_steps: int) -> tuple[Question, memoryview]:
         """Return `pending` as a push, and the buffer for its answer. `pending` may then be overwritten."""
@@ -64,8 +64,8 @@ class CodedWire:
     def __init__(self, tensors: Sequence[torch.Tensor], codec: BlockCodec) -> None:
         layout = Layout(tensors, torch.float32)
         self.is_remote = layout.is_remote
-        self.pending, self.received = Copy(layout), Copy(layout)
-        self._sending = Copy(layout) if self.is_remote else self.pending
+        self.pending, self.received = TensorBuffer(layout), TensorBuffer(layout)
+        self._sending = TensorBuffer(layout) if self.is_remote else self.pending
         self._codec = codec
         numel = self.pending.flat.numel()
         self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commlib.algorithms.families.published import Copy, Layout
+from commlib.algorithms.families.published import Layout, TensorBuffer
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 
@@ -181,7 +181,7 @@ class ShardServer:
         self.push_bytes = self.layout.nbytes
         if codec is not None:
             self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
-            self._scratch = Copy(self.layout)
+            self._scratch = TensorBuffer(self.layout)
             sizes = [self.push_bytes] * num_workers
             self._changes = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in sizes]
         self._optimizer = None
@@ -190,8 +190,8 @@ class ShardServer:
         depth = 2 if rule.compensation else 1  # a gradient is computed with the reply before the last one
         self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
 
-    def _copy(self) -> Copy:
-        copy = Copy(self.layout)
+    def _copy(self) -> TensorBuffer:
+        copy = TensorBuffer(self.layout)
         torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
         copy.number = self.version
         return copy
@@ -240,7 +240,7 @@ class ShardServer:
         self.version += 1
 
     @torch.no_grad()
-    def reply(self, worker: int) -> Copy:
+    def reply(self, worker: int) -> TensorBuffer:
         """Return a copy of the newest weights for `worker`, valid until the worker's next reply."""
         copy = self._next_reply(worker)
         torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
@@ -263,7 +263,7 @@ class ShardServer:
         self._codec.decode_add(payload, copy.flat)
         return payload
 
-    def _next_reply(self, worker: int) -> Copy:
+    def _next_reply(self, worker: int) -> TensorBuffer:
         """Return the buffer of the worker's oldest reply, reused as its latest with the current version."""
         replies = self._replies[worker]
         replies.rotate(-1)

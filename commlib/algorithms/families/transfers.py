@@ -1,8 +1,8 @@
 """Copies between device tensors and host buffers that do not block the training thread.
 
 Host memory that the device accesses is pinned. A copy is queued on the current stream, and an event marks its
-completion. A thread of the mailbox waits for the event (`Copy.wait`) before it reads or changes the bytes. Host tensors
-are copied synchronously.
+completion. A thread of the mailbox waits for the event (`TensorBuffer.wait`) before it reads or changes the bytes. Host
+tensors are copied synchronously.
 """
 
 from __future__ import annotations
