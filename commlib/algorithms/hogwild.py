@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm, Attachment, Runner, Traffic
 from commlib.algorithms.channels import SelfRunning
-from commlib.algorithms.families.published import Layout
+from commlib.algorithms.families.published import Packing
 from commlib.errors import ConfigError
 
 _TOKEN_BYTES = 16
@@ -70,9 +70,9 @@ class _Sharing(Runner):
             raise ConfigError(
                 f"hogwild shares the memory of one machine: the model must be on the CPU, not on {device}"
             )
-        layout = Layout(self._parameters)
-        buffer = _share(attachment, layout.nbytes)
-        shared = [_strided_as(view, p) for view, p in zip(layout.views(buffer), self._parameters, strict=True)]
+        packing = Packing(self._parameters)
+        buffer = _share(attachment, packing.nbytes)
+        shared = [_strided_as(view, p) for view, p in zip(packing.views(buffer), self._parameters, strict=True)]
         if attachment.comm.rank == 0:
             for view, parameter in zip(shared, self._parameters, strict=True):
                 view.copy_(parameter.data)

@@ -113,7 +113,7 @@ class _Fetch:
 
     def __init__(self, published: Published) -> None:
         self._published = published
-        self._received = TensorBuffer(published.layout)
+        self._received = TensorBuffer(published.packing)
         self.partner: int | None = None
         self.number = 0
         self.has_arrived = self.has_found = False
@@ -125,7 +125,7 @@ class _Fetch:
         """Ask `partner`. Returns at once."""
         self.partner, self.number = partner, question.number
         self.has_arrived, self.asked_s = False, time.monotonic()
-        made = functools.partial(self._after_copies, question) if self._published.layout.is_remote else question
+        made = functools.partial(self._after_copies, question) if self._published.packing.is_remote else question
         ask(partner, made, self._on_reply, self._received.payload)
 
     def _after_copies(self, question: Message) -> Message:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from commlib.algorithms.families import transfers
-from commlib.algorithms.families.published import Layout, Published, TensorBuffer
+from commlib.algorithms.families.published import Packing, Published, TensorBuffer
 from commlib.algorithms.families.shard_client import (
     PULL,
     PUSH_FOR_CHANGE,
@@ -203,7 +203,7 @@ def test_readers_of_a_published_copy_wait_for_it_and_the_publisher_does_not(devi
 
 
 def test_a_buffer_that_a_device_reads_is_not_changed_before(device: Device) -> None:
-    received, target = TensorBuffer(Layout([torch.zeros(3)])), torch.zeros(3)
+    received, target = TensorBuffer(Packing([torch.zeros(3)])), torch.zeros(3)
     received.tensors[0].fill_(1.0)
     received.copy_to([target])
     received.tensors[0].fill_(2.0)

@@ -15,8 +15,8 @@ from commlib.algorithms.families import transfers
 _ALIGNMENT = 16
 
 
-class Layout:
-    """The layout of tensors of any shapes and dtypes in one byte buffer in host memory.
+class Packing:
+    """The packing of tensors of any shapes and dtypes in one byte buffer in host memory.
 
     Args:
         tensors: The tensors.
@@ -55,12 +55,12 @@ class TensorBuffer:
         number: The step or version of its contents.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.buffer = transfers.host_buffer(layout.nbytes, layout.is_remote)
-        self.tensors = layout.views(self.buffer)
+    def __init__(self, packing: Packing) -> None:
+        self.buffer = transfers.host_buffer(packing.nbytes, packing.is_remote)
+        self.tensors = packing.views(self.buffer)
         self.number = 0
         self.num_readers = 0
-        self._is_remote = layout.is_remote
+        self._is_remote = packing.is_remote
         self._copied: Any = None  # the event of the last copies from or to a device
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class TensorBuffer:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The elements of all tensors [nbytes / 4], for a layout in fp32."""
+        """The elements of all tensors [nbytes / 4], for a packing in fp32."""
         return self.buffer.view(torch.float32)
 
 
@@ -104,8 +104,8 @@ class Snapshot(TensorBuffer):
         step: The number of steps of its rank at the time of the copy.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
+    def __init__(self, packing: Packing) -> None:
+        super().__init__(packing)
         self.step = 0
 
 
@@ -120,7 +120,7 @@ class Published:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], depth: int = 2) -> None:
-        self.layout = Layout(tensors)
+        self.packing = Packing(tensors)
         self._depth = depth
         self._lock = locks.lock("published")
         self._kept: list[Snapshot] = []  # the latest comes last
@@ -133,7 +133,7 @@ class Published:
             if len(self._kept) == self._depth:
                 del self._kept[0]
             free = [copy for copy in self._copies if copy not in self._available()]
-        copy = free[0] if free else Snapshot(self.layout)
+        copy = free[0] if free else Snapshot(self.packing)
         copy.fill(tensors)
         copy.number, copy.step = number, step
         with self._lock:

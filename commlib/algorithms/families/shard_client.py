@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from typing_extensions import override
 
-from commlib.algorithms.families.published import Layout, TensorBuffer
+from commlib.algorithms.families.published import Packing, TensorBuffer
 from commlib.algorithms.families.shard_server import Piece, cut
 from commlib.codecs.base import BlockCodec, Feedback
 from commlib.transport.mailbox import Message
@@ -34,9 +34,9 @@ class WholeWire:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        layout = Layout(tensors)
-        self.is_remote = layout.is_remote
-        self.pending, self._sending, self.received = TensorBuffer(layout), TensorBuffer(layout), TensorBuffer(layout)
+        packing = Packing(tensors)
+        self.is_remote = packing.is_remote
+        self.pending, self._sending, self.received = TensorBuffer(packing), TensorBuffer(packing), TensorBuffer(packing)
 
     def pack(self, num_steps: int) -> tuple[Question, memoryview]:
         """Return `pending` as a push, and the buffer for its answer. `pending` may then be overwritten."""
@@ -62,10 +62,10 @@ class CodedWire:
     """Sends pushes and answers through a codec: pushes with error feedback, answers as the change since the last."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], codec: BlockCodec) -> None:
-        layout = Layout(tensors, torch.float32)
-        self.is_remote = layout.is_remote
-        self.pending, self.received = TensorBuffer(layout), TensorBuffer(layout)
-        self._sending = TensorBuffer(layout) if self.is_remote else self.pending
+        packing = Packing(tensors, torch.float32)
+        self.is_remote = packing.is_remote
+        self.pending, self.received = TensorBuffer(packing), TensorBuffer(packing)
+        self._sending = TensorBuffer(packing) if self.is_remote else self.pending
         self._codec = codec
         numel = self.pending.flat.numel()
         self.residual = torch.zeros(numel, dtype=torch.float32, device="cpu")

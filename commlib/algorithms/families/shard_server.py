@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commlib.algorithms.families.published import Layout, TensorBuffer
+from commlib.algorithms.families.published import Packing, TensorBuffer
 from commlib.codecs.base import BlockCodec
 from commlib.errors import ConfigError
 
@@ -159,7 +159,7 @@ class ShardServer:
 
     Attributes:
         weights: The pieces' newest values.
-        layout: The layout of an answer.
+        packing: The packing of an answer.
         push_bytes: The size of a push in bytes.
     """
 
@@ -176,12 +176,12 @@ class ShardServer:
         self.version = 0
         own = cut([parameter.data for parameter in parameters], pieces)
         self.weights = [piece.detach().to("cpu", _precise(piece.dtype, optimizer), copy=True) for piece in own]
-        self.layout = Layout(own, None if codec is None else torch.float32)
+        self.packing = Packing(own, None if codec is None else torch.float32)
         self._codec = codec
-        self.push_bytes = self.layout.nbytes
+        self.push_bytes = self.packing.nbytes
         if codec is not None:
-            self.push_bytes = codec.payload_bytes(self.layout.nbytes // 4)
-            self._scratch = TensorBuffer(self.layout)
+            self.push_bytes = codec.payload_bytes(self.packing.nbytes // 4)
+            self._scratch = TensorBuffer(self.packing)
             sizes = [self.push_bytes] * num_workers
             self._changes = [torch.empty(nbytes, dtype=torch.uint8, device="cpu") for nbytes in sizes]
         self._optimizer = None
@@ -191,7 +191,7 @@ class ShardServer:
         self._replies = [deque((self._copy() for _ in range(depth)), depth) for _ in range(num_workers)]
 
     def _copy(self) -> TensorBuffer:
-        copy = TensorBuffer(self.layout)
+        copy = TensorBuffer(self.packing)
         torch._foreach_copy_(copy.tensors, [weight.detach() for weight in self.weights])
         copy.number = self.version
         return copy
@@ -200,7 +200,7 @@ class ShardServer:
         """Return the tensors in a push of `push_bytes` bytes; valid until the next call."""
         received = torch.frombuffer(payload, dtype=torch.uint8)
         if self._codec is None:
-            return self.layout.views(received)
+            return self.packing.views(received)
         self._codec.decode(received, self._scratch.flat)
         return self._scratch.tensors
 
