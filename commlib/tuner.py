@@ -33,7 +33,7 @@ from commlib.algorithms.known import doubt
 from commlib.engine import optimizers
 from commlib.engine.engine import Engine
 from commlib.engine.planning.plan import Parameter
-from commlib.engine.planning.readiness import Clock
+from commlib.engine.planning.readiness import DeviceTimer
 from commlib.errors import CommlibError, ConfigError
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.simulation.compare import hierarchical_form
@@ -106,7 +106,7 @@ class Tuner:
         self._connect = connect
         self._synchronize = synchronize
         self._find_nodes()
-        self._watch = _Watch(Clock(engine.device))
+        self._watch = _Watch(DeviceTimer(engine.device))
         self.times: Times | None = None
         self._expected_s: float | None = None
         self._bias: dict[str, float] = {}
@@ -384,11 +384,11 @@ class _Watch:
     """Step times on this rank.
 
     Args:
-        clock: The model's clock. On CUDA, a moment is an event of its stream and is read only on request.
+        timer: The model's timer. On CUDA, a moment is an event of its stream and is read only on request.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, timer: DeviceTimer) -> None:
+        self._timer = timer
         self._begins: list[Any] = []
         self._forwards: list[tuple[Any, Any]] = []
         self._waits: list[tuple[Any, Any] | None] = []
@@ -401,17 +401,17 @@ class _Watch:
 
     def step_begins(self, waited: tuple[Any, Any] | None) -> None:
         """Record the start of a forward; `waited` holds when the last step started and stopped waiting for rounds."""
-        self._begins.append(self._clock.now())
+        self._begins.append(self._timer.now())
         self._processor_s.append(time.thread_time())
         self._waits.append(waited)
 
     def forward_ends(self) -> None:
         """Record the end of a forward."""
-        self._forwards.append((self._begins[-1], self._clock.now()))
+        self._forwards.append((self._begins[-1], self._timer.now()))
 
     def _seconds(self, spans: Iterable[tuple[Any, Any] | None]) -> list[float]:
-        self._clock.arrive(self._begins[-1])  # the latest moment
-        return [0.0 if span is None else self._clock.seconds(*span) for span in spans]
+        self._timer.arrive(self._begins[-1])  # the latest moment
+        return [0.0 if span is None else self._timer.seconds(*span) for span in spans]
 
     @property
     def uses_processor(self) -> bool:

@@ -54,36 +54,36 @@ def profile_model(
     dtype, remarks = _dtype(parameters)
     if steps < 1 or warmup_steps < 0:
         raise ConfigError(f"profile: expected steps >= 1 and warmup_steps >= 0, got {steps=}, {warmup_steps=}")
-    clock = _Clock(next(iter(parameters.values())).device, model, parameters)
-    with clock.hooked():
+    timer = _StepTimer(next(iter(parameters.values())).device, model, parameters)
+    with timer.hooked():
         for done in range(warmup_steps + steps):
             model.zero_grad(set_to_none=True)
-            clock.begin()
+            timer.begin()
             step(model)
             if all(p.grad is None for p in parameters.values()):
                 raise ConfigError("profile: step(model) left no gradient in any parameter: it must call backward()")
-            clock.end_backward()
+            timer.end_backward()
             if optimizer is not None:
                 optimizer.step()
-            clock.end(keep=done >= warmup_steps)
+            timer.end(keep=done >= warmup_steps)
     state = optimizer.state.values() if optimizer is not None else ()
-    ready_s = {key: statistics.median(times) for key, times in clock.ready_s.items() if times}
+    ready_s = {key: statistics.median(times) for key, times in timer.ready_s.items() if times}
     unused = [key for key in parameters if key not in ready_s]
     if unused:
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         remarks.append(
             f"{len(unused)} of {len(parameters)} parameters got no gradient and count as ready last: {shown}"
         )
-        ready_s |= dict.fromkeys(unused, statistics.median(clock.backward_s))
-    measured = f"measured: median of {steps} steps, torch {torch.__version__}, {clock.device}"
+        ready_s |= dict.fromkeys(unused, statistics.median(timer.backward_s))
+    measured = f"measured: median of {steps} steps, torch {torch.__version__}, {timer.device}"
     return Workload(
         name=name or type(model).__name__,
         layers=_layers(parameters, ready_s),
         batch_per_rank=batch_per_rank,
-        forward_s=statistics.median(clock.forward_s),
-        backward_s=statistics.median(clock.backward_s),
-        optimizer_s=statistics.median(clock.optimizer_s) if optimizer is not None else 0.0,
-        device=str(clock.device.type),
+        forward_s=statistics.median(timer.forward_s),
+        backward_s=statistics.median(timer.backward_s),
+        optimizer_s=statistics.median(timer.optimizer_s) if optimizer is not None else 0.0,
+        device=str(timer.device.type),
         dtype=dtype,
         optimizer="adam" if any("exp_avg" in entry for entry in state) else "sgd",
         source="; ".join([measured, *remarks]),
@@ -135,7 +135,7 @@ def _profile_globals(found: dict[str, Any], script: Path, batch_per_rank: int, s
     )
 
 
-class _Clock:
+class _StepTimer:
     """Records when a forward ends and when each gradient is ready, in seconds, by hooks.
 
     The device is synchronised at both ends of a step. On a CUDA device, events record the times without a

@@ -28,7 +28,7 @@ from commlib.algorithms.channels import Weights
 from commlib.algorithms.context import Context
 from commlib.engine.planning.cost import Scratch, as_square, scratch_buckets
 from commlib.engine.planning.plan import Parameter, main_group
-from commlib.engine.planning.readiness import Clock
+from commlib.engine.planning.readiness import DeviceTimer
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
 from commlib.simulation.collectives import GLOO, NCCL, TransportProfile
@@ -164,8 +164,8 @@ def work_factor(
     (measured,) = scratch_buckets(1, shapes, device, group)
     meter = Meter(found)
     with meter.active():
-        said_s = _local_work(algorithm, world_size, said_of, _MeterClock(meter))()
-    run = _local_work(algorithm, world_size, measured, Clock(device))
+        said_s = _local_work(algorithm, world_size, said_of, _MeterTimer(meter))()
+    run = _local_work(algorithm, world_size, measured, DeviceTimer(device))
     run()
     seconds = median(run() for _ in range(_REPETITIONS))
     return max(seconds / said_s, 1e-3) if said_s > 0 else 1.0
@@ -205,8 +205,8 @@ def _drawn(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return found or as_square(_WORK_BYTES)
 
 
-class _MeterClock(Clock):
-    """A clock of the seconds that a meter has counted."""
+class _MeterTimer(DeviceTimer):
+    """A timer of the seconds that a meter has counted."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__(torch.device("meta"))
@@ -216,7 +216,7 @@ class _MeterClock(Clock):
         return float(self._meter.seconds()[0])
 
 
-def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: Clock) -> Callable[[], float]:
+def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, timer: DeviceTimer) -> Callable[[], float]:
     """Return a function that communicates the scratch bucket with echoing requests, and returns the seconds.
 
     The seconds exclude the echoes and everything else between two pieces of work.
@@ -236,12 +236,12 @@ def _local_work(algorithm: Algorithm, world_size: int, bucket: Scratch, clock: C
         spans, generator = [], algorithm.communicate(bucket, comm)
         while True:
             other.add_(1.0)
-            start = clock.now()
+            start = timer.now()
             request = next(generator, None)
-            spans.append((start, clock.now()))
+            spans.append((start, timer.now()))
             if request is None:
-                clock.arrive(spans[-1][1])
-                return sum(clock.seconds(*span) for span in spans)
+                timer.arrive(spans[-1][1])
+                return sum(timer.seconds(*span) for span in spans)
             _echo(request)
 
     return run
@@ -379,16 +379,16 @@ def _share_of_cores() -> float:
     return (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s)
 
 
-def _rate(run: Callable[[], object], amount: float, clock: Clock) -> float:
+def _rate(run: Callable[[], object], amount: float, timer: DeviceTimer) -> float:
     """Return `amount` over the least seconds of a few runs, which approximates a rank that runs alone."""
     run()
     found = []
     for _ in range(_REPETITIONS):
-        start = clock.now()
+        start = timer.now()
         run()
-        end = clock.now()
-        clock.arrive(end)
-        found.append(clock.seconds(start, end))
+        end = timer.now()
+        timer.arrive(end)
+        found.append(timer.seconds(start, end))
     return amount / min(found)
 
 
@@ -401,11 +401,11 @@ def _describe_device(device: torch.device) -> tuple[float, float, float]:
     source = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     target, square, small = torch.empty_like(source), source.new_ones(width, width), source.new_ones(16)
     product = torch.empty_like(square)
-    copied = _rate(lambda: target.copy_(source), 2 * nbytes, Clock(device))
-    multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * width**3, Clock(device))
+    copied = _rate(lambda: target.copy_(source), 2 * nbytes, DeviceTimer(device))
+    multiplied = _rate(lambda: torch.mm(square, square, out=product), 2 * width**3, DeviceTimer(device))
 
     def launches() -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    return copied / 1e9, multiplied / 1e12, 1e6 / _rate(launches, 100, Clock(torch.device("cpu")))
+    return copied / 1e9, multiplied / 1e12, 1e6 / _rate(launches, 100, DeviceTimer(torch.device("cpu")))

@@ -156,7 +156,7 @@ def test_a_pause_between_two_steps_leads_to_no_new_choice() -> None:
     train(model, mlp_loss, 8)
     tuner = tuner_of(model)
     tuner._expected_s = None  # the first window says it
-    clock = tuner._watch._clock = SteppedClock(tuner._watch._clock.now())  # pyright: ignore[reportAttributeAccessIssue]
+    clock = tuner._watch._timer = SteppedClock(tuner._watch._timer.now())  # pyright: ignore[reportAttributeAccessIssue]
 
     def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
         clock.now_s += 2.5 if step == 60 else 0.05

@@ -18,7 +18,7 @@ from commlib.engine.gradients.backward import StreamedBackward
 from commlib.engine.gradients.buckets import BucketSet
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.planning.readiness import Clock
+from commlib.engine.planning.readiness import DeviceTimer
 from commlib.engine.planning.trials import Trials
 from commlib.engine.rounds.streams import StreamDriver
 from commlib.engine.rounds.task import Round, Task
@@ -153,7 +153,7 @@ def test_a_bucket_waits_for_the_streams_of_all_its_gradients() -> None:
 # --- Times and memory ------------------------------------------------------------------------------------------------
 
 
-class EventClock(Clock):
+class EventTimer(DeviceTimer):
     """Moments that may be compared once the host has waited for the last of them."""
 
     def __init__(self) -> None:
@@ -169,11 +169,11 @@ class EventClock(Clock):
 
 
 def test_trials_wait_for_the_device_only_at_the_end_of_a_visit() -> None:
-    clock = EventClock()
-    trials = Trials([Plan(((0,),), "trial"), Plan(((0, 1),), "trial")], 3, clock)
+    timer = EventTimer()
+    trials = Trials([Plan(((0,),), "trial"), Plan(((0, 1),), "trial")], 3, timer)
     ended = [trials.step_ended(moment) for moment in range(8)]
     assert ended == [False, False, False, True] * 2
-    assert clock.waits == [3, 7]
+    assert timer.waits == [3, 7]
 
 
 def test_gradients_that_exist_are_not_on_the_device_twice_while_buckets_change() -> None:
@@ -243,7 +243,7 @@ class Stage:
         self.now_s = 0.0
 
 
-class StageClock(Clock):
+class StageTimer(DeviceTimer):
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.arrived_s = -1.0
@@ -262,7 +262,7 @@ class StageClock(Clock):
 def test_auto_measures_steps_by_the_devices_moments() -> None:
     """Forward 1 s, backward 2 s, waiting 3 s, optimizer 0.5 s, whatever the host takes to queue them."""
     stage = Stage()
-    watch = _Watch(StageClock(stage))
+    watch = _Watch(StageTimer(stage))
     waited = None
     for _ in range(4):
         watch.step_begins(waited)

@@ -141,7 +141,7 @@ class Operations(TorchDispatchMode):
 def operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Measure local work by counting."""
     with contextlib.ExitStack() as modes:
-        monkeypatch.setattr(probe, "Clock", lambda device: modes.enter_context(Operations(device)))
+        monkeypatch.setattr(probe, "DeviceTimer", lambda device: modes.enter_context(Operations(device)))
         yield
 
 

@@ -23,7 +23,7 @@ from commlib.engine.gradients.round import GradientRound
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.cost import measure_cost
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.planning.readiness import Clock
+from commlib.engine.planning.readiness import DeviceTimer
 from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
@@ -42,7 +42,7 @@ class LastRound:
         sent_bytes: Bytes that this rank sent, per bucket, then for the flags if they were sent separately.
         seconds: Durations of the same transfers.
         exposed_s: Seconds that the training thread waited (on CUDA: host time).
-        waited: Start and end of that wait, from the model's `Clock`; on CUDA, events on its stream.
+        waited: Start and end of that wait, from the model's `DeviceTimer`; on CUDA, events on its stream.
     """
 
     sent_bytes: tuple[float, ...] = ()
@@ -104,7 +104,7 @@ class Reducer:
         self.num_rounds = 0
         self.waited_s = 0.0
         self._device = device
-        self._clock = Clock(device)
+        self._timer = DeviceTimer(device)
         self._frozen = FrozenParameters(patience=None)
         self._may_hold_communicated = False  # until a backward begins
         self._exchange: Background | None = None
@@ -195,10 +195,10 @@ class Reducer:
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
-        start_s, start = time.perf_counter(), self._clock.now()
+        start_s, start = time.perf_counter(), self._timer.now()
         round_.wait()
         self.session.check_streams()
-        waited = (start, self._clock.now())
+        waited = (start, self._timer.now())
         exposed_s = time.perf_counter() - start_s
         self.waited_s += exposed_s
         if publishes:

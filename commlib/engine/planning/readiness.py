@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Clock:
+class DeviceTimer:
     """Measures moments of the training thread: on the host or, on CUDA, on the model's stream, without host waits.
 
     Args:
@@ -48,7 +48,7 @@ class Readiness:
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self._clock = Clock(device)
+        self._timer = DeviceTimer(device)
         self._start: Any = None
         self._marks: list[Any] = [None] * num_parameters  # of the current backward, unused after its end
         self._times: list[array[float]] = []  # seconds, of each completed backward
@@ -61,19 +61,19 @@ class Readiness:
 
     def start(self) -> None:
         """Begin a backward."""
-        self._start = self._clock.now()
+        self._start = self._timer.now()
         self._marks = [None] * len(self._marks)  # also if the last backward never ended
 
     def mark(self, idx: int) -> None:
         """Record that the gradient of parameter `idx` is ready now."""
-        self._marks[idx] = self._clock.now()
+        self._marks[idx] = self._timer.now()
 
     def end(self) -> None:
         """End the backward."""
-        clock, start, end = self._clock, self._start, self._clock.now()
-        clock.arrive(end)
-        self._times.append(array("d", (math.inf if at is None else clock.seconds(start, at) for at in self._marks)))
-        self._end_s.append(clock.seconds(start, end))
+        timer, start, end = self._timer, self._start, self._timer.now()
+        timer.arrive(end)
+        self._times.append(array("d", (math.inf if at is None else timer.seconds(start, at) for at in self._marks)))
+        self._end_s.append(timer.seconds(start, end))
 
     def result(self) -> tuple[list[float], float]:
         """Return the seconds of each gradient and of the whole backward. Skips the first, cold one if possible."""

@@ -14,7 +14,7 @@ import torch
 
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.planning.readiness import Clock, Readiness
+from commlib.engine.planning.readiness import DeviceTimer, Readiness
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES, BucketTimes
 from commlib.engine.planning.trials import Trials, steps_per_visit
 from commlib.engine.rounds.task import Task
@@ -59,7 +59,7 @@ class PlanSearch:
         self.num_recorded = _RECORDED_BACKWARDS if cap_bytes is None else 1
         self.may_settle = True
         self.is_recording = False
-        self._clock = Clock(device)
+        self._timer = DeviceTimer(device)
         self.pending: Plan | None = None
         self._parameters: Sequence[Parameter] = ()
         self._has_copies = False
@@ -166,12 +166,12 @@ class PlanSearch:
             only = found[0]
             self.pending = only if only.kind != "trial" else dataclasses.replace(only, kind="planned")
         else:
-            self._trials = Trials(found, steps_per_visit(backward_s), self._clock)
+            self._trials = Trials(found, steps_per_visit(backward_s), self._timer)
             self.pending = self._trials.current
 
     def _continue_trials(self) -> None:
         """Time this step, and choose the next candidate or finally the plan that is fastest on its slowest rank."""
-        if self._trials is None or not self._trials.step_ended(self._clock.now()):
+        if self._trials is None or not self._trials.step_ended(self._timer.now()):
             return
         if self._trials.current is None:
             of_ranks = self._transport.gather_objects(self._trials.figures)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commlib.engine.planning.plan import Plan
-from commlib.engine.planning.readiness import Clock
+from commlib.engine.planning.readiness import DeviceTimer
 
 #: Approximate duration of one visit of a trial, in seconds.
 _VISIT_S = 0.3
@@ -67,11 +67,11 @@ class Trials:
     Args:
         plans: The plans. Identical on all ranks.
         steps_per_visit: Number of steps timed in one visit. Identical on all ranks.
-        clock: The clock of the moments passed to `step_ended`.
+        timer: The timer of the moments passed to `step_ended`.
     """
 
-    def __init__(self, plans: Sequence[Plan], steps_per_visit: int, clock: Clock | None = None) -> None:
-        self._clock = clock or Clock(torch.device("cpu"))
+    def __init__(self, plans: Sequence[Plan], steps_per_visit: int, timer: DeviceTimer | None = None) -> None:
+        self._timer = timer or DeviceTimer(torch.device("cpu"))
         self._steps_per_visit = steps_per_visit
         self._steps_s: dict[Plan, list[float]] = {plan: [] for plan in plans}
         self._num_passes = 0
@@ -98,8 +98,8 @@ class Trials:
         self._ends.append(now)
         if len(self._ends) <= self._steps_per_visit:
             return False
-        self._clock.arrive(now)
-        steps_s = [self._clock.seconds(start, end) for start, end in itertools.pairwise(self._ends)]
+        self._timer.arrive(now)
+        steps_s = [self._timer.seconds(start, end) for start, end in itertools.pairwise(self._ends)]
         self._steps_s[self._visits.pop(0)] += steps_s
         self._ends = []
         return True
