@@ -303,7 +303,7 @@ def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
         found = optimizers.resolve(optimizer)
         if found is None:
             raise ConfigError("set_optimizer: expected an optimizer, got None")
-        check_optimizer(engine.algorithm, found, engine.parameters, engine.progress.is_warming_up)
+        check_optimizer(engine.algorithm, found, engine.parameters, engine.counter.is_warming_up)
     except Exception as caught:
         error = caught
     verify.agree(engine.transport, lambda: [("optimizer", optimizers.names_of(found))], error, "set_optimizer")

@@ -22,7 +22,7 @@ from commlib.engine.optimizers import Steps, all_of, names_of
 from commlib.engine.pace import Pace
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.rounds.drivers import acquire
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.session import Session
 from commlib.engine.unseen import NUM_CHANGES, Enclosing, Observer, UncountedChanges, has_parameters_of, ignore, observe
 from commlib.errors import ConfigError
@@ -57,7 +57,7 @@ class Engine(Observer):
     Attributes:
         gradients: The channel of gradients.
         channels: All channels. The last one carries out the algorithm.
-        progress: Counts the steps.
+        counter: Counts the steps.
         pace: Mean bytes and seconds of a step.
         has_loaded: Whether state was loaded, and the ranks have not yet compared it.
     """
@@ -80,7 +80,7 @@ class Engine(Observer):
         self.session = Session(transport, driver)
         self._use(algorithm, parameters)
         self.gradients = GradientChannel(
-            self.session, self.device, self._settings, algorithm, self.progress, self.parameters
+            self.session, self.device, self._settings, algorithm, self.counter, self.parameters
         )
         self.channels: list[OpenChannel] = [self.gradients]
         self._follow_steps()
@@ -132,10 +132,10 @@ class Engine(Observer):
 
     def _use(self, algorithm: Algorithm, parameters: Sequence[Parameter]) -> None:
         self.algorithm = algorithm
-        self.progress = Progress(algorithm.channel, counts_backwards=self.optimizer is None)
+        self.counter = StepCounter(algorithm.channel, counts_backwards=self.optimizer is None)
         self.pace = Pace(algorithm.channel.cycle)
         own = weakref.ref(self)
-        self.progress.when_counted = lambda: (engine := own()) and engine._step_counted()
+        self.counter.when_counted = lambda: (engine := own()) and engine._step_counted()
         self._take(parameters)
 
     def _take(self, parameters: Sequence[Parameter]) -> None:
@@ -154,7 +154,7 @@ class Engine(Observer):
         Raises:
             ConfigError: The algorithm cannot run on this model, optimizer or group.
         """
-        beside = open_beside(self.algorithm, self.parameters, self.progress, self.session, self._settings, connect)
+        beside = open_beside(self.algorithm, self.parameters, self.counter, self.session, self._settings, connect)
         if beside is not None:
             self.channels.append(beside)
 
@@ -163,7 +163,7 @@ class Engine(Observer):
         with self.session.wholly():
             self._close_beside()
             self._use(algorithm, self.parameters)
-            self.gradients.use(algorithm, self.progress, self.parameters)
+            self.gradients.use(algorithm, self.counter, self.parameters)
             self.open(connect)
 
     def set_optimizer(self, optimizer: Any) -> None:
@@ -172,7 +172,7 @@ class Engine(Observer):
         self._enclosing.close()
         self._settings = dataclasses.replace(self._settings, optimizer=optimizer)
         with self.session.wholly():
-            self.progress.counts_backwards = False
+            self.counter.counts_backwards = False
             for channel in self.channels:
                 channel.set_up(self._settings)
             self._changes.expect_change()
@@ -209,7 +209,7 @@ class Engine(Observer):
         """Whether the communication depends on the given optimizer's steps from now on."""
         declared = self.algorithm.channel
         return self.optimizer is not None and (
-            declared.needs_optimizer or (declared.follows_steps and self.progress.step < declared.steady_step)
+            declared.needs_optimizer or (declared.follows_steps and self.counter.step < declared.steady_step)
         )
 
     def look_for_uncounted_changes(self) -> None:
@@ -280,7 +280,7 @@ class Engine(Observer):
             channel.begin_step(has_closure)
 
     def _step_ends(self) -> None:
-        self.progress.end_step()
+        self.counter.end_step()
         for channel in self.channels:
             channel.end_step()
         if self._watches_enclosing:

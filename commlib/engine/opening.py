@@ -8,7 +8,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import SelfRunning, Weights
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.planning.plan import Parameter
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.session import Session
 from commlib.engine.weights.channel import WeightChannel
 from commlib.engine.weights.self_running import SelfRunningChannel
@@ -18,7 +18,7 @@ from commlib.transport.base import Transport
 def open_beside(
     algorithm: Algorithm,
     parameters: Sequence[Parameter],
-    progress: Progress,
+    counter: StepCounter,
     session: Session,
     settings: Settings,
     connect: Callable[[], Transport],
@@ -28,7 +28,7 @@ def open_beside(
     Args:
         algorithm: The algorithm.
         parameters: The parameters, in the model's order.
-        progress: Counts the steps.
+        counter: Counts the steps.
         session: The session of the gradient channel. If it ends, this channel ends too.
         settings: Arguments of `wrap`. Without an optimizer, no channel is opened.
         connect: Creates a communicator for the channel's rounds. Collective.
@@ -41,7 +41,7 @@ def open_beside(
         return None
     if isinstance(declared, Weights):
         own = Session(connect(), session.driver, wants_nodes=declared.wants_nodes, ends_with=session)
-        return WeightChannel(parameters, algorithm, progress, own, session, settings)
+        return WeightChannel(parameters, algorithm, counter, own, session, settings)
     if isinstance(declared, SelfRunning):
-        return SelfRunningChannel(parameters, algorithm, progress, session, settings.optimizer)
+        return SelfRunningChannel(parameters, algorithm, counter, session, settings.optimizer)
     return None

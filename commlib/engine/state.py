@@ -28,7 +28,7 @@ def save(engine: Engine) -> dict[str, Any]:
         "world_size": engine.comm.world_size,
         "rank": engine.comm.rank,
         "shard": places_of([parameter.param for parameter in engine.parameters]),
-        "step": engine.progress.step,
+        "step": engine.counter.step,
         "num_weight_rounds": 0,
     }
     for channel in engine.channels:
@@ -70,7 +70,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
             channel.drop_background()
         engine.gradients.restore(plan, state["hook_counts"])
         keeper.load_state_dict(state["state"])
-        engine.progress.step = int(state["step"])
+        engine.counter.step = int(state["step"])
         for channel in engine.channels:
             channel.load_state_dict(state)
     engine.has_loaded = engine.algorithm.channel.keeps_step
@@ -78,7 +78,7 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
 
 def places(engine: Engine) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) pairs of loaded state that must be identical on all ranks."""
-    yield "optimizer step", str(engine.progress.step)
+    yield "optimizer step", str(engine.counter.step)
     if engine.scaler is not None and engine.algorithm.channel.keeps_replicas_alike:
         yield "loss scale", str(scale_of(engine.scaler))
     for channel in engine.channels:

@@ -146,7 +146,7 @@ def collect(engine: Engine) -> Stats:
     gradients, channels = engine.gradients, engine.channels
     plan, last, means = gradients.search.plan, gradients.reducer.last, engine.pace.means()
     declared, world_size = engine.algorithm.channel, engine.comm.world_size
-    is_in_every_step = engine.progress.is_warming_up or (declared.cycle == 1 and isinstance(declared, Gradients))
+    is_in_every_step = engine.counter.is_warming_up or (declared.cycle == 1 and isinstance(declared, Gradients))
     sent = sum(last.sent_bytes) if is_in_every_step else means.bytes
     has_steps = bool(last.sent_bytes) if is_in_every_step else means.num_steps > 0
     raw = 2 * (world_size - 1) / world_size * _dense_bytes(engine) if has_steps else 0.0

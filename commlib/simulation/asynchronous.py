@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from commlib.algorithms.channels import Channel, Weights
-from commlib.engine.rounds.schedule import Progress, Schedule
+from commlib.engine.rounds.schedule import Schedule, StepCounter
 
 
 @dataclass
 class _Rank:
-    progress: Progress
+    counter: StepCounter
     schedule: Schedule
     now_s: float
     num_steps: int = 0
@@ -60,7 +60,7 @@ def run(channel: Channel, steps_s: np.ndarray, round_s: float, overhead_s: np.nd
         now_s, idx = heapq.heappop(queue)
         rank = ranks[idx]
         own = rank.num_rounds - 1
-        rank.progress.end_step()
+        rank.counter.end_step()
         due = rank.schedule.end_step(0 <= own < len(ends_s) and ends_s[own] <= now_s)
         if due.start:
             if rank.num_rounds == len(num_come):
@@ -81,6 +81,6 @@ def run(channel: Channel, steps_s: np.ndarray, round_s: float, overhead_s: np.nd
 
 def _rank(channel: Weights, now_s: float) -> _Rank:
     """Return a rank after its warm-up."""
-    progress = Progress(channel)
-    progress.step = channel.warmup_steps
-    return _Rank(progress, Schedule(channel, progress), now_s)
+    counter = StepCounter(channel)
+    counter.step = channel.warmup_steps
+    return _Rank(counter, Schedule(channel, counter), now_s)

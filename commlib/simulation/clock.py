@@ -64,8 +64,8 @@ class Load:
 
 
 @dataclass
-class _Progress:
-    """Progress of a round: the next collective's turn, the end so far, and when tasks were ready and made requests."""
+class _RoundTimes:
+    """The times of a round: the next collective's turn, the end so far, and when tasks were ready and made requests."""
 
     turn_s: Any = -np.inf
     end_s: Any = -np.inf
@@ -112,7 +112,7 @@ class VirtualDriver(Driver):
         self._heap: list[tuple[float, int, np.ndarray, Round, Event, int]] = []
         self._count = itertools.count()
         self._at_s: dict[tuple[int, int], np.ndarray] = {}  # of the current event, by round and task
-        self._progress: dict[int, _Progress] = {}
+        self._times: dict[int, _RoundTimes] = {}
         self._last_end_s: dict[int, Any] = {}  # end of the last round of each communicator
         self._loads: list[Load] = []
         self._until_s: np.ndarray | None = None  # end of the current computation
@@ -171,7 +171,7 @@ class VirtualDriver(Driver):
             raise round_.error
         begin_s, self.now_s = self.now_s, np.maximum(self.now_s, self._of(round_).end_s)
         self.waited_s = self.waited_s + (self.now_s - begin_s)
-        del self._progress[id(round_)]
+        del self._times[id(round_)]
         self._note("compute", "wait", begin_s, self.now_s)
 
     @override
@@ -199,8 +199,8 @@ class VirtualDriver(Driver):
         self._at_s[id(round_), task] = at_s
         self._handle(round_, event, task)
 
-    def _of(self, round_: Round) -> _Progress:
-        return self._progress.setdefault(id(round_), _Progress())
+    def _of(self, round_: Round) -> _RoundTimes:
+        return self._times.setdefault(id(round_), _RoundTimes())
 
     @override
     def _advance(self, round_: Round, event: Event, task_idx: int) -> None:
@@ -211,17 +211,17 @@ class VirtualDriver(Driver):
 
     @override
     def _resume(self, task: Task, task_idx: int) -> Event:
-        round_, progress = self._current, self._of(self._current)
+        round_, times = self._current, self._of(self._current)
         was_awaited = round_.order.waits_for == task_idx
         at_s = self._at_s.pop((id(round_), task_idx))
         at_s = np.maximum(at_s, self._last_end_s.get(id(round_.transport), -np.inf))  # rounds run in sequence
         event = super()._resume(task, task_idx)
         end_s = self._work(at_s, self._meter.take(), task_idx)
-        progress.asked_s[task_idx] = end_s
+        times.asked_s[task_idx] = end_s
         if event is Event.FINISHED:
-            progress.end_s = np.maximum(progress.end_s, end_s)
+            times.end_s = np.maximum(times.end_s, end_s)
             if was_awaited and self._device.shares_compute:
-                progress.turn_s = np.maximum(progress.turn_s, end_s)
+                times.turn_s = np.maximum(times.turn_s, end_s)
         return event
 
     def _work(self, at_s: np.ndarray, seconds: np.ndarray, task_idx: int) -> np.ndarray:
@@ -253,12 +253,12 @@ class VirtualDriver(Driver):
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:
         request = task.request
         assert request is not None
-        progress = self._of(round_)
+        times = self._of(round_)
         # On a processor, the thread issues after the previous work. The host of an accelerator runs ahead, and only the
         # collective waits for the work.
-        issued_s = (progress.asked_s if self._device.shares_compute else progress.ready_s)[task_idx]
-        progress.turn_s = np.maximum(progress.turn_s, issued_s)
-        start_s = end_s = np.maximum(progress.turn_s, progress.asked_s[task_idx])
+        issued_s = (times.asked_s if self._device.shares_compute else times.ready_s)[task_idx]
+        times.turn_s = np.maximum(times.turn_s, issued_s)
+        start_s = end_s = np.maximum(times.turn_s, times.asked_s[task_idx])
         round_.transport.issue(request)
         if request.size > 1 and not request.is_empty():
             start_s, end_s = self._carry(round_.transport, request, start_s)

@@ -15,7 +15,7 @@ import torch
 
 from commlib.algorithms.base import Algorithm, Traffic
 from commlib.algorithms.channels import SelfRunning
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.rounds.task import Round, Task
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.meter import Meter
@@ -32,7 +32,7 @@ class Exchanges:
         transport: The process group.
         driver: The virtual clocks.
         meter: Counts local work; must be active.
-        progress: Counts the steps.
+        counter: Counts the steps.
 
     Attributes:
         num_taken: Number of exchanges whose answers were applied.
@@ -45,7 +45,7 @@ class Exchanges:
         transport: SimulatedTransport,
         driver: VirtualDriver,
         meter: Meter,
-        progress: Progress,
+        counter: StepCounter,
     ) -> None:
         assert isinstance(algorithm.channel, SelfRunning)
         self._name = algorithm.name
@@ -54,7 +54,7 @@ class Exchanges:
         self._transport = transport
         self._driver = driver
         self._meter = meter
-        self._progress = progress
+        self._counter = counter
         self._comm = Communicator(transport.rank, transport.world_size)
         self._kept = torch.empty(self._traffic.memory_bytes, dtype=torch.uint8)
         self.num_taken = 0
@@ -72,7 +72,7 @@ class Exchanges:
 
     def end_step(self) -> None:
         """Apply answers that have arrived after the optimizer's step, and start an exchange if one is due."""
-        if self._progress.is_warming_up or self._transport.world_size == 1:
+        if self._counter.is_warming_up or self._transport.world_size == 1:
             return
         self._num_pending += 1
         self._meter.count(self._traffic.step_bytes)

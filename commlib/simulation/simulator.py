@@ -145,7 +145,7 @@ def _measure(
     """
     channel, driver = prototype.channel, training.driver
     num_warm_up = min(channel.warmup_steps, _WARM_UP_STEPS)
-    training.progress.step = channel.warmup_steps - num_warm_up
+    training.counter.step = channel.warmup_steps - num_warm_up
     phases = {}
     if num_warm_up:
         for _ in range(num_warm_up):
@@ -275,7 +275,7 @@ def _plan(
 
     def seconds(plan: Plan) -> float:
         training = Training(workload, network, device, prototype, alike, plan, roles)
-        training.progress.step = prototype.channel.warmup_steps
+        training.counter.step = prototype.channel.warmup_steps
         training.skip_to(prototype.channel.steady_step)
         for _ in range(prototype.channel.cycle):
             training.step()

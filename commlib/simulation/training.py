@@ -21,7 +21,7 @@ from commlib.engine.opening import open_beside
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.rounds.task import Task
 from commlib.engine.session import Session
 from commlib.network.model import DTYPES, Device, Network, Workload
@@ -95,7 +95,7 @@ class Training:
 
     Attributes:
         driver: The virtual clocks.
-        progress: Counts the steps.
+        counter: Counts the steps.
         computed_s: [num_clocks] Total time of the computation without communication.
         num_buckets: Number of buckets of a round.
         is_alone: Whether the world size is 1.
@@ -118,7 +118,7 @@ class Training:
         self._rng = np.random.default_rng(options.seed)
         self._pace = options.pace(network.world_size, len(roles.ranks))
         self._has_clock_of_rank = options.has_clocks_of_ranks
-        self.progress = Progress(prototype.channel)
+        self.counter = StepCounter(prototype.channel)
         self.computed_s = np.zeros_like(self._pace)
         self.meter = Meter(device, len(roles.ranks))
         self._algorithm = _object_of(prototype, network, roles, self.meter)
@@ -133,7 +133,7 @@ class Training:
         self.is_alone = network.world_size == 1
         is_alone = self.is_alone and prototype.channel.rests_alone
         self._optimizer = self._make_optimizer(prototype, device)
-        if self.progress.ever_syncs_gradients and not is_alone:
+        if self.counter.ever_syncs_gradients and not is_alone:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
             self._make_buckets(plan)
         settings = Settings(options.cap_bytes, self._optimizer)
@@ -165,8 +165,8 @@ class Training:
         with self.meter.active():
             if not self._algorithm.channel.has_rounds:
                 parameters = [parameter.param for parameter in self._parameters]
-                return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.progress)
-            return open_beside(self._algorithm, self._parameters, self.progress, self.session, settings, connect)
+                return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.counter)
+            return open_beside(self._algorithm, self._parameters, self.counter, self.session, settings, connect)
 
     @property
     def num_buckets(self) -> int:
@@ -199,8 +199,8 @@ class Training:
 
     def skip_to(self, step: int) -> None:
         """Continue at a later step, as if each skipped step had had a round. No effect if it is the next step."""
-        if step > self.progress.step:
-            self.progress.step = self._num_rounds = step
+        if step > self.counter.step:
+            self.counter.step = self._num_rounds = step
 
     def step(self) -> None:
         """Run one training step."""
@@ -211,26 +211,26 @@ class Training:
         self.computed_s = self.computed_s + workload.step_s * pace
         with self.meter.active():  # also in forward, because background rounds run concurrently
             driver.compute(workload.forward_s * pace, "forward")
-            if self._buckets and self.progress.syncs_gradients:
+            if self._buckets and self.counter.syncs_gradients:
                 self._backward(pace)
             else:
                 driver.compute(workload.backward_s * pace, "backward")
             if self._beside is not None:
                 self._beside.begin_step()
             driver.compute(workload.optimizer_s * pace, "optimizer")
-            self.progress.end_step()
+            self.counter.end_step()
             if self._beside is not None:
                 self._beside.end_step()
                 driver.flush("rounds at the step's end")
 
     def _backward(self, pace: np.ndarray) -> None:
         """Compute backward, and communicate each bucket when its last gradient is ready."""
-        algorithm = self._warm_up if self.progress.is_warming_up else self._algorithm
+        algorithm = self._warm_up if self.counter.is_warming_up else self._algorithm
         comm = self.session.comm
         self._receive_gradients()
         for bucket in self._buckets:
             bucket.start_backward(algorithm.predivisor(comm))
-        comm.step, comm.optimizer_step = self._num_rounds, self.progress.step
+        comm.step, comm.optimizer_step = self._num_rounds, self.counter.step
         round_ = GradientRound(self._buckets, algorithm, self.session)
         at_s = 0.0
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):

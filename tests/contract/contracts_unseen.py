@@ -141,7 +141,7 @@ def contract_steps_inside_backward(subject: Subject) -> None:
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
-    communicates = training.engine.progress.syncs_gradients and not training.engine.gradients.is_idle
+    communicates = training.engine.counter.syncs_gradients and not training.engine.gradients.is_idle
     if communicates:
         with raises_alike(ConfigError, "inside of backward"):
             loss_of(training.model, 0).backward()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commlib.algorithms import Channel, Gradients, OptimizerState, SelfRunning, Weights
 from commlib.algorithms.policy import Units
 from commlib.engine.rounds.order import Do, Event, IssueOrder
-from commlib.engine.rounds.schedule import Progress, Schedule, StepActions
+from commlib.engine.rounds.schedule import Schedule, StepActions, StepCounter
 from commlib.errors import ConfigError
 
 
@@ -72,14 +72,14 @@ def test_a_round_without_tasks_is_complete() -> None:
 
 
 class Steps:
-    """A schedule, and the progress that it reads."""
+    """A schedule, and the counter that it reads."""
 
     def __init__(self, channel: Weights) -> None:
-        self.progress = Progress(channel)
-        self.schedule = Schedule(channel, self.progress)
+        self.counter = StepCounter(channel)
+        self.schedule = Schedule(channel, self.counter)
 
     def end_step(self, has_arrived: bool = False) -> StepActions:
-        self.progress.end_step()
+        self.counter.end_step()
         return self.schedule.end_step(has_arrived)
 
 
@@ -89,26 +89,26 @@ def actions(channel: Weights, num_steps: int) -> list[StepActions]:
 
 
 def test_gradients_are_synchronised_in_every_step() -> None:
-    progress = Progress(Gradients(warmup_steps=1))
+    counter = StepCounter(Gradients(warmup_steps=1))
     for step in range(3):
-        assert progress.syncs_gradients
-        assert progress.is_warming_up == (step == 0)
-        progress.end_step()
-        assert progress.ended_warm_up_step == (step == 0)
+        assert counter.syncs_gradients
+        assert counter.is_warming_up == (step == 0)
+        counter.end_step()
+        assert counter.ended_warm_up_step == (step == 0)
 
 
 @pytest.mark.parametrize("counts_backwards", [True, False])
 def test_backwards_are_steps_where_no_optimizer_is_known(counts_backwards: bool) -> None:
-    progress = Progress(Gradients(), counts_backwards=counts_backwards)
-    progress.end_backward()
-    assert progress.step == int(counts_backwards)
+    counter = StepCounter(Gradients(), counts_backwards=counts_backwards)
+    counter.end_backward()
+    assert counter.step == int(counts_backwards)
 
 
 def test_weights_are_averaged_every_period_after_the_warm_up() -> None:
     steps = Steps(Weights(period=3, warmup_steps=2))
     gradients, starts = [], []
     for step in range(1, 12):
-        gradients.append(steps.progress.syncs_gradients)
+        gradients.append(steps.counter.syncs_gradients)
         if steps.end_step().start:
             starts.append(step)
     assert gradients == [True, True] + [False] * 9

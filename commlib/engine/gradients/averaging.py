@@ -10,7 +10,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.context import Context
 from commlib.engine.gradients.loss_scale import LossScale
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.transport.base import Communicator
 
 
@@ -19,13 +19,13 @@ class Averaging:
 
     Args:
         algorithm: The model's algorithm.
-        progress: Counts the steps.
+        counter: Counts the steps.
         comm: The ranks.
         scaler: The user's GradScaler, if given.
 
     Attributes:
         algorithm: As above.
-        progress: As above.
+        counter: As above.
         is_own: Whether the algorithm averages gradients after its warm-up.
         is_idle: Whether gradients are never averaged: the algorithm does not communicate them and has no warm-up, or
             has nothing to do in a group of one rank.
@@ -33,12 +33,12 @@ class Averaging:
         loss_scale: Compares the loss scales of the ranks; None if they need not be equal.
     """
 
-    def __init__(self, algorithm: Algorithm, progress: Progress, comm: Communicator, scaler: Any) -> None:
+    def __init__(self, algorithm: Algorithm, counter: StepCounter, comm: Communicator, scaler: Any) -> None:
         declared = algorithm.channel
         self.algorithm = algorithm
-        self.progress = progress
+        self.counter = counter
         self.is_own = isinstance(declared, Gradients)
-        self.is_idle = (comm.world_size == 1 and declared.rests_alone) or not progress.ever_syncs_gradients
+        self.is_idle = (comm.world_size == 1 and declared.rests_alone) or not counter.ever_syncs_gradients
         self.prototype = copy.deepcopy(algorithm) if self.is_own else AllReduce()
         self._warm_up = AllReduce()
         shares_scale = scaler is not None and scaler.is_enabled() and declared.keeps_replicas_alike
@@ -47,12 +47,12 @@ class Averaging:
     @property
     def current(self) -> Algorithm:
         """The algorithm of this step."""
-        return self._warm_up if self.progress.is_warming_up or not self.is_own else self.algorithm
+        return self._warm_up if self.counter.is_warming_up or not self.is_own else self.algorithm
 
     @property
     def is_due(self) -> bool:
         """Whether the backward of this step averages gradients."""
-        return not self.is_idle and self.progress.syncs_gradients
+        return not self.is_idle and self.counter.syncs_gradients
 
     @property
     def keeps_replicas_alike(self) -> bool:

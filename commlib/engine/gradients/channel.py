@@ -16,7 +16,7 @@ from commlib.engine.gradients.averaging import Averaging
 from commlib.engine.gradients.backward import Backward, StreamedBackward
 from commlib.engine.gradients.reducer import Reducer
 from commlib.engine.planning.plan import Parameter, Plan
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.session import Session
 from commlib.errors import CommlibError
 from commlib.primitives.replicate import mean_all
@@ -35,7 +35,7 @@ class GradientChannel(OpenChannel):
         device: Device of the parameters.
         settings: Arguments of `wrap`.
         algorithm: The model's algorithm.
-        progress: Counts the steps.
+        counter: Counts the steps.
         parameters: The parameters, in the model's order.
 
     Attributes:
@@ -51,13 +51,13 @@ class GradientChannel(OpenChannel):
         device: torch.device,
         settings: Settings,
         algorithm: Algorithm,
-        progress: Progress,
+        counter: StepCounter,
         parameters: Sequence[Parameter],
     ) -> None:
         self.session = session
         self.keeper = algorithm
         self._has_loaded_state = False  # since the last step
-        self.reducer = Reducer(session, device, settings, Averaging(algorithm, progress, session.comm, settings.scaler))
+        self.reducer = Reducer(session, device, settings, Averaging(algorithm, counter, session.comm, settings.scaler))
         self.search = self.reducer.search
         self.buffers = self.reducer.buffers
         self.backward = (
@@ -69,10 +69,10 @@ class GradientChannel(OpenChannel):
         session.when_ended.append(lambda error: (backward := own()) and backward.cancel(error))
         self._start(parameters)
 
-    def use(self, algorithm: Algorithm, progress: Progress, parameters: Sequence[Parameter]) -> None:
+    def use(self, algorithm: Algorithm, counter: StepCounter, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters with this algorithm from now on. Collective; not allowed during backward."""
         self.keeper = algorithm
-        self.reducer.averaging = Averaging(algorithm, progress, self.session.comm, self.reducer.settings.scaler)
+        self.reducer.averaging = Averaging(algorithm, counter, self.session.comm, self.reducer.settings.scaler)
         self._start(parameters)
 
     def _start(self, parameters: Sequence[Parameter]) -> None:

@@ -187,7 +187,7 @@ class Reducer:
         comm, averaging = self.session.comm, self.averaging
         if not self.buckets:
             raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
-        comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.progress.step
+        comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.counter.step
         tail = self.search.tasks(comm)
         if self.buffers.tensors():
             tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.session), True, True))
@@ -215,7 +215,7 @@ class Reducer:
         )
         self.num_rounds += 1
         self._may_hold_communicated = publishes
-        self.averaging.progress.end_backward()
+        self.averaging.counter.end_backward()
 
     def follow_round(self, in_background: bool = False) -> None:
         """Agree with the other ranks on the next plan after a round, if due.

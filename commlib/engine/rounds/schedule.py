@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from commlib.algorithms.channels import Channel, Weights
 
 
-class Progress:
-    """The progress of training in optimizer steps, or in synchronised backwards if no optimizer is known.
+class StepCounter:
+    """Counts the optimizer steps of a training, or its synchronised backwards if no optimizer is known.
 
     Args:
         declared: The algorithm's channel.
@@ -78,12 +78,12 @@ class Schedule:
 
     Args:
         declared: The algorithm's channel.
-        progress: Counts the steps.
+        counter: Counts the steps.
     """
 
-    def __init__(self, declared: Weights, progress: Progress) -> None:
+    def __init__(self, declared: Weights, counter: StepCounter) -> None:
         self._declared = declared
-        self._progress = progress
+        self._counter = counter
         self._take_at: int | None = None  # the earliest step at which to take the background round
         self._started_at: int | None = None
 
@@ -98,8 +98,8 @@ class Schedule:
         Args:
             has_arrived: Whether the result of the background round has arrived. Only asynchronous rounds use it.
         """
-        step, declared = self._progress.step, self._declared
-        if self._progress.ended_warm_up_step:
+        step, declared = self._counter.step, self._declared
+        if self._counter.ended_warm_up_step:
             return StepActions()
         is_late_enough = self._take_at is not None and self._take_at <= step
         take = is_late_enough and (has_arrived or not declared.asynchronous)

@@ -18,7 +18,7 @@ from commlib.engine.frozen import FrozenParameters
 from commlib.engine.planning.plan import Parameter
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
 from commlib.engine.rounds import marks
-from commlib.engine.rounds.schedule import Progress, Schedule
+from commlib.engine.rounds.schedule import Schedule, StepCounter
 from commlib.engine.rounds.task import Round, Task
 from commlib.engine.session import Session
 from commlib.engine.weights.buckets import WeightBuckets
@@ -33,7 +33,7 @@ class WeightChannel(OpenChannel):
     Args:
         parameters: The parameters, in the model's order.
         algorithm: Communicates each bucket.
-        progress: Counts the steps.
+        counter: Counts the steps.
         session: Carries only these rounds.
         main: The session of the gradient channel, for collectives that do not depend on the round that a rank is in.
         settings: Arguments of `wrap`: the optimizer, whose state may be communicated, and the bucket size.
@@ -43,7 +43,7 @@ class WeightChannel(OpenChannel):
         self,
         parameters: Sequence[Parameter],
         algorithm: Algorithm,
-        progress: Progress,
+        counter: StepCounter,
         session: Session,
         main: Session,
         settings: Settings,
@@ -54,8 +54,8 @@ class WeightChannel(OpenChannel):
         self._main = main
         self.keeper = self._algorithm = algorithm
         self._declared = declared
-        self._progress = progress
-        self._schedule = Schedule(declared, progress)
+        self._counter = counter
+        self._schedule = Schedule(declared, counter)
         self._settings = settings
         self._parameters: Sequence[Parameter] = ()
         self._frozen = FrozenParameters(declared.period)
@@ -129,7 +129,7 @@ class WeightChannel(OpenChannel):
         """Show the algorithm the weights, if it has not seen them in the current buckets."""
         self._has_loaded_state = False
         is_in_use = self._declared.asynchronous and self._round is not None  # then shown before the next round
-        if self.begins and not (self._progress.is_warming_up or is_in_use):
+        if self.begins and not (self._counter.is_warming_up or is_in_use):
             self._begin()
 
     def _begin(self) -> None:

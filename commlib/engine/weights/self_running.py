@@ -11,7 +11,7 @@ from typing_extensions import override
 from commlib.algorithms.base import Algorithm, Attachment, Runner
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.planning.plan import Parameter
-from commlib.engine.rounds.schedule import Progress
+from commlib.engine.rounds.schedule import StepCounter
 from commlib.engine.session import Session
 from commlib.errors import CommlibError, ConfigError
 from commlib.transport.mailbox import Mailbox
@@ -23,7 +23,7 @@ class SelfRunningChannel(OpenChannel):
     Args:
         parameters: The parameters, in the model's order.
         algorithm: The algorithm to run.
-        progress: Counts the steps.
+        counter: Counts the steps.
         session: The model's session, which carries the runner's collectives.
         optimizer: The optimizer whose steps call the runner.
 
@@ -35,14 +35,14 @@ class SelfRunningChannel(OpenChannel):
         self,
         parameters: Sequence[Parameter],
         algorithm: Algorithm,
-        progress: Progress,
+        counter: StepCounter,
         session: Session,
         optimizer: Any,
     ) -> None:
         self.session = session
         self._algorithm = algorithm
         self._parameters = parameters
-        self._progress = progress
+        self._counter = counter
         self._attach(optimizer)
 
     def _attach(self, optimizer: Any) -> None:
@@ -96,7 +96,7 @@ class SelfRunningChannel(OpenChannel):
 
     @override
     def begin_step(self, has_closure: bool = False) -> None:
-        if self._progress.is_warming_up:
+        if self._counter.is_warming_up:
             return
         if has_closure and self._runner.needs_gradients:
             raise ConfigError(
@@ -107,7 +107,7 @@ class SelfRunningChannel(OpenChannel):
 
     @override
     def end_step(self) -> None:
-        if not self._progress.ended_warm_up_step:
+        if not self._counter.ended_warm_up_step:
             self._guarded(self._runner.after_step)
 
     def _guarded(self, act: Callable[[], None]) -> None:
