@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from commlib.algorithms.channels import Gradients
-from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.engine import Engine
 from commlib.engine.gradients.reducer import LastRound
 from commlib.engine.planning.plan import Plan
@@ -21,7 +21,7 @@ class BucketStats:
         index: Position in the plan.
         num_parameters: Number of parameters.
         numel: Number of elements.
-        nbytes: Bytes of its values. For a sparse bucket, bytes of the dense parameter.
+        nbytes: Bytes of its values. For an embedding with sparse gradients, bytes of the dense parameter.
         dtype: The values' dtype.
         parameters: The parameters' names, in the bucket's order.
         ready_s: Seconds from the start of backward until its last gradient is ready, as recorded on rank 0; or None.
@@ -211,7 +211,7 @@ def _dense_bytes(engine: Engine) -> int:
     return sum(parameter.part.nbytes for parameter in engine.parameters)
 
 
-def _of_bucket(plan: Plan, last: LastRound, bucket: Bucket | SparseBucket) -> BucketStats:
+def _of_bucket(plan: Plan, last: LastRound, bucket: Bucket | EmbeddingBucket) -> BucketStats:
     ready_s = plan.ready_s
     has_last = bucket.index < len(last.sent_bytes)
     return BucketStats(

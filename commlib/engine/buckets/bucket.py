@@ -264,8 +264,8 @@ class Bucket:
             torch._foreach_copy_(list(tensors), [slot.view for slot in self.slots])
 
 
-class SparseBucket:
-    """A parameter with sparse gradients. They are exchanged as indices and values, whatever the algorithm."""
+class EmbeddingBucket:
+    """An embedding whose gradients are sparse tensors. They are exchanged as rows, whatever the algorithm."""
 
     def __init__(self, index: int, slot: Slot) -> None:
         self.index = index
@@ -282,7 +282,7 @@ class SparseBucket:
 
     def describe(self) -> str:
         """Return the bucket's index and the name of its parameter."""
-        return f"sparse bucket {self.index} ({self.slots[0].name!r})"
+        return f"embedding bucket {self.index} ({self.slots[0].name!r})"
 
     def start_backward(self, predivisor: float) -> bool:
         """Reset the counter for a backward. See `Bucket`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commlib.engine.buckets.bucket import Bucket, SparseBucket, have_moved
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket, have_moved
 from commlib.engine.buckets.memory import Memory
 from commlib.engine.buckets.slot import Listener, Slot
 from commlib.engine.planning import plan as plans
@@ -36,7 +36,7 @@ class BucketSet:
         self._params: list[torch.nn.Parameter] = []
         self._memory = Memory()
         self.slots: list[Slot] = []
-        self.buckets: list[Bucket | SparseBucket] = []
+        self.buckets: list[Bucket | EmbeddingBucket] = []
         self.dense: list[Bucket] = []
 
     def follow(self, parameters: Sequence[Parameter]) -> list[Slot]:
@@ -53,7 +53,7 @@ class BucketSet:
         for slot in self.slots:
             slot.hook(listener)
 
-    def build(self, plan: Plan, num_marks: int = 0) -> tuple[list[Bucket | SparseBucket], list[Bucket]]:
+    def build(self, plan: Plan, num_marks: int = 0) -> tuple[list[Bucket | EmbeddingBucket], list[Bucket]]:
         """Build the buckets of a plan and move existing gradients into them; return all buckets and the dense ones."""
         existing = [slot for slot in self.slots if slot.param.grad is not None]
         parked = {slot: _parked(slot) for slot in existing if self._parks and slot.param.grad is slot.view}
@@ -69,7 +69,7 @@ class BucketSet:
             bucket.adopt_existing()
         return buckets, dense
 
-    def take(self, buckets: list[Bucket | SparseBucket], dense: list[Bucket]) -> None:
+    def take(self, buckets: list[Bucket | EmbeddingBucket], dense: list[Bucket]) -> None:
         """Use the buckets that `build` returned, and release the previous buckets."""
         before, self.buckets, self.dense = self.dense, buckets, dense
         for bucket in before:

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from commlib.algorithms.base import Algorithm
-from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.averaging import Averaging
 from commlib.engine.gradients.backward import Backward, StreamedBackward
@@ -103,7 +103,7 @@ class GradientChannel(OpenChannel):
 
     @property
     @override
-    def buckets(self) -> list[Bucket | SparseBucket]:
+    def buckets(self) -> list[Bucket | EmbeddingBucket]:
         return self.reducer.buckets
 
     # --- plans and rounds -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from commlib.algorithms.channels import Gradients
 from commlib.algorithms.context import Context
 from commlib.engine.background import Background
-from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.buckets.slot import Slot
 from commlib.engine.channel import Settings
 from commlib.engine.frozen import FrozenParameters
@@ -110,7 +110,7 @@ class Reducer:
         self._exchange: Background | None = None
 
     @property
-    def buckets(self) -> list[Bucket | SparseBucket]:
+    def buckets(self) -> list[Bucket | EmbeddingBucket]:
         """The plan's buckets."""
         return self.bucket_set.buckets
 

@@ -8,7 +8,7 @@ import torch
 
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
-from commlib.engine.buckets.bucket import Bucket, SparseBucket
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.buckets.slot import TAKEN
 from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.rounds import marks
@@ -37,7 +37,7 @@ class GradientRound:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket | SparseBucket],
+        buckets: Sequence[Bucket | EmbeddingBucket],
         algorithm: Algorithm,
         session: Session,
         tail: Sequence[Task] = (),
@@ -71,8 +71,8 @@ class GradientRound:
         """Whether any bucket has been given to the driver."""
         return self.num_pending < len(self._buckets)
 
-    def _communication(self, bucket: Bucket | SparseBucket) -> Callable[[], Communication]:
-        if isinstance(bucket, SparseBucket):
+    def _communication(self, bucket: Bucket | EmbeddingBucket) -> Callable[[], Communication]:
+        if isinstance(bucket, EmbeddingBucket):
             own = bucket.gradient if self._comm.contributes else _no_gradient
             return lambda: sparse_sum(own(), bucket.slots[0].param, self._comm, bucket.result)
         return lambda: self._algorithm.communicate(bucket, self._comm)
@@ -81,7 +81,7 @@ class GradientRound:
         assert self._last is not None
         return centralized_full_precision(self._last.flags, self._comm)
 
-    def launch(self, bucket: Bucket | SparseBucket) -> None:
+    def launch(self, bucket: Bucket | EmbeddingBucket) -> None:
         """Gather a bucket and give it to the driver. The bucket with the flags is held back until it is the last."""
         if bucket.num_pending == TAKEN or (bucket is self._last and self.num_pending > 1):
             return
@@ -160,7 +160,7 @@ class GradientRound:
         is_used: list[bool] | None = None
         start = 0
         for bucket in self._buckets:
-            if isinstance(bucket, SparseBucket):
+            if isinstance(bucket, EmbeddingBucket):
                 bucket.finish(divisor)
                 continue
             if not bucket.is_plain:  # read the flags only if needed: on CUDA this synchronises
@@ -171,7 +171,7 @@ class GradientRound:
     def drop(self) -> None:
         """Discard the results; the parameters' gradients do not change."""
         for bucket in self._buckets:
-            if isinstance(bucket, SparseBucket):
+            if isinstance(bucket, EmbeddingBucket):
                 bucket.result.clear()
 
 
@@ -179,6 +179,6 @@ def _no_gradient() -> None:
     return None
 
 
-def _kind(channel: Gradients, bucket: Bucket | SparseBucket) -> dict[str, bool]:
+def _kind(channel: Gradients, bucket: Bucket | EmbeddingBucket) -> dict[str, bool]:
     is_dense = isinstance(bucket, Bucket)
     return {"is_prompt": is_dense and channel.prompt, "is_single": is_dense and channel.single}

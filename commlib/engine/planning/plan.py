@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commlib.engine.buckets.bucket import Bucket, SparseBucket, flat_numel, layout_key
+from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket, flat_numel, layout_key
 from commlib.engine.buckets.memory import Memory
 from commlib.engine.buckets.slot import Slot
 from commlib.engine.planning import sizes
@@ -161,7 +161,7 @@ def build(
     slots: Sequence[Slot],
     memory: Memory | None = None,
     num_marks: int = 0,
-) -> list[Bucket | SparseBucket]:
+) -> list[Bucket | EmbeddingBucket]:
     """Build the plan's buckets. The last dense one carries the flags, one for each parameter in a dense bucket.
 
     Args:
@@ -179,10 +179,10 @@ def build(
         for idx in dense
     ]
     payloads = iter((memory or Memory()).take(wanted))
-    buckets: list[Bucket | SparseBucket] = []
+    buckets: list[Bucket | EmbeddingBucket] = []
     for idx, own in enumerate(own_slots):
         first = parameters[plan.buckets[idx][0]]
-        buckets.append(SparseBucket(idx, own[0]) if first.sparse else Bucket(idx, own, next(payloads), first.group))
+        buckets.append(EmbeddingBucket(idx, own[0]) if first.sparse else Bucket(idx, own, next(payloads), first.group))
     return buckets
 
 
