@@ -12,6 +12,7 @@ from tests.structure import (
     BELOW,
     PACKAGE,
     circles,
+    imported_modules,
     late_attributes,
     loaded_by_import,
     module_name,
@@ -54,6 +55,13 @@ def test_the_layers_have_no_circle():
         return BELOW[part].union(*(below(lower) for lower in BELOW[part]))
 
     assert all(part not in below(part) for part in BELOW)
+
+
+@pytest.mark.parametrize(("half", "other"), [("gradients", "weights"), ("weights", "gradients")])
+def test_the_halves_of_the_engine_do_not_import_each_other(half, other):
+    imported = [name for path in (PACKAGE / "engine" / half).glob("*.py") for name in imported_modules(path)]
+    assert imported
+    assert [name for name in imported if name.startswith(f"commlib.engine.{other}")] == []
 
 
 def test_importing_loads_what_training_needs():
