@@ -139,7 +139,8 @@ class Replica:
         engine.settle_weights()
         engine.look_for_uncounted_changes()
         self.structure.check(self.bare, engine.parameters)
-        if self.structure.was_unfrozen() or gradients.reducer.frozen() or engine.has_moved():
+        leaves = not self.join.enabled and gradients.reducer.frozen()  # a rank that has joined makes no forwards
+        if self.structure.was_unfrozen() or leaves or engine.has_moved():
             self._adopt_parameters()
         gradients.install_pending()
 
