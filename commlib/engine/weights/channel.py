@@ -250,10 +250,7 @@ class WeightChannel(OpenChannel):
         while self._declared.asynchronous and (self._round is not None or self.num_started < num_started):
             if self._round is None:
                 self._start()
-            assert self._round is not None
-            round_, self._round = self._round, None
-            self._schedule.drain()
-            self.session.driver.wait(round_)
+            self._drop_round()
 
     @override
     def close(self) -> None:
