@@ -51,6 +51,7 @@ ELSEWHERE = {
     "transformers": "of a set as that of the optimizers",
     "accelerate.wrapped": "of a table; tests/unit/test_weak.py",
     "accelerate.waiting": "of a table; tests/unit/test_weak.py",
+    "sharded models": "of a table; tests/unit/test_weak.py",
 }
 
 
