@@ -162,6 +162,6 @@ def _checked(group: ParameterGroup) -> ParameterGroup:
         if hasattr(each.source._sharded_local_tensor, "fsdp_pre_all_gather"):
             raise ConfigError(
                 f"shard: the parameter {each.name!r} encodes itself (fsdp_pre_all_gather, as torchao's float8 "
-                "parameters do). Pass weights=None, or unsharded tensors of a floating-point dtype"
+                "parameters do), which cannot be combined with other collectives"
             )
     return group

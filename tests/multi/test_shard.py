@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import commlib
 from commlib.algorithms import CompressionPolicy
 from commlib.codecs import registry
-from commlib.errors import ConfigError
+from commlib.errors import CommlibError, ConfigError
 from commlib.shard import sharded_of
 from tests.multi.common import raises_on_every_rank, seeded
 from tests.multi.fault_scripts import LONG_S, TIMEOUTS_S, TRAPS, VICTIM, come_together, report_error
@@ -429,10 +429,10 @@ def test_parameters_without_a_gradient_are_reduced_without_a_codec_and_said() ->
         def forward(self, inputs: Tensor) -> Tensor:
             return nn.functional.linear(inputs, self.first.weight).tanh() @ self.second.weight.T
 
-    results = []
+    results, model = [], None
     with mock.patch.object(logging.getLogger("commlib"), "warning") as warning:
         for has_codec in (False, True):
-            model: Any = fully_shard(seeded(Half))
+            model = fully_shard(seeded(Half))
             if has_codec:
                 commlib.shard(model, gradients="int8", compress=ALL)
             for step in range(2):
@@ -442,6 +442,34 @@ def test_parameters_without_a_gradient_are_reduced_without_a_codec_and_said() ->
     assert_near(results[1], results[0], 1e-6, "unused parameters")
     assert warning.call_count == 1
     assert "set_reduce_scatter_unused_params" in warning.call_args.args[0]
+
+    sent = []
+    for follows in (False, True):  # the advice
+        model.set_reduce_scatter_unused_params(follows)
+        before = commlib.stats(model).shard.reduced_bytes
+        loss(model, 0, dist.get_rank()).backward()
+        sent.append(commlib.stats(model).shard.reduced_bytes - before)
+    assert sent[1] < sent[0] / 2
+
+
+@on_ranks(2)
+def test_feedback_follows_parameters_that_have_a_gradient() -> None:
+    class Half(Net):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return nn.functional.linear(inputs, self.first.weight).tanh() @ self.second.weight.T
+
+    model: Any = fully_shard(seeded(Half))
+    model.set_reduce_scatter_unused_params(True)
+    commlib.shard(model, gradients="int8", feedback=True, compress=ALL)
+    model.set_reduce_scatter_unused_params(False)
+    with raises_on_every_rank(CommlibError, "some parameters have no gradient", "feedback=True"):
+        loss(model, 0, dist.get_rank()).backward()
+    fresh: Any = fully_shard(seeded(Half))  # FSDP2 cannot continue after an exception in backward
+    fresh.set_reduce_scatter_unused_params(True)
+    commlib.shard(fresh, gradients="int8", feedback=True, compress=ALL)
+    loss(fresh, 0, dist.get_rank()).backward()
+    assert fresh.third.weight.grad is not None
+    assert not full(fresh.third.weight.grad).any()
 
 
 @on_ranks(2)
@@ -467,6 +495,13 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
     allocating.set_allocate_memory_from_process_group_for_comm(True)
     with raises_on_every_rank(ConfigError, "allocates its own memory"):
         commlib.shard(allocating, "int8")
+    allocating.set_allocate_memory_from_process_group_for_comm(False)
+    commlib.shard(allocating, "int8")
+    own = sharded_of(allocating)
+    assert own is not None
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with raises_on_every_rank(ConfigError, "after the last fully_shard"):
+        own.transport_of(alone)
     group = model.first._get_fsdp_state()._fsdp_param_groups[0]
     local = group.fsdp_params[0]._sharded_local_tensor
     local.fsdp_pre_all_gather = lambda mesh: None
@@ -479,7 +514,8 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
         raises_on_every_rank(ConfigError, "'first'", "2 parameter groups"),
     ):
         commlib.shard(model, "int8")
-    commlib.shard(model, "int8", "int8", compress=ALL)  # nothing was left behind
+    model.set_reduce_scatter_unused_params(True)
+    commlib.shard(model, "int8", "int8", feedback=True, compress=ALL)  # nothing was left behind
     loss(model, 0, dist.get_rank()).backward()
     with raises_on_every_rank(ConfigError, "not wrapped"):
         commlib.unwrap(seeded(Net))

@@ -26,10 +26,20 @@ _ADVICE = re.compile(
 _SPEAKERS = ("ConfigError", "CommlibError", "_log.warning", "_log.error")
 #: Errors of trainers, of kernels and of the simulator are tested with them; here is what a user of `wrap` meets.
 _ROOMS = ("algorithms", "checkpoint", "engine", "sharding", "transport")
-_FILES = ("ddp_arguments.py", "join.py", "parallel.py", "replica.py", "set_up.py", "tuner.py", "verify.py", "wrap.py")
+_FILES = (
+    "ddp_arguments.py",
+    "join.py",
+    "parallel.py",
+    "replica.py",
+    "set_up.py",
+    "tuner.py",
+    "verify.py",
+    "wrap.py",
+    "shard.py",
+)
 
 _SHARDED, _CHECKPOINT = "multi/test_sharded.py::test_", "multi/test_checkpoint.py::test_"
-_SINGLE = "unit/test_wrap_single.py::test_"
+_SINGLE, _SHARD = "unit/test_wrap_single.py::test_", "multi/test_shard.py::test_"
 #: Advice that is followed in another test, by a part of the message.
 ELSEWHERE = {
     "process_group=mesh['replicate'])": _SHARDED + "what_cannot_be_wrapped_is_refused",
@@ -39,6 +49,13 @@ ELSEWHERE = {
     "Use an algorithm whose rounds keep step": _SHARDED + "what_would_go_wrong_unseen_is_refused",
     "on every module that fully_shard was given": _SHARDED + "a_divide_factor_of_gradients_is_for_sums_over_all_ranks",
     "Do not set the factor": _SHARDED + "a_divide_factor_of_gradients_is_for_sums_over_all_ranks",
+    "two of them save": "unit/test_declarations.py::test_states_with_the_same_key_are_refused",
+    "Call torch.distributed.fsdp.fully_shard": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
+    "Do not call set_allocate_memory": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
+    "Call it after the last fully_shard": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
+    "feedback=True needs them": _SHARD + "feedback_follows_parameters_that_have_a_gradient",
+    "gradient. Call model.set_reduce_scatter": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
+    "are then reduced in full precision": _SHARD + "parameters_without_a_gradient_are_reduced_without_a_codec_and_said",
     "Make one step before it is saved": _CHECKPOINT + "optimizers_whose_state_no_stand_in_can_make_say_so",
     "outside of dist_autograd.context()": "multi/test_differences.py::test_distributed_autograd_is_refused",
     "Call torch.distributed.init_process_group": _SINGLE + "without_a_process_group_the_error_says_what_to_call",

@@ -49,3 +49,4 @@ def test_states_with_the_same_key_are_refused() -> None:
     first, second = PerElement("residual"), PerElement("residual", torch.float64)
     with pytest.raises(ConfigError, match=re.escape("Mine.states: two of them save ['residual']; rename one")):
         algorithms.create(Mine((first, second))).state_dict()
+    assert algorithms.create(Mine((first, PerElement("other")))).state_dict().keys() == {"residual", "other"}

@@ -85,6 +85,7 @@ assert_type(commlib.state_dict(model), dict[str, Any])
 commlib.load_state_dict(model, commlib.state_dict(model))
 commlib.synchronize(model)
 commlib.expect_backward(model)
+assert_type(commlib.shard(Net(), "int8", commlib.codecs.block_codec("int4")), Net)
 commlib.set_optimizer(model, optimizer)
 state = {"train": commlib.Checkpoint(model, optimizer), "again": commlib.checkpoint.Checkpoint(model, optimizer)}
 assert_type(commlib.checkpoint.rank_state(model, optimizer), dict[str, Any])
