@@ -11,33 +11,37 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 
-def shard(model: nn.Module, kind: str, options: Mapping[str, Any]) -> nn.Module:
-    """Shard each layer, and the rest, over all ranks. Each layer prefetches the next one in forward.
-
-    Args:
-        model: The model; its layers are in `blocks` or `layers`.
-        kind: "fsdp", "shard" or "shardbound".
-        options: `reshard_after_forward` and, unless `kind` is "fsdp", arguments of `commlib.shard`.
-    """
-    own = dict(options)
-    reshard = own.pop("reshard_after_forward", None)
+def shard(model: nn.Module, reshard_after_forward: bool | int | None = None, **_: Any) -> nn.Module:
+    """Shard each layer, in `blocks` or `layers`, and the rest over all ranks. Layers prefetch the next in forward."""
     layers: list[Any] = list(getattr(model, "blocks", getattr(model, "layers", ())))
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=reshard)
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, reshard_after_forward=reshard_after_forward)
     for layer, after in itertools.pairwise(layers):
         layer.set_modules_to_forward_prefetch([after])
-    if kind == "fsdp":
-        return model
+    return model
+
+
+def encode(model: nn.Module, optimizer: Any, kind: str, options: Mapping[str, Any]) -> None:
+    """Call `commlib.shard` for a sharded model.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        kind: "shard" or "shardbound".
+        options: Arguments of `commlib.shard`, and `reshard_after_forward`.
+    """
     import commlib  # lazily: the other systems are measured without it
 
+    own = {name: value for name, value in options.items() if name != "reshard_after_forward"}
     if own.get("feedback"):
         fsdp: Any = model
         fsdp.set_reduce_scatter_unused_params(True)
+    if own.get("difference"):
+        own["optimizer"] = optimizer
     commlib.shard(model, **own)
     if kind == "shardbound":
         _leave_out_work(model)
-    return model
 
 
 def _leave_out_work(model: nn.Module) -> None:
@@ -51,6 +55,12 @@ def _leave_out_work(model: nn.Module) -> None:
 
         def decode(self, payloads: torch.Tensor, rows: torch.Tensor) -> None:
             rows.zero_()
+
+        def encode_difference(self, row: torch.Tensor, reference: torch.Tensor, payload: torch.Tensor) -> None:
+            pass
+
+        def add_differences(self, payloads: torch.Tensor, reference: torch.Tensor) -> None:
+            pass
 
         def decode_sum(self, payloads: torch.Tensor, row: torch.Tensor, divisor: float) -> None:
             row.zero_()

@@ -173,7 +173,7 @@ def block_of(system: System, least: int) -> int:
 def shard(system: System, model: nn.Module) -> nn.Module:
     """Return the model, sharded as the system says; before its optimizer is made."""
     if system.kind in _SHARDED:
-        return sharded_system.shard(model, system.kind, dict(system.options))
+        return sharded_system.shard(model, **dict(system.options))
     if system.kind in ("hsdp", "islands"):
         mesh = _islands()
         of_one = mesh if system.kind == "hsdp" else mesh["shard"]
@@ -195,7 +195,11 @@ def _islands() -> DeviceMesh:
 
 def install(system: System, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     """Return `model` made to communicate as `system` says, and the optimizer to step."""
-    if system.kind in ("none", "hsdp", *_SHARDED):
+    if system.kind in ("none", "hsdp", "fsdp"):
+        return model, optimizer
+    inner = optimizer.optimizers if isinstance(optimizer, Together) else optimizer
+    if system.kind in _SHARDED:
+        sharded_system.encode(model, inner, system.kind, dict(system.options))
         return model, optimizer
     if system.kind == "ddp":
         return _install_ddp(system, model), optimizer
@@ -212,7 +216,6 @@ def install(system: System, model: nn.Module, optimizer: Any) -> tuple[nn.Module
         algorithm = bound_of(algorithm)
     group = _islands()["replicate"] if system.kind == "islands" else None
     options = {"bucket_cap_mb": system.cap_mb, "process_group": group}
-    inner = optimizer.optimizers if isinstance(optimizer, Together) else optimizer
     return commlib.wrap(model, algorithm=algorithm, optimizer=inner, **options), optimizer
 
 

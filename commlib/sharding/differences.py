@@ -4,9 +4,9 @@
 differences of the exact weights to it, so errors do not accumulate. Further gathers return it and communicate nothing.
 The first gather is in full precision, and so is one after weights were loaded or edited: differences would be large.
 
-Optimizer steps and edits are told apart by the version counters of the shards, read when a step begins and ends. All
-ranks step, load and edit in the same order, so they decide identically. Changes through `parameter.data` have no
-counter; they are part of the next difference.
+Optimizer steps are counted by hooks, since fused optimizers do not increase the version counters of DTensors. Edits are
+changes of these counters outside of steps. All ranks step, load and edit in the same order, so they decide identically.
+Changes through `parameter.data` have no counter; they are part of the next difference.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ class DifferenceAllGather(EncodedAllGather):
         super().__init__(group, transport_of, pieces)
         self._reference: torch.Tensor | None = None  # [number of shards, row_bytes] uint8
         self._restored: torch.Tensor | None = None  # this rank's row of a loaded reference
-        self._gathered: list[int] = []  # versions of the shards in the last gather
-        self._stepped: list[int] | None = None  # versions after the steps since then; None after an edit
+        self._known = self._versions()  # of the shards, after the last gather or step
+        self._is_edited = self._has_stepped = False  # since the last gather
 
     def begin_step(self) -> None:
         """Note that an optimizer step begins."""
-        if self._versions() != (self._gathered if self._stepped is None else self._stepped):
-            self._gathered = []  # edited
+        self._look_for_edits()
 
     def end_step(self) -> None:
         """Note that an optimizer step has ended."""
-        self._stepped = self._versions()
+        self._known, self._has_stepped = self._versions(), True
 
     @override
     def __call__(
@@ -62,16 +61,17 @@ class DifferenceAllGather(EncodedAllGather):
         layout = self.layout(input_tensor, times)
         rows = output_tensor.view(torch.uint8).view(transport.world_size, -1)
         self.counts += Counts(1, plain_bytes=(num_shards - times) * layout.row_bytes)
-        versions = self._versions()
+        self._look_for_edits()
         if self._restored is not None and times == 1:
             self._restore(layout, input_tensor)
-        if self._reference is not None and (times > 1 or versions == self._gathered):
-            layout.arrange(self._reference, rows)
+        reference = self._reference
+        if reference is not None and (times > 1 or not (self._is_edited or self._has_stepped)):
+            layout.arrange(reference, rows)
             self.counts.waited_s += time.perf_counter() - began_s
             return None
-        has_stepped, reference = self._has_stepped(versions), self._reference
-        self._gathered, self._stepped = versions, None
-        if not has_stepped or reference is None:
+        begins = reference is None or self._is_edited
+        self._is_edited = self._has_stepped = False
+        if begins or reference is None:
             return self._begin(layout, input_tensor, rows)
         payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
         own = payloads[transport.rank]
@@ -91,9 +91,10 @@ class DifferenceAllGather(EncodedAllGather):
         own = reference[transport.rank].copy_(row.view(torch.uint8))
         return self.exchange(transport, reference, own, lambda: layout.arrange(reference, rows))
 
-    def _has_stepped(self, versions: list[int]) -> bool:
-        """Return whether optimizer steps, and nothing else, have changed the weights since the last gather."""
-        return bool(self._gathered) and versions == self._stepped
+    def _look_for_edits(self) -> None:
+        versions = self._versions()
+        self._is_edited |= versions != self._known
+        self._known = versions
 
     def _versions(self) -> list[int]:
         """Return version counters. Operations on a DTensor count its own, those on its local part the part's."""
@@ -107,19 +108,17 @@ class DifferenceAllGather(EncodedAllGather):
 
         Returns None if the next gather is in full precision.
         """
-        versions = self._versions()
-        is_current = versions == self._gathered
-        if self._reference is None or not (is_current or self._has_stepped(versions)):
+        self._look_for_edits()
+        if self._reference is None or self._is_edited:
             return None
         own = self._reference[self.transport_of(self.group.process_group).rank]
-        return {"reference": own.cpu().clone(), "is_current": is_current}
+        return {"reference": own.cpu().clone(), "is_current": not self._has_stepped}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Load a row of the reference; None begins with a gather in full precision."""
         self._reference, self._restored = None, None if state is None else state["reference"]
-        versions = self._versions()
-        self._gathered = versions if state is None or state["is_current"] else [-1]
-        self._stepped = versions
+        self._known, self._is_edited = self._versions(), False
+        self._has_stepped = state is not None and not state["is_current"]
 
     def _restore(self, layout: Layout, row: torch.Tensor) -> None:
         """Gather the loaded reference."""

@@ -690,20 +690,22 @@ def _rounded(model: nn.Module, reference: dict[str, Tensor] | None, codec: str) 
     return found
 
 
-def _with_difference(seed: int, codec: str = "int4", **options: Any) -> tuple[Any, Any]:
+def _with_difference(seed: int, codec: str = "int4", fused: bool = False, **options: Any) -> tuple[Any, Any]:
     model = fsdp(seeded(Net, seed), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     return commlib.shard(model, codec, difference=True, optimizer=optimizer, compress=ALL), optimizer
 
 
 @on_ranks(2, 4)
 def test_differences_advance_a_reference_once_per_step() -> None:
     """As its equations do; evaluations and backward return it without communication, edits begin in full precision."""
-    for options in ({"reshard_after_forward": False}, {"reshard_after_forward": True}, {"reshard_after_forward": 2}):
-        if dist.get_world_size() == 2 and options["reshard_after_forward"] == 2:
+    for reshard, fused in ((False, False), (False, True), (True, False), (2, True)):
+        if dist.get_world_size() == reshard:
             continue
+        options = {"reshard_after_forward": reshard, "fused": fused}
         model, optimizer = _with_difference(7, **options)
         reference: dict[str, Tensor] | None = None
+        found = None
         for step in range(6):
             if step == 4:  # an edit
                 with torch.no_grad():
@@ -715,11 +717,13 @@ def test_differences_advance_a_reference_once_per_step() -> None:
             whole.load_state_dict(reference, strict=False)
             expected = mean_gradients(whole, step)
             optimizer.zero_grad()
+            before = 0 if found is None else found.gathered_bytes
             with torch.no_grad():
                 model(batch(9, 0))
             found = commlib.stats(model).shard
             assert found is not None
             sent = found.gathered_bytes
+            assert sent > before
             loss(model, step, dist.get_rank()).backward()
             found = commlib.stats(model).shard
             assert found is not None
