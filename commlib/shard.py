@@ -266,6 +266,11 @@ class Sharded:
     def _differences(self) -> list[DifferenceAllGather]:
         return [each for each in self.gathers if isinstance(each, DifferenceAllGather)]
 
+    def weights_changed(self) -> None:
+        """Note that commlib has changed the weights, which their version counters do not show."""
+        for each in self._differences():
+            each.weights_changed()
+
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy the buffers of the first rank to all ranks of the root's mesh. Collective."""
         first = self._groups[0]

@@ -275,6 +275,8 @@ def synchronize(model: nn.Module, optimizer: bool = False) -> None:
         sharded.copy_buffers(model)
         return
     replica_of(model).synchronize(optimizer)
+    if sharded is not None:
+        sharded.weights_changed()
 
 
 def set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:

@@ -131,12 +131,13 @@ class EncodedAllGather(_Allocating):
         """Return the layout of a rank's row of `times` shards."""
         key = (row.dtype, row.numel() // times)
         if key not in self._layouts:
-            self._layouts[key] = layout = Layout(self._pieces())
+            layout = Layout(self._pieces())
             if layout.row_bytes * times != row.nbytes:
                 raise CommlibError(
                     f"{self.what}: expected {layout.row_bytes * times} bytes per rank, got {row.nbytes}. The module's "
                     "parameters have changed since commlib.shard, or this torch arranges them in another way"
                 )
+            self._layouts[key] = layout
         return self._layouts[key]
 
 

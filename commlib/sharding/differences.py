@@ -91,6 +91,10 @@ class DifferenceAllGather(EncodedAllGather):
         own = reference[transport.rank].copy_(row.view(torch.uint8))
         return self.exchange(transport, reference, own, lambda: layout.arrange(reference, rows))
 
+    def weights_changed(self) -> None:
+        """Begin again with a gather in full precision, as after an edit."""
+        self._is_edited = True
+
     def _look_for_edits(self) -> None:
         versions = self._versions()
         self._is_edited |= versions != self._known

@@ -732,6 +732,27 @@ def test_differences_advance_a_reference_once_per_step() -> None:
             optimizer.step()
 
 
+@on_ranks(4)
+def test_a_reference_follows_a_synchronisation_between_islands() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fsdp(seeded(Net), mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    commlib.wrap(model, commlib.algorithms.LocalSGD(period=100), optimizer=optimizer, process_group=mesh["replicate"])
+    commlib.shard(model, "int4", difference=True, optimizer=optimizer, compress=ALL)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, step, dist.get_rank()).backward()
+        optimizer.step()
+    with torch.no_grad():
+        before = model(batch(9, 0))  # the reference is then that of this island
+        commlib.synchronize(model)
+        after = model(batch(9, 0))
+    outputs: list[Any] = [None] * 4
+    dist.all_gather_object(outputs, (before, after))
+    assert not torch.equal(outputs[0][0], outputs[2][0])
+    assert all(torch.equal(each, outputs[0][1]) for _, each in outputs)
+
+
 @on_ranks(3)
 def test_a_reference_is_saved_and_resumes_bit_for_bit() -> None:
     for evaluates in (False, True):
