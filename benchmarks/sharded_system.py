@@ -50,14 +50,11 @@ def _leave_out_work(model: nn.Module) -> None:
     from commlib.sharding.layout import Layout
 
     class Bound(Layout):
-        def encode(self, row: torch.Tensor, payload: torch.Tensor, feedback_of: Any = None) -> None:
+        def encode(self, row: torch.Tensor, payload: torch.Tensor, **_: Any) -> None:
             pass
 
         def decode(self, payloads: torch.Tensor, rows: torch.Tensor) -> None:
             rows.zero_()
-
-        def encode_difference(self, row: torch.Tensor, reference: torch.Tensor, payload: torch.Tensor) -> None:
-            pass
 
         def add_differences(self, payloads: torch.Tensor, reference: torch.Tensor) -> None:
             pass

@@ -62,8 +62,8 @@ def shard(
     shard included, compute with the decoded weights, in forward and backward; the optimizer updates the exact ones. A
     gradient is the sum of the ranks' encoded gradients, in fp32 and in rank order.
 
-    On a CPU, prefetched gathers overlap with the computation, and gradients move once, not twice as in Gloo's
-    reduce-scatter. Both hold without a codec, too. A second call replaces the options of the first, and
+    On a CPU, prefetched gathers overlap with the computation, and gradients are sent once, not twice as in
+    Gloo's reduce-scatter. Both hold without a codec, too. A second call replaces the options of the first, and
     `commlib.unwrap` restores FSDP2's own collectives.
 
     Args:
@@ -74,14 +74,13 @@ def shard(
         feedback: Whether each rank adds the error of its last encoding of a gradient to the next one. Takes memory for
             one unsharded fp32 copy of the encoded parameters per rank. Requires
             `model.set_reduce_scatter_unused_params(True)` (torch 2.13).
-        difference: Whether weights travel as differences to a reference that all ranks hold, once per optimizer step
-            (SDP4Bit, Jia et al., 2024). Further gathers of the step, such as backward's, communicate nothing. Errors do
-            not accumulate, so "int4" is accurate enough. Takes memory for one unsharded copy of the model per rank, in
-            the dtype in which FSDP2 gathers. The first gather after `shard`, a load or an edit of the weights is in
-            full precision.
+        difference: Whether weights are sent as differences to a reference that all ranks hold, once per optimizer
+            step (SDP4Bit, Jia et al., 2024). Further gathers of the step, such as backward's, communicate nothing.
+            Errors do not accumulate. Takes memory for one unsharded copy of the model per rank, in the dtype in which
+            FSDP2 gathers. The first gather after `shard`, a load or an edit of the weights is in full precision.
         optimizer: The optimizer, or all of them in a list; required with `difference=True`.
         compress: Selects the parameters to encode. By default those of two or more dimensions and 1,024 or more
-            elements. The others travel in full precision.
+            elements. The others are sent in full precision.
         scaler: The `GradScaler`, with `feedback=True`: residuals do not contain its scale.
         timeout: Seconds (or a timedelta) that a collective waits for its peers. None uses the group's timeout.
 

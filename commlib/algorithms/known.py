@@ -90,9 +90,9 @@ class Known:
 
     def __str__(self) -> str:
         """Return a short description."""
-        beside = f"{abs(self.loss):.0%} {'more' if self.loss > 0 else 'less'} loss than all-reduce"
+        difference = f"{abs(self.loss):.0%} {'more' if self.loss > 0 else 'less'} loss than all-reduce"
         model = _MODELS[self.model]
-        return f"{beside} with {OPTIMIZERS[self.optimizer]} ({model}, {self.steps} steps, {self.ranks} ranks)"
+        return f"{difference} with {OPTIMIZERS[self.optimizer]} ({model}, {self.steps} steps, {self.ranks} ranks)"
 
 
 @functools.cache
@@ -141,10 +141,10 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
 
 def keeping_up(optimizer_kind: str) -> list[str]:
     """Return the systems measured with an optimizer whose loss is at most `LOSES` in every run, the best first."""
-    alike: dict[str, list[Known]] = {}
+    by_options: dict[str, list[Known]] = {}
     for each in _known_with(optimizer_kind):
-        alike.setdefault(f"{each.algorithm} {each.options}", []).append(each)
-    worst = sorted((max(runs, key=_loss) for runs in alike.values()), key=_loss)
+        by_options.setdefault(f"{each.algorithm} {each.options}", []).append(each)
+    worst = sorted((max(runs, key=_loss) for runs in by_options.values()), key=_loss)
     return [each.system for each in worst if each.loss <= LOSES]
 
 

@@ -17,7 +17,7 @@ from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.channel import GradientChannel
 from commlib.engine.loads import Loads
 from commlib.engine.modes import in_plain_mode
-from commlib.engine.opening import open_beside
+from commlib.engine.opening import open_second_channel
 from commlib.engine.optimizers import Steps, all_of, names_of
 from commlib.engine.pace import Pace
 from commlib.engine.planning.plan import Parameter
@@ -154,14 +154,16 @@ class Engine(Observer):
         Raises:
             ConfigError: The algorithm cannot run on this model, optimizer or group.
         """
-        beside = open_beside(self.algorithm, self.parameters, self.counter, self.session, self._settings, connect)
-        if beside is not None:
-            self.channels.append(beside)
+        second = open_second_channel(
+            self.algorithm, self.parameters, self.counter, self.session, self._settings, connect
+        )
+        if second is not None:
+            self.channels.append(second)
 
     def replace(self, algorithm: Algorithm, connect: Callable[[], Transport]) -> None:
         """Change the algorithm. `connect` is as in `open`. Collective, not within a backward."""
         with self.session.wholly():
-            self._close_beside()
+            self._close_second_channel()
             self._use(algorithm, self.parameters)
             self.gradients.use(algorithm, self.counter, self.parameters)
             self.open(connect)
@@ -375,7 +377,7 @@ class Engine(Observer):
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def _close_beside(self) -> None:
+    def _close_second_channel(self) -> None:
         while len(self.channels) > 1:
             self.channels.pop().close()
 
@@ -384,7 +386,7 @@ class Engine(Observer):
         ignore(self)
         self._steps.close()
         self._enclosing.close()
-        self._close_beside()
+        self._close_second_channel()
         self.gradients.close()
         if self._finalizer.detach():
             self._release()

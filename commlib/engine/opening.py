@@ -15,7 +15,7 @@ from commlib.engine.weights.self_running import SelfRunningChannel
 from commlib.transport.base import Transport
 
 
-def open_beside(
+def open_second_channel(
     algorithm: Algorithm,
     parameters: Sequence[Parameter],
     counter: StepCounter,

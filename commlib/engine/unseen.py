@@ -103,9 +103,9 @@ class UncountedChanges:
         self._seen.append(self._sample.take())
         if len(self._seen) <= NUM_CHANGES:
             return False
-        alike = torch.stack([are_alike(*pair) for pair in itertools.pairwise(self._seen)])
+        are_equal = torch.stack([are_alike(*pair) for pair in itertools.pairwise(self._seen)])
         del self._seen[:-1]
-        return not bool(alike.any())
+        return not bool(are_equal.any())
 
 
 class Observer:

@@ -39,7 +39,7 @@ def together(what: str = "", other: type[CommlibError] = ConfigError) -> Iterato
             raise (ConfigError if is_config else other)(f"{what}: {named}" if what else named)
 
 
-def alike(act: Callable[[], _T]) -> _T:
+def on_all_ranks(act: Callable[[], _T]) -> _T:
     """Return the result of `act` on this rank once it has succeeded on all ranks; see `together`."""
     with together():
         result = act()

@@ -25,7 +25,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.checkpoint import read_rank_file
 from commlib.errors import ConfigError
 from commlib.integrations.accelerate import use
-from commlib.integrations.agreement import alike
+from commlib.integrations.agreement import on_all_ranks
 from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
 from commlib.weak import WeakMembers
@@ -176,8 +176,8 @@ class TrainerMixin(_Base):
         """Load the weights that all ranks share, from a checkpoint that is complete for resuming."""
         load = super()._load_from_checkpoint
         if self.args.parallel_mode == ParallelMode.DISTRIBUTED:
-            alike(lambda: _check_complete(Path(resume_from_checkpoint)))
-            alike(lambda: load(resume_from_checkpoint, model))
+            on_all_ranks(lambda: _check_complete(Path(resume_from_checkpoint)))
+            on_all_ranks(lambda: load(resume_from_checkpoint, model))
         else:
             load(resume_from_checkpoint, model)
 
@@ -186,7 +186,7 @@ class TrainerMixin(_Base):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._is_wrapped:
             folder = checkpoint
-            alike(lambda: _read_own(folder, self.model, self.optimizer))
+            on_all_ranks(lambda: _read_own(folder, self.model, self.optimizer))
 
     @property
     def _is_wrapped(self) -> bool:

@@ -210,7 +210,7 @@ class EncodedReduceScatter(_Allocating):
         scale = 1.0 if self._feedback is None else self._feedback.scale()
         for rank in range(num_ranks):
             feedback_of = None if self._feedback is None else self._feedback.of_row(rank, scale)
-            layout.encode(rows[rank], sent[rank], feedback_of)
+            layout.encode(rows[rank], sent[rank], feedback_of=feedback_of)
         comm = Communicator(transport.rank, num_ranks)
         transport.complete(comm.all_to_all(received.view(-1), sent.view(-1)), self._what)
         layout.decode_sum(received, output_tensor.view(torch.uint8), _divisor(op, num_ranks))
@@ -220,7 +220,7 @@ class EncodedReduceScatter(_Allocating):
     def _layout(self, input_tensor: torch.Tensor, num_ranks: int) -> Layout:
         """Return the layout of a row. FSDP2 leaves out parameters without a gradient, and does not say which.
 
-        No other selection of parameters has as many elements as all of them. Any smaller one travels in full precision,
+        No other selection of parameters has as many elements as all of them. Any smaller one is sent in full precision,
         as its pieces are unknown.
         """
         numel = input_tensor.numel() // num_ranks

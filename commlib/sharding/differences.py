@@ -75,7 +75,7 @@ class DifferenceAllGather(EncodedAllGather):
             return self._begin(layout, input_tensor, rows)
         payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
         own = payloads[transport.rank]
-        layout.encode_difference(input_tensor.view(torch.uint8), reference[transport.rank], own)
+        layout.encode(input_tensor.view(torch.uint8), own, reference=reference[transport.rank])
         self.counts.waited_s += time.perf_counter() - began_s
 
         def finish() -> None:

@@ -3,7 +3,7 @@
 [Note: flat buffers] FSDP2 gathers the parameters of a module, and scatters their gradients, in one flat buffer of
 equal rows, one per rank. A row has one piece per parameter: the rank's shard, padded to the size of the largest.
 commlib sends a payload per row, with one section per piece. Each piece is encoded on its own, so no block of a codec
-contains elements of two parameters. Pieces without a codec travel as they are.
+contains elements of two parameters. Pieces without a codec are sent as they are.
 
 If parameters have several dtypes, FSDP2's buffer is uint8, and pieces may begin at any byte. All offsets are therefore
 in bytes.
@@ -78,21 +78,31 @@ class Layout:
             if nbytes:
                 (self._encoded if has_codec else self._plain).append(_Section(piece, row, payload))
 
-    def encode(self, row: torch.Tensor, payload: torch.Tensor, feedback_of: FeedbackOf | None = None) -> None:
-        """Encode a row.
+    def encode(
+        self,
+        row: torch.Tensor,
+        payload: torch.Tensor,
+        *,
+        feedback_of: FeedbackOf | None = None,
+        reference: torch.Tensor | None = None,
+    ) -> None:
+        """Encode a row, or its difference to a reference. Pieces without a codec are copied.
 
         Args:
             row: [row_bytes] uint8.
             payload: [payload_bytes] uint8; written.
             feedback_of: Returns the error feedback of a piece.
+            reference: [row_bytes] uint8; subtracted from the pieces with a codec, in fp32.
         """
         for each in self._plain:
             payload[each.payload].copy_(row[each.row])
         for each in self._encoded:
             piece = each.piece
             assert piece.codec is not None
-            feedback = None if feedback_of is None else feedback_of(piece)
             values = _values(row, each)
+            if reference is not None:
+                values = values.float() - _values(reference, each).float()
+            feedback = None if feedback_of is None else feedback_of(piece)
             piece.codec.encode(values, payload[each.payload], feedback=feedback)
 
     def decode(self, payloads: torch.Tensor, rows: torch.Tensor) -> None:
@@ -105,8 +115,7 @@ class Layout:
         """
         times = payloads.shape[0] // rows.shape[0]
         for each in self._plain:
-            section = rows[:, each.row.start * times : each.row.stop * times]
-            section.unflatten(1, (times, -1)).copy_(payloads[:, each.payload].unflatten(0, (-1, times)))
+            _spread(payloads[:, each.payload], rows, each, times)
         for each in self._encoded:
             assert each.piece.codec is not None
             nbytes = each.row.stop - each.row.start
@@ -116,21 +125,6 @@ class Layout:
                 values = _values(rows[idx // times], each, where)
                 each.piece.codec.decode(payload[each.payload], values)
                 _put(values, rows[idx // times], where)
-
-    def encode_difference(self, row: torch.Tensor, reference: torch.Tensor, payload: torch.Tensor) -> None:
-        """Encode the difference of a row to a reference. Pieces without a codec are copied.
-
-        Args:
-            row: [row_bytes] uint8.
-            reference: [row_bytes] uint8.
-            payload: [payload_bytes] uint8; written.
-        """
-        for each in self._plain:
-            payload[each.payload].copy_(row[each.row])
-        for each in self._encoded:
-            assert each.piece.codec is not None
-            difference = _values(row, each).float() - _values(reference, each).float()
-            each.piece.codec.encode(difference, payload[each.payload])
 
     def add_differences(self, payloads: torch.Tensor, reference: torch.Tensor) -> None:
         """Add the decoded differences of all shards to the reference, rounded to the pieces' dtypes.
@@ -157,8 +151,7 @@ class Layout:
         """
         times = reference.shape[0] // rows.shape[0]
         for each in (*self._plain, *self._encoded):
-            section = rows[:, each.row.start * times : each.row.stop * times]
-            section.unflatten(1, (times, -1)).copy_(reference[:, each.row].unflatten(0, (-1, times)))
+            _spread(reference[:, each.row], rows, each, times)
 
     def decode_sum(self, payloads: torch.Tensor, row: torch.Tensor, divisor: float) -> None:
         """Decode the payloads that all ranks sent for one row; write their sum, in rank order, divided.
@@ -178,6 +171,12 @@ class Layout:
             piece = each.piece
             assert piece.codec is not None
             piece.codec.decode_sum(payloads[:, each.payload].contiguous(), _values(row, each), divisor=divisor)
+
+
+def _spread(sections: torch.Tensor, rows: torch.Tensor, section: _Section, times: int) -> None:
+    """Copy a piece's section of all shards [number of shards, n] to its place in rows of `times` shards each."""
+    where = rows[:, section.row.start * times : section.row.stop * times]
+    where.unflatten(1, (times, -1)).copy_(sections.unflatten(0, (-1, times)))
 
 
 def _size_of(piece: Piece) -> int:

@@ -229,9 +229,9 @@ class VirtualDriver(Driver):
         if not seconds.any():
             return at_s
         start_s = np.maximum(at_s, self._worker_free_s)
-        alone, beside = self._rates()
+        alone, both = self._rates()
         computes = np.zeros_like(start_s, dtype=bool) if self._until_s is None else start_s < self._until_s
-        end_s = start_s + seconds[self._role_of_clock] * self._pace / np.where(computes, beside, alone)
+        end_s = start_s + seconds[self._role_of_clock] * self._pace / np.where(computes, both, alone)
         self._worker_free_s = end_s
         self._add_load(start_s, end_s, self._share_of_work())
         self._note("local work", "work", start_s, end_s, task_idx)
@@ -246,8 +246,8 @@ class VirtualDriver(Driver):
     def _share_of_work(self) -> float:
         if not self._device.shares_compute:
             return self._device.contention
-        alone, beside = self._rates()
-        return 1.0 - beside / alone
+        alone, both = self._rates()
+        return 1.0 - both / alone
 
     @override
     def _issue(self, round_: Round, task_idx: int, task: Task, events: deque[tuple[Event, int]]) -> None:

@@ -205,15 +205,15 @@ def _get_going(training: Training, channel: Channel) -> int:
 def _apart(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Result:
     """Simulate an asynchronous algorithm on ranks that differ, each with its own clock (asynchronous.py)."""
     pace = options.pace(network.world_size)
-    alike = replace(options, stragglers=None, jitter=0.0)
-    training = Training(workload, network, device, prototype, alike)
-    base = _measure(training, workload, network, prototype, alike)
+    steady = replace(options, stragglers=None, jitter=0.0)
+    training = Training(workload, network, device, prototype, steady)
+    base = _measure(training, workload, network, prototype, steady)
     rng = np.random.default_rng(options.seed)
     steps_s = workload.step_s * pace[:, None] * rng.lognormal(0.0, options.jitter, (len(pace), options.steps))
     if not prototype.channel.has_rounds:  # no rank waits for another; each pays for its exchanges at its own pace
         ends_s = np.cumsum(steps_s + base.exposed_s * pace[:, None], axis=1)
         return _mean_of(base, workload, steps_s, ends_s, base.wire_bytes)
-    round_s, round_bytes = time_round(network, device, prototype, alike, training.weight_buckets)
+    round_s, round_bytes = time_round(network, device, prototype, steady, training.weight_buckets)
     overhead_s = base.exposed_s * round_bytes / base.wire_bytes if base.wire_bytes else 0.0
     outcome = asynchronous.run(prototype.channel, steps_s, round_s, overhead_s * pace)
     return _mean_of(base, workload, steps_s, outcome.ends_s, outcome.rounds_per_step * round_bytes)
@@ -269,12 +269,12 @@ def _plan(
     parameters, ready_s = parameters_of(workload, prototype), workload.ready_s()
     if options.cap_bytes is not None:
         return plans.fixed(parameters, options.cap_bytes, ready_s)
-    alike = replace(options, stragglers=None, jitter=0.0, traced=())
-    cost = _cost(network, device, prototype, alike, plans.main_group(parameters))
+    steady = replace(options, stragglers=None, jitter=0.0, traced=())
+    cost = _cost(network, device, prototype, steady, plans.main_group(parameters))
     found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
 
     def seconds(plan: Plan) -> float:
-        training = Training(workload, network, device, prototype, alike, plan, roles)
+        training = Training(workload, network, device, prototype, steady, plan, roles)
         training.counter.step = prototype.channel.warmup_steps
         training.skip_to(prototype.channel.steady_step)
         for _ in range(prototype.channel.cycle):

@@ -17,7 +17,7 @@ from commlib.algorithms.context import BucketView, Context
 from commlib.engine.buckets.bucket import Bucket
 from commlib.engine.channel import OpenChannel, Settings
 from commlib.engine.gradients.round import GradientRound
-from commlib.engine.opening import open_beside
+from commlib.engine.opening import open_second_channel
 from commlib.engine.planning import plan as plans
 from commlib.engine.planning.plan import Parameter, Plan
 from commlib.engine.planning.sizes import INITIAL_CAP_BYTES
@@ -137,7 +137,7 @@ class Training:
             plan = plan or plans.fixed(self._parameters, options.cap_bytes or INITIAL_CAP_BYTES, self._ready_s)
             self._make_buckets(plan)
         settings = Settings(options.cap_bytes, self._optimizer)
-        self._beside = self._open_beside(network, settings)
+        self._second_channel = self._open_second_channel(network, settings)
         self.meter.take()
 
     def _make_optimizer(self, prototype: Algorithm, device: Device) -> torch.optim.Optimizer:
@@ -160,13 +160,13 @@ class Training:
             if isinstance(self._algorithm.channel, Gradients):
                 self._algorithm.setup(context)
 
-    def _open_beside(self, network: Network, settings: Settings) -> OpenChannel | Exchanges | None:
+    def _open_second_channel(self, network: Network, settings: Settings) -> OpenChannel | Exchanges | None:
         connect = lambda: transport_on(network)  # noqa: E731
         with self.meter.active():
             if not self._algorithm.channel.has_rounds:
                 parameters = [parameter.param for parameter in self._parameters]
                 return Exchanges(self._algorithm, parameters, connect(), self.driver, self.meter, self.counter)
-            return open_beside(self._algorithm, self._parameters, self.counter, self.session, settings, connect)
+            return open_second_channel(self._algorithm, self._parameters, self.counter, self.session, settings, connect)
 
     @property
     def num_buckets(self) -> int:
@@ -176,12 +176,12 @@ class Training:
     @property
     def weight_buckets(self) -> Sequence[Bucket]:
         """Buckets of rounds over weights or state."""
-        return self._beside.buckets if isinstance(self._beside, OpenChannel) else ()
+        return self._second_channel.buckets if isinstance(self._second_channel, OpenChannel) else ()
 
     @property
     def num_taken(self) -> int:
         """Number of completed exchanges of an algorithm without rounds."""
-        return self._beside.num_taken if isinstance(self._beside, Exchanges) else 0
+        return self._second_channel.num_taken if isinstance(self._second_channel, Exchanges) else 0
 
     @property
     def context(self) -> Context:
@@ -195,7 +195,7 @@ class Training:
     @property
     def bytes_sent(self) -> float:
         """Bytes sent by a rank so far."""
-        return self.session.transport.bytes_sent + (self._beside.bytes_sent if self._beside else 0.0)
+        return self.session.transport.bytes_sent + (self._second_channel.bytes_sent if self._second_channel else 0.0)
 
     def skip_to(self, step: int) -> None:
         """Continue at a later step, as if each skipped step had had a round. No effect if it is the next step."""
@@ -215,12 +215,12 @@ class Training:
                 self._backward(pace)
             else:
                 driver.compute(workload.backward_s * pace, "backward")
-            if self._beside is not None:
-                self._beside.begin_step()
+            if self._second_channel is not None:
+                self._second_channel.begin_step()
             driver.compute(workload.optimizer_s * pace, "optimizer")
             self.counter.end_step()
-            if self._beside is not None:
-                self._beside.end_step()
+            if self._second_channel is not None:
+                self._second_channel.end_step()
                 driver.flush("rounds at the step's end")
 
     def _backward(self, pace: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import commlib
 from tests.contract.contracts import CONTRACTS, hold, hold_each
 from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import REPRESENTATIVES, Subject
+from tests.contract.variants import NODES
 from tests.multi.pool import run_ranks
 
 ALGORITHMS = commlib.algorithms.list()
@@ -83,15 +84,11 @@ VARIANTS = {
 }
 
 
-#: Algorithms across nodes: 4 ranks are on two of them.
-NODES = ("ByteGrad", "TopK", "DGC", "PowerSGD", "Decentralized", "LowPrecisionDecentralized")
-
-
 @pytest.mark.parametrize(
     "names",
     [
         *(ALGORITHMS[::2], ALGORITHMS[1::2]),
-        [f"tests.contract.variants:{name}" for name in (*VARIANTS, *(f"Nodes{each}" for each in NODES))],
+        [f"tests.contract.variants:{name}" for name in (*VARIANTS, *NODES)],  # 4 ranks are on two nodes
     ],
 )
 def test_other_groups(names: list[str]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+from commlib import algorithms
 from commlib.algorithms import (
-    DGC,
+    Algorithm,
     ByteGrad,
-    Decentralized,
     DiLoCo,
     EFQuantized,
-    LowPrecisionDecentralized,
-    PowerSGD,
     RandomK,
     SignSGD,
     SparseLoCo,
@@ -69,43 +70,32 @@ class BalancedSparseLoCo(SparseLoCo):
         super().__init__(period, kept=1024, exchange="balanced")
 
 
-class NodesByteGrad(ByteGrad):
+class FeedbackByteGradAcrossNodes(ByteGrad):
     """`bytegrad` with error feedback across nodes."""
 
     def __init__(self) -> None:
         super().__init__(feedback=True, hierarchical=True)
 
 
-class NodesTopK(TopK):
-    """`topk` across nodes."""
-
-    def __init__(self, ratio: float = 0.25) -> None:
-        super().__init__(ratio, hierarchical=True)
-
-
-class NodesDGC(DGC):
-    """`dgc` across nodes."""
-
-    def __init__(self, ratio: float = 0.25) -> None:
-        super().__init__(ratio, hierarchical=True)
+def across_nodes() -> dict[str, type[Algorithm]]:
+    """Return a class across nodes for each algorithm that can communicate hierarchically, by the class's name."""
+    found: dict[str, type[Algorithm]] = {}
+    for name in algorithms.list():
+        base = algorithms.get(name)
+        if "hierarchical" in inspect.signature(base).parameters:
+            own = f"{base.__name__}AcrossNodes"
+            found[own] = type(own, (base,), {"__init__": _hierarchical(base), "__module__": __name__})
+    return found
 
 
-class NodesPowerSGD(PowerSGD):
-    """`powersgd` across nodes."""
+def _hierarchical(base: type[Algorithm]) -> Any:
+    def __init__(self: Any) -> None:  # noqa: N807: a method
+        base.__init__(self, hierarchical=True)  # type: ignore[call-arg]
 
-    def __init__(self) -> None:
-        super().__init__(hierarchical=True)
-
-
-class NodesDecentralized(Decentralized):
-    """`decentralized` across nodes."""
-
-    def __init__(self) -> None:
-        super().__init__(hierarchical=True)
+    return __init__
 
 
-class NodesLowPrecisionDecentralized(LowPrecisionDecentralized):
-    """`low_precision_decentralized` across nodes."""
-
-    def __init__(self) -> None:
-        super().__init__(hierarchical=True)
+#: Algorithms across nodes, by name; also attributes of this module, from which ranks import them.
+NODES = across_nodes()
+globals().update(NODES)
+NODES[FeedbackByteGradAcrossNodes.__name__] = FeedbackByteGradAcrossNodes

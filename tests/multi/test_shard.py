@@ -212,9 +212,7 @@ def _frozen(model: Any) -> Any:
 def _mixed(model: Any) -> Any:
     """A frozen base in bf16, whose odd sizes put the pieces in fp32 at odd addresses of FSDP2's buffer of bytes."""
     model.first.weight = nn.Parameter(torch.randn(WIDTH, 7).bfloat16(), requires_grad=False)
-    forward = model.first.forward
     model.first.forward = lambda x: nn.functional.linear(x[:, :7], model.first.weight.float(), model.first.bias)
-    assert forward is not None
     return model
 
 
@@ -424,7 +422,7 @@ def test_feedback_sends_later_what_an_encoding_has_lost() -> None:
 
 
 @on_ranks(2)
-def test_parameters_without_a_gradient_are_reduced_without_a_codec_and_said() -> None:
+def test_parameters_without_a_gradient_are_reduced_in_full_precision_and_logged() -> None:
     class Half(Net):
         def forward(self, inputs: Tensor) -> Tensor:
             return nn.functional.linear(inputs, self.first.weight).tanh() @ self.second.weight.T

@@ -55,7 +55,8 @@ ELSEWHERE = {
     "Call it after the last fully_shard": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
     "feedback=True needs them": _SHARD + "feedback_follows_parameters_that_have_a_gradient",
     "gradient. Call model.set_reduce_scatter": _SHARD + "what_cannot_be_sharded_is_refused_on_all_ranks",
-    "are then reduced in full precision": _SHARD + "parameters_without_a_gradient_are_reduced_without_a_codec_and_said",
+    "are then reduced in full precision": _SHARD
+    + "parameters_without_a_gradient_are_reduced_in_full_precision_and_logged",
     "Make one step before it is saved": _CHECKPOINT + "optimizers_whose_state_no_stand_in_can_make_say_so",
     "outside of dist_autograd.context()": "multi/test_differences.py::test_distributed_autograd_is_refused",
     "Call torch.distributed.init_process_group": _SINGLE + "without_a_process_group_the_error_says_what_to_call",

@@ -203,8 +203,8 @@ class Driver(ABC):
         """End the round with an error that names the collective, or with the algorithm's own error."""
         if isinstance(error, _CollectiveError):
             waited_for = round_.describe()  # a lost peer ends several collectives, and any of them may fail first
-            beside = "" if waited_for in error.what else f", while waiting for {waited_for},"
-            error = round_.transport.diagnose(error.cause, error.what + beside)
+            waiting = "" if waited_for in error.what else f", while waiting for {waited_for},"
+            error = round_.transport.diagnose(error.cause, error.what + waiting)
         self.cancel(round_, without_frames(error))
 
 
