@@ -183,6 +183,31 @@ class _Overrides:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Sharded:
+    """Whether and how `compare` shards the model."""
+
+    shard: Annotated[
+        int | None, typer.Option(help="Number of ranks that shard the model with FSDP2.", callback=_above_zero)
+    ] = None
+    weights: Annotated[
+        str | None, typer.Option(help="With --shard: codec of the weights, or several with commas (default int8).")
+    ] = None
+    gradients: Annotated[
+        str | None, typer.Option(help="With --shard: codec of the gradients, or several with commas (default int8).")
+    ] = None
+    difference: Annotated[bool, typer.Option("--difference", help="With --shard: send differences of weights.")] = False
+    reshard_after_forward: Annotated[
+        bool, typer.Option(help="With --shard: whether backward gathers the weights again.")
+    ] = True
+    param_dtype: Annotated[
+        str | None, typer.Option(help="With --shard: dtype of gathered weights; default: the workload's.")
+    ] = None
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="With --shard: dtype of reduced gradients; default: the workload's.")
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Shown:
     """The output of `compare`."""
 
@@ -211,8 +236,8 @@ class _Emulated:
 
 
 @app.command()
-@_takes(_Compared, _Overrides, _Shown, _Emulated)
-def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated: _Emulated) -> None:
+@_takes(_Compared, _Overrides, _Sharded, _Shown, _Emulated)
+def compare(compared: _Compared, overrides: _Overrides, sharded: _Sharded, shown: _Shown, emulated: _Emulated) -> None:
     """Simulate a workload with each algorithm on networks: step time, speed-up over DDP, bytes, memory."""
     from commlib.reports import comparison as report
 
@@ -220,13 +245,17 @@ def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated:
         if shown.list_known:
             report.show_known()
             return
-        selection = _selection(compared, overrides)
+        selection = _selection(compared, overrides, sharded)
         if emulated.emulate:
             from commlib.emulation import experiment as emulation
 
             options = {"plot": shown.plot, "trace": shown.trace, "wide": shown.wide or None, "device": compared.device}
             _refuse(
-                "--emulate does not support", **options, intra_gbps=overrides.intra_gbps, window_mb=overrides.window_mb
+                "--emulate does not support",
+                shard=sharded.shard,
+                **options,
+                intra_gbps=overrides.intra_gbps,
+                window_mb=overrides.window_mb,
             )
             if emulated.rate is not None:
                 _refuse("--rate replaces", network=compared.network)
@@ -236,14 +265,21 @@ def compare(compared: _Compared, overrides: _Overrides, shown: _Shown, emulated:
         report.run(selection, report.Output(shown.plot, shown.trace, shown.as_json, shown.wide))
 
 
-def _selection(compared: _Compared, overrides: _Overrides) -> Selection:
+def _selection(compared: _Compared, overrides: _Overrides, sharded: _Sharded) -> Selection:
     from commlib.reports.comparison import Selection
 
+    how = dataclasses.asdict(sharded)
+    if sharded.shard is None:
+        defaults = dataclasses.asdict(_Sharded())
+        _refuse(
+            "without --shard there is no",
+            **{name: value if value != defaults[name] else None for name, value in how.items()},
+        )
     settings = dataclasses.asdict(compared)
     network = settings.pop("network")
     networks = (_NETWORKS if network is None else network).split(",")
     optimizer = {None: None, _Optimizer.sgd: "sgd", _Optimizer.adamw: "adam"}[settings.pop("optimizer")]
-    return Selection(networks=networks, overrides=dataclasses.asdict(overrides), optimizer=optimizer, **settings)
+    return Selection(networks=networks, overrides=dataclasses.asdict(overrides), optimizer=optimizer, **how, **settings)
 
 
 @app.command()

@@ -120,9 +120,18 @@ def gpt2(tokens: int = 1024) -> tuple[Layer, ...]:
 
 def llama3_8b(tokens: int = 8192) -> tuple[Layer, ...]:
     """Return Llama 3 8B for sequences of `tokens`: 8,030,261,248 parameters."""
-    hidden, heads_of_keys, inner, vocabulary = 4096, 1024, 14336, 128256
+    return _llama3(hidden=4096, inner=14336, blocks=32, tokens=tokens)
+
+
+def llama3_70b(tokens: int = 8192) -> tuple[Layer, ...]:
+    """Return Llama 3 70B for sequences of `tokens`: 70,553,706,496 parameters."""
+    return _llama3(hidden=8192, inner=28672, blocks=80, tokens=tokens)
+
+
+def _llama3(hidden: int, inner: int, blocks: int, tokens: int) -> tuple[Layer, ...]:
+    heads_of_keys, vocabulary = 1024, 128256  # 8 heads of keys and values, of 128 elements
     layers = [Layer("tok_embeddings", (("weight", (vocabulary, hidden)),), 0.0)]
-    for block in range(32):
+    for block in range(blocks):
         name = f"layers.{block}"
 
         def product(part: str, inputs: int, outputs: int, more: float = 0.0, name: str = name) -> Layer:

@@ -115,6 +115,7 @@ class Device:
         cores: Number of cores of the machine.
         ranks_per_machine: Number of ranks that share the cores.
         source: Source of the figures.
+        memory_gbytes: Size of the memory of a rank, 10^9 bytes.
     """
 
     name: str
@@ -129,8 +130,11 @@ class Device:
     cores: int = 1
     ranks_per_machine: int = 1
     source: str = ""
+    memory_gbytes: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.memory_gbytes > 0:
+            raise ConfigError(f"Device.memory_gbytes: expected a number above 0, got {self.memory_gbytes!r}")
         _check_counts(self, "cores", "ranks_per_machine")
         _check_numbers(self, "memory_gbytes_s", above_zero=True)
         _check_numbers(self, "launch_us", "contention", "cpu_s_per_byte", "cpu_s_per_message")

@@ -84,6 +84,7 @@ DEVICES: dict[str, Device] = {
             launch_us=5.0,
             codec_fractions={"": 0.85},
             contention=0.0,
+            memory_gbytes=32.0,
             source="V100 SXM2 32 GB: 900 GB/s, 15.7 TFLOP/s in fp32, 125 in fp16 (NVIDIA data sheet); a copy reaches "
             "about 790 GB/s and matrix products about 90 and 70 % of it (Jia et al., Dissecting Volta, 2018)",
         ),
@@ -103,8 +104,9 @@ DEVICES: dict[str, Device] = {
             tflops={"fp32": 50.0, "fp16": 650.0, "bf16": 650.0},
             launch_us=4.0,
             codec_fractions={"": 0.85},
-            source="H100 SXM5: 3.35 TB/s, 67 TFLOP/s in fp32, 989 in bf16 (NVIDIA data sheet); a copy was measured at "
-            "3.0 TB/s; large matrix products reach about two thirds of the peak rates",
+            memory_gbytes=80.0,
+            source="H100 SXM5: 80 GB, 3.35 TB/s, 67 TFLOP/s in fp32, 989 in bf16 (NVIDIA data sheet); a copy was "
+            "measured at 3.0 TB/s; large matrix products reach about two thirds of the peak rates",
         ),
     )
 }

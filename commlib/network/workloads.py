@@ -86,6 +86,13 @@ def _llama3_8b() -> Workload:
     )  # fmt: skip
 
 
+def _llama3_70b() -> Workload:
+    return _by_arithmetic(
+        "llama3-70b", architectures.llama3_70b(), 1, "h100", optimizer="adam", dtype="bf16",
+        source="shapes: Meta's release, sequences of 8,192; a rank alone has no memory for it",
+    )  # fmt: skip
+
+
 _BERT_LARGE_S = 61 / (88_000 / (128 * 6))
 
 _KNOWN: dict[str, Callable[[], Workload]] = {
@@ -97,6 +104,7 @@ _KNOWN: dict[str, Callable[[], Workload]] = {
     "lstm-alexnet": _lstm_alexnet,
     "gpt2": _gpt2,
     "llama3-8b": _llama3_8b,
+    "llama3-70b": _llama3_70b,
 }
 
 #: Published number of parameters, and the tolerated relative deviation: 0 if the published figure is exact.
@@ -109,6 +117,7 @@ PUBLISHED_NUMEL: dict[str, tuple[float, float]] = {
     "lstm-alexnet": (126.8e6, 0.001),
     "gpt2": (124_439_808, 0),
     "llama3-8b": (8_030_261_248, 0),
+    "llama3-70b": (70_553_706_496, 0),
 }
 
 

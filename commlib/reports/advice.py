@@ -10,22 +10,27 @@ from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
 
 #: Speed-ups that differ by a smaller factor count as equal, given the accuracy of the predictions.
-_ALIKE = 1.05
+_SAME = 1.05
 
 
 def advice(comparison: Comparison) -> str:
     """Return the recommended algorithms by exactness class, or allreduce if none is faster, with the reason."""
+    if not any(row.fits for row in comparison.rows) and not comparison.fits(comparison.ddp):
+        how = "Shard the model (--shard RANKS)" if comparison.sharding is None else "Use more ranks per shard (--shard)"
+        return f"None of these fits in the {comparison.device.memory_gbytes:g} GB of {comparison.device.name}. {how}."
     best = list(_best_by_class(comparison))
-    ddp = comparison.ddp
+    ddp, named = comparison.ddp, "DDP" if comparison.sharding is None else "FSDP2"
     exposed = ddp.exposed_s / ddp.step_s
-    share = f"{exposed:.0%} of DDP's step is not computation"
+    share = f"{exposed:.0%} of {named}'s step is not computation"
+    if not best and comparison.sharding is not None:
+        return f"Use {comparison.baseline}: none of these is more than {_SAME - 1:.0%} faster ({share})."
     if not best:
-        if exposed < 1 - 1 / _ALIKE:
+        if exposed < 1 - 1 / _SAME:
             return f"Use allreduce, as DDP does: computation hides communication here ({share}), so none pays off."
-        return f"Use allreduce, as DDP does: none of these is more than {_ALIKE - 1:.0%} faster, although {share}."
+        return f"Use allreduce, as DDP does: none of these is more than {_SAME - 1:.0%} faster, although {share}."
     names = [kept(without_auto(row.algorithm)) for row in best]
     fastest = "; ".join(
-        f"{row.exactness}: {name}, {kept(f'{row.speedup:.3g} times')} DDP's speed"
+        f"{row.exactness}: {name}, {kept(f'{row.speedup:.3g} times')} {named}'s speed"
         for row, name in zip(best, names, strict=True)
     )
     return f"Use what your training tolerates: {fastest}. The reason: {share}. A faster step may learn less."
@@ -35,10 +40,20 @@ def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
     """Yield the fastest of each class, narrowest class first, if it is faster than DDP and than narrower classes."""
     to_beat = 1.0
     for exactness in EXACTNESS:
-        rows = [row for row in comparison.rows if row.exactness == exactness and not row.doubt]
-        if rows and rows[0].speedup > to_beat * _ALIKE:
+        rows = [row for row in comparison.rows if row.exactness == exactness and row.fits and not row.doubt]
+        if rows and rows[0].speedup > to_beat * _SAME:
             to_beat = rows[0].speedup
             yield rows[0]
+
+
+def misfits(comparison: Comparison) -> str:
+    """Return which rows need more memory than the device has; "" if none."""
+    rows = [kept(without_auto(row.algorithm)) for row in comparison.rows if not row.fits]
+    names = [comparison.baseline] * (not comparison.fits(comparison.ddp)) + rows
+    if not names:
+        return ""
+    size = f"{comparison.device.memory_gbytes:g} GB of {comparison.device.name}"
+    return f"! more than the {size}, even without activations, so is not advised: {', '.join(names)}."
 
 
 def doubts(comparison: Comparison) -> str:

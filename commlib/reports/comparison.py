@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -15,18 +16,21 @@ import torch
 from rich.console import Console
 
 from commlib import algorithms
+from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, tables, targets
-from commlib.reports.advice import advice, doubts
+from commlib.reports.advice import advice, doubts, misfits
 from commlib.reports.families import base_name, without_auto
 from commlib.reports.progress import progress_bar
 from commlib.reports.tables import Column
 from commlib.simulation import compare, timeline
+from commlib.simulation.collectives import Islands
 from commlib.simulation.compare import Comparison, Prediction
+from commlib.simulation.sharded import Sharding
 from commlib.simulation.simulator import Options
 from commlib.simulation.workers import Map, on_all_cores
 from commlib.tuner import candidates_of, preferred
@@ -40,6 +44,8 @@ _SWEEP_STEPS = 2
 _STEPS = 4
 #: Number of table columns that are always shown: name, class, step, speed-up.
 _REQUIRED = 4
+#: Codecs of sharded weights and gradients.
+_CODECS = "int8"
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,13 @@ class Selection:
             the default.
         bucket_cap_mb: Size of a bucket, MiB; None uses planned buckets.
         optimizer: "sgd" or "adam", in place of the workload's.
+        shard: Number of ranks that shard the model; None: every rank has all of it.
+        weights: Codecs of sharded weights, separated by commas; None: the default.
+        gradients: Codecs of sharded gradients, separated by commas; None: the default.
+        difference: See `Sharding`.
+        reshard_after_forward: See `Sharding`.
+        param_dtype: See `Sharding`.
+        reduce_dtype: See `Sharding`.
     """
 
     workload: str
@@ -68,6 +81,21 @@ class Selection:
     steps: int | None = None
     bucket_cap_mb: float | None = None
     optimizer: str | None = None
+    shard: int | None = None
+    weights: str | None = None
+    gradients: str | None = None
+    difference: bool = False
+    reshard_after_forward: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def get_shardings(self) -> list[Sharding]:
+        """Return the shardings, in full precision first if there are several; none if the model is not sharded."""
+        if self.shard is None:
+            return []
+        pairs = itertools.product(_names(self.weights, _CODECS), _names(self.gradients, _CODECS))
+        more = (self.difference, self.reshard_after_forward, self.param_dtype, self.reduce_dtype)
+        return [Sharding(self.shard, weights, gradients, *more) for weights, gradients in pairs]
 
     def get_workload(self) -> Workload:
         """Return the workload with the requested optimizer."""
@@ -119,13 +147,26 @@ class _Case:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether there are several nodes of several ranks."""
-        return min(self.network.gpus_per_node, self.network.nodes) > 1
+        """Whether the ranks that the algorithms run on are on several nodes, with several each."""
+        return _has_nodes(self.network, self.options.sharding)
 
-    def compare(self, chosen: Mapping[str, Algorithm], what: str, run_all: Map) -> Comparison:
+    @property
+    def is_one_island(self) -> bool:
+        """Whether all ranks shard one model."""
+        return self.options.sharding is not None and self.options.sharding.ranks == self.network.world_size
+
+    def compare(
+        self,
+        chosen: Mapping[str, Algorithm],
+        what: str,
+        run_all: Map,
+        shardings: Mapping[str, Sharding] | None = None,
+    ) -> Comparison:
         """Simulate algorithms and show the progress."""
         with progress_bar(f"{what} {self.workload.name} on {self.network.name}", len(chosen) + 1) as progress:
-            return compare.compare(self.workload, self.network, self.device, chosen, self.options, progress, run_all)
+            return compare.compare(
+                self.workload, self.network, self.device, chosen, self.options, progress, run_all, shardings
+            )
 
     def without_auto(self, named: Mapping[str, Algorithm], exactness: str, run_all: Map) -> dict[str, Algorithm]:
         """Return the algorithms with `auto` replaced by its choice on this network, labelled "auto: <name>"."""
@@ -162,23 +203,35 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
     workload = selection.get_workload()
     device = presets.device(selection.device or workload.device)
     networks = [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
-    options = Options(steps=selection.steps or _STEPS, bucket_cap_mb=selection.bucket_cap_mb)
+    shardings = selection.get_shardings()
+    options = Options(
+        steps=selection.steps or _STEPS,
+        bucket_cap_mb=selection.bucket_cap_mb,
+        sharding=shardings[0] if shardings else None,
+    )
     console = tables.console()
     cases = [_Case(workload, network, device, options) for network in networks]
-    named_on = [
-        compare.candidates(selection.algorithms, selection.exactness, several_per_node=case.has_nodes) for case in cases
-    ]
+    named_on, own = [], dict[str, Sharding]()
+    for case in cases:
+        if case.is_one_island:  # ranks that all shard one model exchange nothing else
+            own = {f"{each.weights} weights, {each.gradients} gradients": each for each in shardings}
+            named_on.append({label: AllReduce() for label in own})
+        elif len(shardings) > 1:
+            raise ConfigError("--weights and --gradients: expected one codec each with several islands of ranks")
+        else:
+            named = compare.candidates(selection.algorithms, selection.exactness, several_per_node=case.has_nodes)
+            named_on.append(named)
     points = 1 if output.plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
     comparisons = []
     with on_all_cores(points * sum(len(named) + 1 for named in named_on)) as run_all:
         for case, named in zip(cases, named_on, strict=True):
             chosen = case.without_auto(named, selection.exactness, run_all)
-            comparison = case.compare(chosen, "simulating", run_all)
+            comparison = case.compare(chosen, "simulating", run_all, own)
             comparisons.append(comparison)
             if not output.as_json:
                 show(comparison, console, output.wide)
             if output.plot is not None:
-                for path in draw(comparison, chosen, options, output.plot, run_all):
+                for path in draw(comparison, chosen, options, output.plot, run_all, own):
                     print(f"drawn: {path}", file=sys.stderr)
     if output.trace is not None:
         timeline.save_trace([result for one in comparisons for result in one.results()], output.trace)
@@ -210,11 +263,15 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     )
     if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
         _say(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/explanation/simulator.md).", console)
+    if (sharding := comparison.sharding) is not None:
+        _say(_described(sharding, network), console)
     rows = list(_grouped(comparison.rows))
     lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
     if text := doubts(comparison):
+        _say(text, console)
+    if text := misfits(comparison):
         _say(text, console)
     for name, reason in comparison.refused.items():
         _say(f"not simulated: {tables.kept(name)}: {reason}", console)
@@ -224,9 +281,31 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     console.print()
 
 
+def _has_nodes(network: Network, sharding: Sharding | None) -> bool:
+    """Return whether the ranks that the algorithms run on are on several nodes, with several each."""
+    if sharding is not None:
+        network = Islands.of(network, sharding.ranks).replicas
+    return min(network.gpus_per_node, network.nodes) > 1
+
+
+def _described(sharding: Sharding, network: Network) -> str:
+    """Return how the model is sharded."""
+    num_islands = network.world_size // sharding.ranks
+    islands = "all ranks" if num_islands == 1 else f"{num_islands} islands of {sharding.ranks} ranks"
+    codecs = f", weights in {sharding.weights}, gradients in {sharding.gradients}" if num_islands > 1 else ""
+    once = "differences of weights, once per step" if sharding.difference else ""
+    kept_whole = "" if sharding.reshard_after_forward else "reshard_after_forward=False"
+    more = "".join(f", {each}" for each in (once, kept_whole) if each)
+    return f"Sharded by {islands} (FSDP2, commlib.shard){codecs}{more}."
+
+
+def _names(text: str | None, usual: str) -> list[str]:
+    return [each.strip() for each in (usual if text is None else text).split(",")]
+
+
 def _forms_left_out(comparison: Comparison) -> list[str]:
     """Return hierarchical forms that were not compared although their algorithms were, for nodes of several ranks."""
-    if min(comparison.network.gpus_per_node, comparison.network.nodes) == 1:
+    if not _has_nodes(comparison.network, comparison.sharding):
         return []
     labels = [row.algorithm for row in comparison.rows]
     named = [label for label in labels if label in algorithms.list() and compare.hierarchical_form(label) is not None]
@@ -248,17 +327,20 @@ def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
 
 
 def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
-    """Return the columns in order of importance, with DDP-style all-reduce in the first row."""
+    """Return the columns in order of importance, with the baseline in the first row."""
     results = [comparison.ddp, *(row.result for row, _ in rows)]
-    names = [f"{'  ' * variant}{row.algorithm}{'*' * bool(row.doubt)}" for row, variant in rows]
+    marks = [f"{'*' * bool(row.doubt)}{'!' * (not row.fits)}" for row, _ in rows]
+    names = [f"{'  ' * variant}{row.algorithm}{mark}" for (row, variant), mark in zip(rows, marks, strict=True)]
+    first = comparison.baseline + "!" * (not comparison.fits(comparison.ddp))
     return [
-        Column("algorithm", ["DDP-style all-reduce", *names], left=True),
+        Column("algorithm", [first, *names], left=True),
         Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),
         Column("step ms", [_short(result.step_s * 1e3) for result in results]),
         Column("speed-up", ["1.00", *(f"{row.speedup:.2f}" for row, _ in rows)]),
         Column("sent MB", [_short(result.wire_bytes / 1e6) for result in results]),
         Column("exposed ms", [_short(result.exposed_s * 1e3) for result in results]),
         Column("memory MB", [f"{result.memory_bytes / 1e6:,.0f}" for result in results]),
+        Column("total GB", [_short(result.total_bytes / 1e9) for result in results]),
         Column("samples/s", [_short(result.samples_per_s) for result in results]),
         Column("leaves a node MB", [_short(result.adapter_bytes / 1e6) for result in results]),
     ]
@@ -269,7 +351,12 @@ def _short(value: float) -> str:
 
 
 def draw(
-    comparison: Comparison, chosen: Mapping[str, Algorithm], options: Options, folder: Path, run_all: Map = map
+    comparison: Comparison,
+    chosen: Mapping[str, Algorithm],
+    options: Options,
+    folder: Path,
+    run_all: Map = map,
+    shardings: Mapping[str, Sharding] | None = None,
 ) -> list[Path]:
     """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines. Return the files."""
     workload, network, device = comparison.workload, comparison.network, comparison.device
@@ -286,7 +373,7 @@ def draw(
             networks = [
                 dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths
             ]
-            rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all))
+            rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all, shardings))
 
     def title(what: str) -> str:
         ceiling = (

@@ -243,7 +243,7 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     """
     fastest = {base_name(row.algorithm): row for row in reversed(comparison.rows)}.values()
     rows = sorted(fastest, key=lambda row: row.result.step_s)
-    shown = [("DDP-style all-reduce", comparison.ddp, 1), *((row.algorithm, row.result, row.cycle) for row in rows)]
+    shown = [(comparison.baseline, comparison.ddp, 1), *((row.algorithm, row.result, row.cycle) for row in rows)]
     steps = [longest_step(result) for _, result, _ in shown]
     ends_s = [max((span.end_s for span in spans), default=0.0) for _, spans in steps]
     end_s = _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s)

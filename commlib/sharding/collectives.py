@@ -10,6 +10,7 @@ The order of the calls is the order of the modules in the user's program, so it 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +22,11 @@ from typing_extensions import override
 
 from commlib.codecs.base import Feedback
 from commlib.errors import CommlibError
+from commlib.sharding import exchanges
 from commlib.sharding.fsdp import ParameterGroup
 from commlib.sharding.layout import FeedbackOf, Layout, Piece
 from commlib.sharding.stats import Counts
-from commlib.transport.base import Communicator
+from commlib.transport.base import Communication, Communicator
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
@@ -73,54 +75,43 @@ class EncodedAllGather(_Allocating):
         """
         began_s = time.perf_counter()
         transport = self.transport_of(group)
-        num_ranks, num_shards = transport.world_size, self.group.process_group.size()
-        times = num_shards // num_ranks
+        times = self.group.process_group.size() // transport.world_size
         layout = self.layout(input_tensor, times)
-        payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
-        own = payloads[transport.rank * times : (transport.rank + 1) * times]
+        comm = Communicator(transport.rank, transport.world_size)
+        rows = output_tensor.view(torch.uint8).view(transport.world_size, -1)
         if times == 1:
-            layout.encode(input_tensor.view(torch.uint8), own[0])
+            gather = exchanges.all_gather(comm, layout, input_tensor.view(torch.uint8), rows, self._keep)
         else:
-            own.view(-1).copy_(self._kept_payloads())
+            gather = exchanges.all_gather_payloads(comm, layout, self._kept_payloads(), rows)
+        self.counts += Counts(1, plain_bytes=(comm.world_size - 1) * times * layout.row_bytes)
+        return self.run(transport, gather, began_s)
+
+    def run(self, transport: TorchTransport, gather: Communication, began_s: float) -> dist.Work | None:
+        """Issue the request of a gather. On a CPU, the returned work decodes when it is waited for."""
+        request = next(gather)
+        with transport.explaining(self.what):
+            work = transport.issue(request)
+        self.counts += Counts(sent_bytes=request.wire_bytes(), waited_s=time.perf_counter() - began_s)
 
         def finish() -> None:
-            if times == 1:
-                self._keep(payloads)
-            layout.decode(payloads, output_tensor.view(torch.uint8).view(num_ranks, -1))
-
-        issued_s = time.perf_counter() - began_s
-        self.counts += Counts(1, plain_bytes=(num_ranks - 1) * times * layout.row_bytes, waited_s=issued_s)
-        return self.exchange(transport, payloads, own, finish)
-
-    def exchange(
-        self, transport: TorchTransport, payloads: torch.Tensor, own: torch.Tensor, finish: Callable[[], None]
-    ) -> dist.Work | None:
-        """Gather `own` of all ranks into `payloads`, then call `finish`; on a CPU, when the work is waited for."""
-        began_s = time.perf_counter()
-        comm = Communicator(transport.rank, transport.world_size)
-        with transport.explaining(self.what):
-            work = transport.issue(comm.all_gather(payloads.view(-1), own.view(-1)))
-        sent_bytes = (transport.world_size - 1) * own.numel()
-        self.counts += Counts(sent_bytes=sent_bytes, waited_s=time.perf_counter() - began_s)
-
-        def ended() -> None:
             began_s = time.perf_counter()
             with transport.explaining(self.what):
                 work.wait()
             with torch.no_grad():
-                finish()
+                next(gather, None)
             self.counts.waited_s += time.perf_counter() - began_s
 
-        if payloads.device.type != "cpu":
-            ended()
+        if self.group.device.type != "cpu":
+            finish()
             return None
-        return _Gathering(ended)
+        return _Gathering(finish)
 
     def _keep(self, payloads: torch.Tensor) -> None:
         """Keep this rank's part of the payloads for the second gather, if there is one."""
         second = self.group.second_process_group
         if second is not None:
-            self._kept = payloads.view(second.size(), -1)[second.rank()].clone()
+            times = len(payloads) // second.size()
+            self._kept = payloads[second.rank() * times :][:times].clone()
 
     def _kept_payloads(self) -> torch.Tensor:
         if self._kept is None:
@@ -205,15 +196,12 @@ class EncodedReduceScatter(_Allocating):
             self._layouts[key] = self._layout(input_tensor, num_ranks)
         layout = self._layouts[key]
         rows = input_tensor.view(torch.uint8).view(num_ranks, -1)
-        sent = torch.empty(num_ranks, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
-        received = torch.empty_like(sent)
-        scale = 1.0 if self._feedback is None else self._feedback.scale()
-        for rank in range(num_ranks):
-            feedback_of = None if self._feedback is None else self._feedback.of_row(rank, scale)
-            layout.encode(rows[rank], sent[rank], feedback_of=feedback_of)
-        comm = Communicator(transport.rank, num_ranks)
-        transport.complete(comm.all_to_all(received.view(-1), sent.view(-1)), self._what)
-        layout.decode_sum(received, output_tensor.view(torch.uint8), _divisor(op, num_ranks))
+        row = output_tensor.view(torch.uint8)
+        feedback_of = None if self._feedback is None else self._feedback.begin()
+        comm, divisor = Communicator(transport.rank, num_ranks), _divisor(op, num_ranks)
+        scatter = exchanges.reduce_scatter(comm, layout, rows, row, divisor, feedback_of)
+        transport.complete(next(scatter), self._what)
+        next(scatter, None)
         others, waited_s = num_ranks - 1, time.perf_counter() - began_s
         self.counts += Counts(1, others * layout.payload_bytes, others * layout.row_bytes, waited_s)
 
@@ -258,17 +246,18 @@ class GradientFeedback:
         self.residuals: dict[str, torch.Tensor] = {}
         self._num_ranks = num_ranks
         self._device = device
-        self.scale = scale
+        self._scale = scale
 
-    def of_row(self, rank: int, scale: float) -> FeedbackOf:
-        """Return the feedback of the pieces of the row that is sent to `rank`."""
+    def begin(self) -> Callable[[int], FeedbackOf]:
+        """Begin a reduction; return a function that returns the feedback of the row that is sent to a rank."""
+        scale = self._scale()
 
-        def of(piece: Piece) -> Feedback:
+        def of(rank: int, piece: Piece) -> Feedback:
             if piece.name not in self.residuals:
                 self.residuals[piece.name] = torch.zeros(self._num_ranks, piece.numel, device=self._device)
             return Feedback(self.residuals[piece.name][rank], scale, 1.0 / scale)
 
-        return of
+        return lambda rank: functools.partial(of, rank)
 
 
 def _divisor(op: Any, num_ranks: int) -> float:

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from commlib.sharding import exchanges
 from commlib.sharding.collectives import EncodedAllGather, TransportOf
 from commlib.sharding.fsdp import ParameterGroup
 from commlib.sharding.layout import Layout, Piece
 from commlib.sharding.local import local_of
 from commlib.sharding.stats import Counts
+from commlib.transport.base import Communicator
 
 
 class DifferenceAllGather(EncodedAllGather):
@@ -72,24 +74,18 @@ class DifferenceAllGather(EncodedAllGather):
         begins = reference is None or self._is_edited
         self._is_edited = self._has_stepped = False
         if begins or reference is None:
-            return self._begin(layout, input_tensor, rows)
-        payloads = torch.empty(num_shards, layout.payload_bytes, dtype=torch.uint8, device=input_tensor.device)
-        own = payloads[transport.rank]
-        layout.encode(input_tensor.view(torch.uint8), own, reference=reference[transport.rank])
-        self.counts.waited_s += time.perf_counter() - began_s
+            return self._begin(layout, input_tensor.view(torch.uint8), rows, began_s)
+        comm = Communicator(transport.rank, transport.world_size)
+        row = input_tensor.view(torch.uint8)
+        return self.run(transport, exchanges.all_gather_differences(comm, layout, row, reference, rows), began_s)
 
-        def finish() -> None:
-            layout.add_differences(payloads, reference)
-            layout.arrange(reference, rows)
-
-        return self.exchange(transport, payloads, own, finish)
-
-    def _begin(self, layout: Layout, row: torch.Tensor, rows: torch.Tensor) -> dist.Work | None:
+    def _begin(self, layout: Layout, row: torch.Tensor, rows: torch.Tensor, began_s: float) -> dist.Work | None:
         """Gather the weights in full precision. They are the new reference."""
-        self._reference = reference = torch.empty_like(rows)
+        self._reference = torch.empty_like(rows)
         transport = self.transport_of(self.group.process_group)
-        own = reference[transport.rank].copy_(row.view(torch.uint8))
-        return self.exchange(transport, reference, own, lambda: layout.arrange(reference, rows))
+        comm = Communicator(transport.rank, transport.world_size)
+        gather = exchanges.all_gather_plain(comm, layout, row, self._reference, rows)
+        return self.run(transport, gather, began_s)
 
     def weights_changed(self) -> None:
         """Begin again with a gather in full precision, as after an edit."""
@@ -132,6 +128,6 @@ class DifferenceAllGather(EncodedAllGather):
             return
         num_shards = self.group.process_group.size()
         rows = torch.empty(num_shards, row.nbytes, dtype=torch.uint8, device=row.device)
-        work = self._begin(layout, restored.to(row.device), torch.empty_like(rows))
+        work = self._begin(layout, restored.to(row.device), torch.empty_like(rows), time.perf_counter())
         if work is not None:
             work.wait()

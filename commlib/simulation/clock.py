@@ -89,6 +89,7 @@ class VirtualDriver(Driver):
         waited_s: [num_clocks] Total time of waiting for rounds.
         adapter_bytes: Total bytes that have left a node.
         spans: Spans of the traced ranks.
+        inputs_after: A round at whose end the inputs of tasks are ready that are marked as ready; None for now.
     """
 
     _current: Round  # the round that advances
@@ -107,8 +108,10 @@ class VirtualDriver(Driver):
         self.now_s = np.zeros_like(pace)
         self.waited_s = np.zeros_like(pace)
         self.adapter_bytes = 0.0
+        self.inputs_after: Round | None = None
         self.spans: list[Span] = []
         self._worker_free_s = np.zeros_like(pace)
+        self._followers: dict[Round, list[tuple[Round, int]]] = {}  # tasks that wait for a round
         self._heap: list[tuple[float, int, np.ndarray, Round, Event, int]] = []
         self._count = itertools.count()
         self._at_s: dict[tuple[int, int], np.ndarray] = {}  # of the current event, by round and task
@@ -157,8 +160,11 @@ class VirtualDriver(Driver):
     @override
     def ready(self, round_: Round, task: int) -> None:
         self.flush("gather")
-        self._of(round_).ready_s[task] = self.now_s
-        self._push(self.now_s, round_, Event.READY, task)
+        first = self.inputs_after
+        if first is not None and not first.done.is_set():
+            self._followers.setdefault(first, []).append((round_, task))
+        else:
+            self._start_task(round_, task, self.now_s if first is None else self._of(first).end_s)
 
     @override
     def wait(self, round_: Round) -> None:
@@ -173,6 +179,10 @@ class VirtualDriver(Driver):
         self.waited_s = self.waited_s + (self.now_s - begin_s)
         del self._times[id(round_)]
         self._note("compute", "wait", begin_s, self.now_s)
+
+    def _start_task(self, round_: Round, task: int, at_s: np.ndarray) -> None:
+        self._of(round_).ready_s[task] = at_s = np.maximum(at_s, self.now_s)
+        self._push(at_s, round_, Event.READY, task)
 
     @override
     def has_arrived(self, round_: Round) -> bool:
@@ -207,7 +217,9 @@ class VirtualDriver(Driver):
         self._current = round_
         super()._advance(round_, event, task_idx)
         if round_.order.complete:
-            self._last_end_s[id(round_.transport)] = self._of(round_).end_s
+            self._last_end_s[id(round_.transport)] = end_s = self._of(round_).end_s
+            for follower, task in self._followers.pop(round_, ()):
+                self._start_task(follower, task, end_s)
 
     @override
     def _resume(self, task: Task, task_idx: int) -> Event:

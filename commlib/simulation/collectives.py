@@ -15,8 +15,11 @@ import math
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
+import torch
+from typing_extensions import override
 
 from commlib.errors import ConfigError
 from commlib.network.model import Device, Network
@@ -24,12 +27,28 @@ from commlib.simulation import moves
 from commlib.simulation.moves import Group, Move
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 
+#: The group of the ranks that shard a model, in requests.
+SHARDS = "shards"
+
 _ALGORITHMS = {
     "all_reduce": moves.ALL_REDUCES,
     "all_gather": moves.ALL_GATHERS,
     "all_to_all": moves.ALL_TO_ALLS,
     "broadcast": moves.BROADCASTS,
+    "reduce_scatter": moves.REDUCE_SCATTERS,
 }
+
+
+@dataclass(slots=True)
+class ReduceScatter(Request):
+    """Reduce chunk r of `input` [size * n] of all ranks to rank r, as the library itself does."""
+
+    verb: ClassVar[str] = "reduce_scatter"
+    input: torch.Tensor
+
+    @override
+    def wire_bytes(self) -> float:
+        return (self.size - 1) / self.size * self.input.nbytes
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class TransportProfile:
         all_gather: Available algorithms (`moves.ALL_GATHERS`).
         all_to_all: Available algorithms (`moves.ALL_TO_ALLS`).
         broadcast: Available algorithms (`moves.BROADCASTS`).
+        reduce_scatter: Available algorithms (`moves.REDUCE_SCATTERS`).
         assumed_latency_us: Latency between nodes that the library assumes to choose an algorithm; None uses the actual
             latency.
         connections: Number of connections between two ranks of a ring or a tree; point-to-point messages use one.
@@ -65,6 +85,7 @@ class TransportProfile:
     all_gather: tuple[str, ...] = ("ring",)
     all_to_all: tuple[str, ...] = ("pairwise",)
     broadcast: tuple[str, ...] = ("chain",)
+    reduce_scatter: tuple[str, ...] = ("ring",)
     assumed_latency_us: float | None = None
     connections: int = 1
     handshakes: bool = False
@@ -98,6 +119,47 @@ class TransportProfile:
                 "TransportProfile: expected efficiencies above 0 and at most 1, hidden_of of 0 to 1, in_flight and "
                 f"connections of 1 or more, op_us and message_us of 0 or more, got {self}"
             )
+
+
+@dataclass(frozen=True)
+class Islands:
+    """The groups of a model that consecutive ranks shard.
+
+    Attributes:
+        shards: The ranks of one island, on their nodes.
+        replicas: The ranks that hold the same shard, with their part of each adapter.
+        num_concurrent: Number of such groups of replicas that share an adapter.
+    """
+
+    shards: Network
+    replicas: Network
+    num_concurrent: int
+
+    @classmethod
+    def of(cls, network: Network, num_shards: int) -> Islands:
+        """Return the groups on a network.
+
+        Raises:
+            ConfigError: Islands are neither equal parts of a node nor whole nodes.
+        """
+        per_node, nodes = network.gpus_per_node, network.nodes
+        is_inside = per_node % num_shards == 0
+        if not is_inside and (num_shards % per_node or nodes % (num_shards // per_node)):
+            raise ConfigError(
+                f"shard: expected a divisor of {per_node} ranks per node, or of {nodes} nodes times {per_node}, got "
+                f"{num_shards} ranks"
+            )
+        nodes_of_island = 1 if is_inside else num_shards // per_node
+        shards = replace(network, nodes=nodes_of_island, gpus_per_node=num_shards // nodes_of_island)
+        shared = min(num_shards, per_node)
+        replicas = replace(
+            network,
+            nodes=nodes // nodes_of_island,
+            gpus_per_node=per_node // shared,
+            bandwidth_gbps=network.bandwidth_gbps / shared,
+            ceiling_gbps=network.ceiling_gbps / shared,
+        )
+        return cls(shards, replicas, shared)
 
 
 @dataclass(frozen=True)
@@ -154,10 +216,14 @@ class Links:
         network: The network.
         profile: The communication library.
         device: The device, which determines the processor time of collectives.
+        islands: The islands of a sharded model. `network` is then that of the replicas.
     """
 
-    def __init__(self, network: Network, profile: TransportProfile, device: Device) -> None:
+    def __init__(
+        self, network: Network, profile: TransportProfile, device: Device, islands: Islands | None = None
+    ) -> None:
         self._network = network
+        self._islands = islands
         self._profile = profile
         self._device = device
         self._costs: dict[Hashable, Cost] = {}
@@ -209,19 +275,18 @@ class Links:
         device = self._device
         cpu_s = device.cpu_s_per_byte * request.wire_bytes() + device.cpu_s_per_message * move.messages
         least_s = cpu_s / device.share  # the bound if the processor is slower than the link
-        sharers = self._sharers if request.group == "across" else 1
         hidden_s = self._profile.hidden_of.get(request.verb, 0.0) * min(move.busy_s, move.latency_s)
         return Cost(
             seconds=max(move.seconds - hidden_s, least_s) + self._profile.message_us * 1e-6 * move.messages,
             adapter_s=max(move.adapter_s, least_s) if move.adapter_s else 0.0,
             local_s=move.local_s,
             cpu_s=cpu_s,
-            adapter_bytes=move.adapter_bytes * sharers,
+            adapter_bytes=move.adapter_bytes * self._num_concurrent(request.group),
         )
 
     def _move(self, group: Group, request: Request, nbytes: float) -> Move:
         match request:
-            case AllReduce() | AllGather() | AllToAll() | Broadcast():
+            case AllReduce() | AllGather() | AllToAll() | Broadcast() | ReduceScatter():
                 return self._chosen(group, request.verb, nbytes)
             case Exchange(sends=sends):
                 return moves.exchange(group, [(_distance(group.size, peer), tensor.nbytes) for peer, tensor in sends])
@@ -243,8 +308,17 @@ class Links:
     def _sharers(self) -> int:
         return 1 if self._profile.leaders_only else self._network.gpus_per_node
 
+    def _num_concurrent(self, group: str) -> int:
+        """Return the number of groups of this kind that send through the same adapter at once."""
+        if group == SHARDS:
+            return 1
+        of_replicas = 1 if self._islands is None else self._islands.num_concurrent
+        return of_replicas * (self._sharers if group == "across" else 1)
+
     def _group(self, request: Request) -> Group:
         network, profile, name = self._network, self._profile, request.group
+        if self._islands is not None and name == SHARDS:
+            network, name = self._islands.shards, "all"
         known = {
             "all": (network.nodes, network.gpus_per_node),
             "local": (1, network.gpus_per_node),
@@ -297,7 +371,7 @@ def _bytes_of(request: Request) -> float:
             return tensor.nbytes
         case AllGather(output=output):
             return output.nbytes
-        case AllToAll(input=input):
+        case AllToAll(input=input) | ReduceScatter(input=input):
             return input.nbytes
     return request.wire_bytes()
 

@@ -19,6 +19,7 @@ from commlib.algorithms.known import doubt
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation.options import check_options, options_of
+from commlib.simulation.sharded import Sharding
 from commlib.simulation.simulator import Options, Result, simulate
 from commlib.simulation.workers import Map
 
@@ -37,10 +38,11 @@ class Prediction:
         algorithm: Registered name of the algorithm, and its options if any.
         exactness: Its effect on the optimisation (`commlib.algorithms.base.EXACTNESS`).
         result: Result of the simulation.
-        speedup: Step time of DDP-style all-reduce divided by the algorithm's.
+        speedup: Step time of the baseline divided by the algorithm's.
         cycle: Number of steps after which the algorithm repeats (`Channel.cycle`).
         made_for: The optimizer that the algorithm is designed for, "sgd" or "adam"; else "any" (`Algorithm.made_for`).
         doubt: Why the loss should be checked before using it with the workload's optimizer; "" without a reason.
+        fits: Whether the device's memory holds `Result.total_bytes`.
     """
 
     algorithm: str
@@ -50,6 +52,7 @@ class Prediction:
     cycle: int = 1
     made_for: str = "any"
     doubt: str = ""
+    fits: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures, for JSON."""
@@ -66,6 +69,8 @@ class Prediction:
             "wire_bytes": result.wire_bytes,
             "adapter_bytes": result.adapter_bytes,
             "memory_bytes": result.memory_bytes,
+            "total_bytes": result.total_bytes,
+            "fits": self.fits,
             "num_buckets": result.num_buckets,
             "phases": dict(result.phases),
         }
@@ -79,9 +84,11 @@ class Comparison:
         workload: The trained workload.
         network: The network of the ranks.
         device: The device of each rank.
-        ddp: DDP-style all-reduce: full precision, buckets of 25 MiB.
+        ddp: The baseline: DDP-style all-reduce in full precision, with buckets of 25 MiB; between islands if the model
+            is sharded.
         rows: The algorithms, the fastest first.
         refused: Reasons of failed simulations, by name of the algorithm.
+        sharding: How FSDP2 shards the model; None: every rank has all of it.
     """
 
     workload: Workload
@@ -90,11 +97,23 @@ class Comparison:
     ddp: Result
     rows: tuple[Prediction, ...]
     refused: dict[str, str]
+    sharding: Sharding | None = None
+
+    @property
+    def baseline(self) -> str:
+        """The name of the baseline."""
+        if self.sharding is None:
+            return "DDP-style all-reduce"
+        return "FSDP2" if self.sharding.ranks == self.network.world_size else "FSDP2 and all-reduce"
+
+    def fits(self, result: Result) -> bool:
+        """Return whether the device's memory holds what a rank needs, without activations."""
+        return result.total_bytes <= self.device.memory_gbytes * 1e9
 
     def results(self) -> list[Result]:
         """Return all results, starting with DDP. Each is named like its row."""
         named = [dataclasses.replace(row.result, algorithm=row.algorithm) for row in self.rows]
-        return [dataclasses.replace(self.ddp, algorithm="DDP-style all-reduce"), *named]
+        return [dataclasses.replace(self.ddp, algorithm=self.baseline), *named]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything but layers and spans, for JSON."""
@@ -111,7 +130,8 @@ class Comparison:
             },
             "network": network,
             "device": {"name": self.device.name, "source": self.device.source},
-            "ddp": {"step_s": self.ddp.step_s, "samples_per_s": self.ddp.samples_per_s},
+            "sharding": None if self.sharding is None else dataclasses.asdict(self.sharding),
+            "ddp": {"step_s": self.ddp.step_s, "samples_per_s": self.ddp.samples_per_s, "fits": self.fits(self.ddp)},
             "rows": [row.as_dict() for row in self.rows],
             "refused": self.refused,
         }
@@ -221,6 +241,7 @@ def compare(
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
     run: Map = map,
+    shardings: Mapping[str, Sharding] | None = None,
 ) -> Comparison:
     """Simulate algorithms and DDP-style all-reduce on one network.
 
@@ -232,11 +253,17 @@ def compare(
         options: Options of the simulations. Their bucket size does not apply to DDP, which has its own.
         progress: Called after each simulation.
         run: The `map` that runs the simulations (`workers.on_all_cores`).
+        shardings: Shardings by label, in place of that of the options.
 
     Raises:
         ConfigError: An option is invalid.
     """
-    settings = [dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB), *[options] * len(chosen)]
+    sharding = options.sharding
+    baseline = dataclasses.replace(options, bucket_cap_mb=DDP_BUCKET_CAP_MB)
+    if sharding is not None:
+        baseline = dataclasses.replace(baseline, sharding=sharding.without_codecs())
+    own = {label: (shardings or {}).get(label, sharding) for label in chosen}
+    settings = [baseline, *(dataclasses.replace(options, sharding=own[label]) for label in chosen)]
     simulated = run(functools.partial(_simulate, workload, network, device), [AllReduce(), *chosen.values()], settings)
     outcomes: dict[str, Result | str] = {}
     for name, outcome in zip(["ddp", *chosen], simulated, strict=True):
@@ -245,12 +272,14 @@ def compare(
     ddp = outcomes.pop("ddp")
     if isinstance(ddp, str):
         raise ConfigError(ddp)
+    found = Comparison(workload, network, device, ddp, (), {}, sharding)
     rows = [
         Prediction(
             name,
-            chosen[name].exactness,
+            _widest(chosen[name], own[name]),
             result,
             ddp.step_s / result.step_s,
+            fits=found.fits(result),
             cycle=chosen[name].channel.cycle,
             made_for=chosen[name].made_for,
             doubt=doubt(chosen[name], workload.optimizer),
@@ -260,7 +289,13 @@ def compare(
     ]
     rows.sort(key=lambda row: row.result.step_s)
     refused = {name: reason for name, reason in outcomes.items() if isinstance(reason, str)}
-    return Comparison(workload, network, device, ddp, tuple(rows), refused)
+    return dataclasses.replace(found, rows=tuple(rows), refused=refused)
+
+
+def _widest(algorithm: Algorithm, sharding: Sharding | None) -> str:
+    """Return the wider class of an algorithm and a sharding."""
+    classes = [algorithm.exactness, "exact" if sharding is None else sharding.exactness]
+    return max(classes, key=EXACTNESS.index)
 
 
 def sweep(
@@ -271,6 +306,7 @@ def sweep(
     options: Options = Options(),  # noqa: B008 (it is frozen)
     progress: Progress = lambda _: None,
     run: Map = map,
+    shardings: Mapping[str, Sharding] | None = None,
 ) -> dict[str, list[float]]:
     """Return each algorithm's speed-up over DDP-style all-reduce on each network; NaN if it cannot be simulated.
 
@@ -278,7 +314,7 @@ def sweep(
     """
     speedups: dict[str, list[float]] = {name: [] for name in chosen}
     for network in networks:
-        comparison = compare(workload, network, device, chosen, options, progress, run)
+        comparison = compare(workload, network, device, chosen, options, progress, run, shardings)
         found = {row.algorithm: row.speedup for row in comparison.rows}
         for name in chosen:
             speedups[name].append(found.get(name, math.nan))

@@ -90,9 +90,10 @@ class Meter(TorchDispatchMode):
     def count(self, nbytes: int) -> None:
         """Count a memory pass that reads and writes `nbytes` in total."""
         if nbytes:
-            self._add(self._launch_s + nbytes * self._s_per_byte)
+            self.add(self._launch_s + nbytes * self._s_per_byte)
 
-    def _add(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
+        """Count seconds of local work."""
         if self._role is None:
             self._seconds += seconds
         else:
@@ -105,7 +106,7 @@ class Meter(TorchDispatchMode):
             work()
             self._repeated[key] = float(self._seconds.max())
             self._seconds = before
-        self._add(times * self._repeated[key])
+        self.add(times * self._repeated[key])
 
     @property
     def allocated_bytes(self) -> int:
@@ -136,7 +137,7 @@ class Meter(TorchDispatchMode):
         else:
             assert known.make is not None
             result = known.make(args, kwargs)
-        self._add(self._seconds_of(known))
+        self.add(self._seconds_of(known))
         if not _changes(func):
             self._note(result)
         return result
@@ -156,7 +157,7 @@ class Meter(TorchDispatchMode):
     def _on_kernel(self, kernel: meta.Kernel) -> None:
         codec = "sparse" if kernel.codec == meta.SPARSE else by_id[kernel.codec].name
         fraction = self._device.codec_fraction(codec, kernel.name)
-        self._add(self._launch_s + kernel.nbytes * self._s_per_byte / fraction)
+        self.add(self._launch_s + kernel.nbytes * self._s_per_byte / fraction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ of adapter, local link and connection; L and l are the latencies of adapter and 
                 segmented     a ring in two segments
     all-to-all  pairwise      max(q (N-q)/N B / w, (q-1)/N B / i, B / N / f) + max(L, l)
                 sequential    the same with (N-q)/N B / f
+    reduce-scatter            as the all-gather's ring
     broadcast   chain         max(B / w, B / i, B / f) + (p-1) L + (N-p) l
                 binomial      S(log2 p) B / w + S(log2 q) B / i + log2 p L + log2 q l, S(k) = 1 + 2 + ... + k
     exchange                  max(sum of c B / w, sum of (1 - c/q) B / i, B / f) + max(L, l), over a rank's messages
@@ -243,4 +244,5 @@ ALL_GATHERS: Algorithms = {
     "segmented": lambda group, nbytes: _segmented(group, nbytes, passes=1),
 }
 ALL_TO_ALLS: Algorithms = {"pairwise": _pairwise, "sequential": _sequential}
+REDUCE_SCATTERS: Algorithms = {"ring": lambda group, nbytes: _ring(group, nbytes, passes=1)}
 BROADCASTS: Algorithms = {"chain": _chain, "binomial": _binomial}

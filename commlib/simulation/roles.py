@@ -26,7 +26,7 @@ from commlib.algorithms.channels import Weights
 from commlib.algorithms.context import BucketView, Context
 from commlib.errors import CommlibError
 from commlib.network.model import Device, Network
-from commlib.simulation.collectives import Cost, Links, TransportProfile
+from commlib.simulation.collectives import SHARDS, Cost, Islands, Links, TransportProfile
 from commlib.simulation.meter import Meter
 from commlib.transport.base import Communication, Communicator, Exchange, Request
 from commlib.transport.simulated import SimulatedTransport
@@ -90,18 +90,27 @@ class RoleLinks(Links):
         profile: See `Links`.
         device: See `Links`.
         roles: The ranks that issue requests.
+        islands: See `Links`.
         each_rank: Whether each rank has a clock; otherwise each role has one.
     """
 
     def __init__(
-        self, network: Network, profile: TransportProfile, device: Device, roles: Roles, *, each_rank: bool
+        self,
+        network: Network,
+        profile: TransportProfile,
+        device: Device,
+        roles: Roles,
+        islands: Islands | None = None,
+        *,
+        each_rank: bool,
     ) -> None:
-        super().__init__(network, profile, device)
+        super().__init__(network, profile, device, islands)
         self._each_rank = each_rank
         ranks = np.array(roles.ranks)
         self._nodes_of_roles = ranks // network.gpus_per_node
         # Roles with the same number wait for each other in a collective of that group.
         places = {"all": np.zeros_like(ranks), "local": self._nodes_of_roles, "across": ranks % network.gpus_per_node}
+        places[SHARDS] = ranks  # the ranks of an island have the same role
         self._meetings = {
             group: [np.flatnonzero(of == number) for number in np.unique(of)] for group, of in places.items()
         }

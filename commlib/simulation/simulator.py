@@ -21,6 +21,7 @@ from commlib.network.model import Device, Network, Workload
 from commlib.simulation import asynchronous
 from commlib.simulation.clock import Span
 from commlib.simulation.roles import Roles
+from commlib.simulation.sharded import ShardedModel, training_bytes
 from commlib.simulation.training import META, Options, Training, parameters_of, roles_in, time_round
 
 #: Number of simulated steps of a warm-up, whose steps are identical.
@@ -53,6 +54,8 @@ class Result:
         phases: Seconds of a step, by phase: "warm-up" (if there is one) and "steady".
         spans: Spans of the traced ranks from the first step on. For asynchronous algorithms on ranks that differ, the
             spans and the seconds of the warm-up are those on identical ranks.
+        total_bytes: Memory of parameters, gradients, optimizer state, sharding and algorithm on a rank, without
+            activations.
     """
 
     algorithm: str
@@ -71,6 +74,7 @@ class Result:
     steps_s: tuple[float, ...]
     phases: Mapping[str, float]
     spans: Sequence[Span]
+    total_bytes: int = 0
 
 
 def simulate(
@@ -99,18 +103,42 @@ def simulate(
     _check(options, network)
     prototype = algorithms.create(algorithm)
     try:
+        if options.sharding is not None:
+            sharded = ShardedModel(workload, network, options.sharding)
+            return _simulate(sharded.shard, sharded.islands.replicas, device, prototype, options, sharded)
         if not prototype.channel.keeps_step and options.has_clocks_of_ranks:
             return _apart(workload, network, device, prototype, options)
-        roles = _roles(workload, network, device, prototype, options)
-        plan = _plan(workload, network, device, prototype, options, roles)
-        training = Training(workload, network, device, prototype, options, plan, roles)
-        return _measure(training, workload, network, prototype, options)
+        return _simulate(workload, network, device, prototype, options)
     except CommlibError:
         raise
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"simulate: {prototype.name} failed on meta tensors, whose values cannot be read: {error}"
         ) from error
+
+
+def _simulate(
+    workload: Workload,
+    network: Network,
+    device: Device,
+    prototype: Algorithm,
+    options: Options,
+    sharded: ShardedModel | None = None,
+) -> Result:
+    """Simulate ranks in step; for a sharded model, those that hold the same shard."""
+    roles = _roles(workload, network, device, prototype, options)
+    plan = _plan(workload, network, device, prototype, options, roles, sharded)
+    training = Training(workload, network, device, prototype, options, plan, roles, sharded)
+    result = _measure(training, workload, network, prototype, options)
+    if sharded is None:
+        return result
+    num_shards = sharded.sharding.ranks
+    return replace(
+        result,
+        world_size=result.world_size * num_shards,
+        samples_per_s=result.samples_per_s * num_shards,
+        total_bytes=result.total_bytes + sharded.memory_bytes,
+    )
 
 
 def _roles(workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options) -> Roles:
@@ -129,6 +157,8 @@ def _check(options: Options, network: Network) -> None:
     ranks = {*(options.stragglers or {}), *options.traced}
     if any(not 0 <= rank < network.world_size for rank in ranks):
         raise ConfigError(f"simulate: expected ranks 0..{network.world_size - 1}, got {sorted(ranks)}")
+    if options.sharding is not None and options.has_clocks_of_ranks:
+        raise ConfigError("simulate: stragglers and jitter are not simulated for sharded models")
     if any(not factor > 0 for factor in (options.stragglers or {}).values()):
         raise ConfigError(f"simulate: expected factors above 0, got stragglers={dict(options.stragglers or {})}")
 
@@ -177,6 +207,7 @@ def _measure(
         wire_bytes=(end.bytes_sent - begin.bytes_sent) / count,
         adapter_bytes=(end.adapter_bytes - begin.adapter_bytes) / count,
         memory_bytes=training.meter.allocated_bytes,
+        total_bytes=training.meter.allocated_bytes + training_bytes(workload),
         samples_per_s=float((workload.batch_per_rank / per_rank_s).sum()),
         num_buckets=training.num_buckets,
         steps_s=tuple(b - a for a, b in itertools.pairwise(ends_s)),
@@ -258,7 +289,13 @@ class _Totals:
 
 
 def _plan(
-    workload: Workload, network: Network, device: Device, prototype: Algorithm, options: Options, roles: Roles
+    workload: Workload,
+    network: Network,
+    device: Device,
+    prototype: Algorithm,
+    options: Options,
+    roles: Roles,
+    sharded: ShardedModel | None,
 ) -> Plan | None:
     """Choose buckets like the engine: by size if one is given, otherwise the fastest of its candidates.
 
@@ -274,7 +311,7 @@ def _plan(
     found = plans.candidates(parameters, ready_s, workload.backward_s, cost)
 
     def seconds(plan: Plan) -> float:
-        training = Training(workload, network, device, prototype, steady, plan, roles)
+        training = Training(workload, network, device, prototype, steady, plan, roles, sharded)
         training.counter.step = prototype.channel.warmup_steps
         training.skip_to(prototype.channel.steady_step)
         for _ in range(prototype.channel.cycle):

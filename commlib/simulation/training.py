@@ -27,9 +27,11 @@ from commlib.engine.session import Session
 from commlib.network.model import DTYPES, Device, Network, Workload
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import NCCL, Links, TransportProfile
+from commlib.simulation.computation import Computation
 from commlib.simulation.exchanges import Exchanges
 from commlib.simulation.meter import Meter
 from commlib.simulation.roles import Chorus, RoleLinks, Roles, find_roles
+from commlib.simulation.sharded import ShardedComputation, ShardedModel, Sharding
 from commlib.transport.simulated import SimulatedTransport
 
 META = torch.device("meta")
@@ -50,6 +52,7 @@ class Options:
         seed: Seed of the jitter.
         transport: The communication library.
         traced: Ranks whose spans are recorded.
+        sharding: How FSDP2 and `commlib.shard` shard the model; None: every rank has all of it.
     """
 
     steps: int = 20
@@ -59,6 +62,7 @@ class Options:
     seed: int = 0
     transport: TransportProfile = NCCL
     traced: tuple[int, ...] = (0,)
+    sharding: Sharding | None = None
 
     @property
     def cap_bytes(self) -> int | None:
@@ -92,6 +96,7 @@ class Training:
         options: Options of the simulation.
         plan: The buckets of gradients; None uses buckets of a fixed size, if gradients are synchronised.
         roles: The ranks with algorithm objects; None for rank 0 only.
+        sharded: The sharded model, if the workload and the network are those of its shards.
 
     Attributes:
         driver: The virtual clocks.
@@ -110,6 +115,7 @@ class Training:
         options: Options,
         plan: Plan | None = None,
         roles: Roles | None = None,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self._workload = workload
         roles = roles or Roles.one(network.world_size)
@@ -122,8 +128,14 @@ class Training:
         self.computed_s = np.zeros_like(self._pace)
         self.meter = Meter(device, len(roles.ranks))
         self._algorithm = _object_of(prototype, network, roles, self.meter)
-        links = RoleLinks(network, options.transport, device, roles, each_rank=options.has_clocks_of_ranks)
+        islands = None if sharded is None else sharded.islands
+        links = RoleLinks(network, options.transport, device, roles, islands, each_rank=options.has_clocks_of_ranks)
         self.driver = VirtualDriver(links, self.meter, device, self._pace, options.traced, roles)
+        self._computation = (
+            Computation(workload, self.driver)
+            if sharded is None
+            else ShardedComputation(sharded, self.driver, device, self.meter)
+        )
         self.session = session_on(network, self.driver, prototype)
         self._num_rounds = 0
         self._parameters = parameters_of(workload, prototype)
@@ -195,7 +207,8 @@ class Training:
     @property
     def bytes_sent(self) -> float:
         """Bytes sent by a rank so far."""
-        return self.session.transport.bytes_sent + (self._second_channel.bytes_sent if self._second_channel else 0.0)
+        of_rounds = self.session.transport.bytes_sent + self._computation.bytes_sent
+        return of_rounds + (self._second_channel.bytes_sent if self._second_channel else 0.0)
 
     def skip_to(self, step: int) -> None:
         """Continue at a later step, as if each skipped step had had a round. No effect if it is the next step."""
@@ -210,11 +223,11 @@ class Training:
         workload, driver = self._workload, self.driver
         self.computed_s = self.computed_s + workload.step_s * pace
         with self.meter.active():  # also in forward, because background rounds run concurrently
-            driver.compute(workload.forward_s * pace, "forward")
+            self._computation.forward(pace)
             if self._buckets and self.counter.syncs_gradients:
                 self._backward(pace)
             else:
-                driver.compute(workload.backward_s * pace, "backward")
+                self._computation.end_backward(pace)
             if self._second_channel is not None:
                 self._second_channel.begin_step()
             driver.compute(workload.optimizer_s * pace, "optimizer")
@@ -232,13 +245,11 @@ class Training:
             bucket.start_backward(algorithm.predivisor(comm))
         comm.step, comm.optimizer_step = self._num_rounds, self.counter.step
         round_ = GradientRound(self._buckets, algorithm, self.session)
-        at_s = 0.0
         for ready_s, bucket in sorted(zip(self._bucket_ready_s, self._buckets, strict=True), key=lambda pair: pair[0]):
-            self.driver.compute((ready_s - at_s) * pace, "backward")
-            at_s = ready_s
+            self._computation.backward(pace, ready_s)
             bucket.num_pending = 0
             round_.launch(bucket)
-        self.driver.compute((self._workload.backward_s - at_s) * pace, "backward")
+        self._computation.end_backward(pace)
         round_.flush()
         round_.wait()
         round_.publish()

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import commlib
 from commlib import algorithms
 from commlib.network.model import Device, Layer, Network, Workload
 from commlib.optim import FrozenVarianceAdam
 from commlib.replica import replica_of
+from commlib.simulation.sharded import Sharding
 from commlib.simulation.simulator import simulate
 from commlib.simulation.training import Options
 from tests.multi.common import Mlp
@@ -88,3 +90,51 @@ def test_simulated_bytes_are_those_of_real_ranks() -> None:
         assert abs(sent[-1] - sent[-2] - expected) < 1e-3, f"{name}: sent {sent}, simulated {expected}"
         num_checked += 1
     assert num_checked >= 10 + len(VARIANTS)
+
+
+class Blocks(torch.nn.Module):
+    """A model with blocks, a root module, and parameters in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(WIDTH, WIDTH)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH + idx // 2) for idx in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden[:, :WIDTH])
+        return hidden
+
+
+@on_ranks(2, 3)
+def test_simulated_bytes_of_shards_are_those_of_real_ranks() -> None:
+    world_size = dist.get_world_size()
+    shapes = [(name, tuple(param.shape)) for name, param in Blocks().named_parameters()]
+    layers = tuple(Layer(name.rpartition(".")[0], ((name.rpartition(".")[2], shape),), 1.0) for name, shape in shapes)
+    workload = Workload("blocks", layers, 1, 0.001, 0.002)
+    device = Device("host", 10.0, {"fp32": 0.1}, shares_compute=True)
+    for weights, gradients, reshards, difference in (
+        ("fp32", "fp32", True, False),
+        ("int8", "int4", True, False),
+        ("int8", "bf16", False, False),
+        ("int4", "int8", True, True),
+    ):
+        torch.manual_seed(0)
+        model = Blocks()
+        for module in (*model.blocks, model):
+            fully_shard(module, reshard_after_forward=None if reshards else False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        commlib.shard(model, weights, gradients, difference=difference, optimizer=optimizer)
+        sent = []
+        for _ in range(3):
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            stats = commlib.stats(model).shard
+            assert stats is not None
+            sent.append(stats.gathered_bytes + stats.reduced_bytes)
+        commlib.unwrap(model)
+        sharding = Sharding(world_size, weights, gradients, difference, reshards)
+        network = Network("ranks", nodes=world_size)
+        expected = simulate(workload, network, device, "allreduce", Options(steps=1, sharding=sharding)).wire_bytes
+        assert sent[2] - sent[1] == expected, (weights, gradients, reshards, difference, sent, expected)
