@@ -199,6 +199,9 @@ class _Sharded:
     reshard_after_forward: Annotated[
         bool, typer.Option(help="With --shard: whether backward gathers the weights again.")
     ] = True
+    hierarchical: Annotated[
+        bool, typer.Option("--hierarchical", help="With --shard: sum gradients within nodes before encoding them.")
+    ] = False
     param_dtype: Annotated[
         str | None, typer.Option(help="With --shard: dtype of gathered weights; default: the workload's.")
     ] = None

@@ -27,6 +27,7 @@ from commlib.sharding.layout import Piece
 from commlib.sharding.local import local_of, reshard
 from commlib.sharding.stats import Counts, ShardStats
 from commlib.transport import closing
+from commlib.transport.base import Nodes
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 from commlib.weak import WeakTable
@@ -50,6 +51,7 @@ def shard(
     *,
     feedback: bool = False,
     difference: bool = False,
+    hierarchical: bool = False,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     compress: CompressionPolicy = MATRICES,
     scaler: Any = None,
@@ -72,12 +74,15 @@ def shard(
             in the dtype in which FSDP2 gathers.
         gradients: The codec of the gradients, likewise. "fp32" sends them in the dtype in which FSDP2 reduces.
         feedback: Whether each rank adds the error of its last encoding of a gradient to the next one. Takes memory for
-            one unsharded fp32 copy of the encoded parameters per rank. Requires
+            one unsharded fp32 copy of the encoded parameters per rank (per node with `hierarchical`). Requires
             `model.set_reduce_scatter_unused_params(True)` (torch 2.13).
         difference: Whether weights are sent as differences to a reference that all ranks hold, once per optimizer
             step (SDP4Bit, Jia et al., 2024). Further gathers of the step, such as backward's, communicate nothing.
             Errors do not accumulate. Takes memory for one unsharded copy of the model per rank, in the dtype in which
             FSDP2 gathers. The first gather after `shard`, a load or an edit of the weights is in full precision.
+        hierarchical: Whether the ranks of a node sum their gradients in full precision first, and only the sums are
+            encoded and sent to other nodes. Each node then sends every gradient once, not once per rank. No effect on
+            one node, or with one rank per node.
         optimizer: The optimizer, or all of them in a list; required with `difference=True`.
         compress: Selects the parameters to encode. By default those of two or more dimensions and 1,024 or more
             elements. The others are sent in full precision.
@@ -100,7 +105,8 @@ def shard(
     try:
         codecs = _codec(weights, "weights"), _codec(gradients, "gradients")
         resolved = optimizers.resolve(optimizer)
-        options = _Options(*codecs, feedback, difference, optimizers.all_of(resolved), compress, scaler)
+        everything = optimizers.all_of(resolved)
+        options = _Options(*codecs, feedback, difference, hierarchical, everything, compress, scaler)
         _check(groups, options)
     except Exception as caught:  # raised on all ranks together
         error = caught
@@ -114,9 +120,10 @@ def shard(
         if error is not None:
             raise error
         assert options is not None
+        nodes = _nodes(groups, transports) if options.hierarchical else {}
         reshard(model)
         unshard(model)
-        _sharded.put(model, weakref.ref(Sharded(groups, options, transports)))
+        _sharded.put(model, weakref.ref(Sharded(groups, options, transports, nodes)))
         undo.pop_all()
     return model
 
@@ -143,6 +150,7 @@ class _Options:
     gradients: BlockCodec | None
     feedback: bool
     difference: bool
+    hierarchical: bool
     optimizers: Sequence[torch.optim.Optimizer]
     compress: CompressionPolicy
     scaler: Any
@@ -155,6 +163,7 @@ class Sharded:
         groups: The modules that FSDP2 shards.
         options: The options of `shard`.
         transports: The communicators, by the global ranks of each process group.
+        nodes: The nodes of each of these groups, if gradients are summed within a node first.
     """
 
     def __init__(
@@ -162,6 +171,7 @@ class Sharded:
         groups: Sequence[ParameterGroup],
         options: _Options,
         transports: dict[tuple[int, ...], TorchTransport],
+        nodes: Mapping[tuple[int, ...], Nodes | None],
     ) -> None:
         self.weights, self.gradients = options.weights, options.gradients
         self.transports = transports
@@ -169,6 +179,7 @@ class Sharded:
         self.scatters: list[EncodedReduceScatter] = []
         self.feedback: dict[str, GradientFeedback] = {}
         self._groups = groups
+        self._nodes = nodes
         self._compress = options.compress
         self._scaler = options.scaler
         self._scale, self._has_scale = 1.0, set[str]()
@@ -247,7 +258,7 @@ class Sharded:
         for group in self._groups:
             if group.name not in self.feedback:
                 continue
-            shapes = {each.name: (group.process_group.size(), each.numel) for each in group.shards}
+            shapes = {each.name: (self.feedback[group.name].num_rows, each.numel) for each in group.shards}
             own = {name: saved[name] for name in shapes if is_same and name in saved}
             fits = all(tuple(value.shape) == shapes[name] for name, value in own.items())
             self.feedback[group.name].residuals = (
@@ -293,11 +304,13 @@ class Sharded:
         group.module.set_custom_all_gather(gather)
 
     def _replace_scatter(self, group: ParameterGroup, has_feedback: bool) -> None:
-        feedback = None
+        nodes, feedback = self._nodes.get(_ranks(group.process_group)), None
         if has_feedback:
-            feedback = GradientFeedback(group.process_group.size(), group.device, lambda: self._scale_of(group.name))
+            num_rows = group.process_group.size() if nodes is None else nodes.across.world_size
+            feedback = GradientFeedback(num_rows, group.device, lambda: self._scale_of(group.name))
             self.feedback[group.name] = feedback
-        scatter = EncodedReduceScatter(group, self.transport_of, lambda dtype: self._reduced(group, dtype), feedback)
+        reduced = lambda dtype: self._reduced(group, dtype)  # noqa: E731
+        scatter = EncodedReduceScatter(group, self.transport_of, reduced, feedback, nodes)
         self.scatters.append(scatter)
         group.module.set_custom_reduce_scatter(scatter)
 
@@ -345,6 +358,8 @@ def _check(groups: Sequence[ParameterGroup], options: _Options) -> None:
         raise ConfigError("shard: expected a codec of the weights or of the gradients; without one, nothing changes")
     if options.difference and (options.weights is None or not options.optimizers):
         raise ConfigError("shard(difference=True): expected a codec of the weights, and optimizer=")
+    if options.hierarchical and options.gradients is None and groups[0].device.type != "cpu":
+        raise ConfigError("shard(hierarchical=True): expected a codec of the gradients")
     if not options.feedback:
         return
     if options.gradients is None:
@@ -376,10 +391,18 @@ def _connect(group: dist.ProcessGroup, device: torch.device, timeout: Any) -> To
     return TorchTransport(group, device, duration, max(duration, longest))
 
 
+def _nodes(
+    groups: Sequence[ParameterGroup], transports: Mapping[tuple[int, ...], TorchTransport]
+) -> dict[tuple[int, ...], Nodes | None]:
+    """Find the nodes of each group of ranks that reduces gradients. Collective."""
+    reducing = dict.fromkeys(_ranks(group.process_group) for group in groups)
+    return {key: transports[key].split_by_node() for key in reducing if key in transports}
+
+
 def _pairs(model: nn.Module, groups: Sequence[ParameterGroup], options: _Options | None) -> Iterator[tuple[str, str]]:
     """Yield the (name, value) pairs that must be identical on all ranks."""
     assert options is not None
-    for name in ("weights", "gradients", "feedback", "difference", "compress"):
+    for name in ("weights", "gradients", "feedback", "difference", "hierarchical", "compress"):
         yield f"option {name}", repr(getattr(options, name))
     for group in groups:
         for each in group.shards:

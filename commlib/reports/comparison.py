@@ -68,6 +68,7 @@ class Selection:
         gradients: Codecs of sharded gradients, separated by commas; None: the default.
         difference: See `Sharding`.
         reshard_after_forward: See `Sharding`.
+        hierarchical: See `Sharding`.
         param_dtype: See `Sharding`.
         reduce_dtype: See `Sharding`.
     """
@@ -86,6 +87,7 @@ class Selection:
     gradients: str | None = None
     difference: bool = False
     reshard_after_forward: bool = True
+    hierarchical: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
 
@@ -94,7 +96,7 @@ class Selection:
         if self.shard is None:
             return []
         pairs = itertools.product(_names(self.weights, _CODECS), _names(self.gradients, _CODECS))
-        more = (self.difference, self.reshard_after_forward, self.param_dtype, self.reduce_dtype)
+        more = (self.difference, self.reshard_after_forward, self.param_dtype, self.reduce_dtype, self.hierarchical)
         return [Sharding(self.shard, weights, gradients, *more) for weights, gradients in pairs]
 
     def get_workload(self) -> Workload:
@@ -295,7 +297,8 @@ def _described(sharding: Sharding, network: Network) -> str:
     codecs = f", weights in {sharding.weights}, gradients in {sharding.gradients}" if num_islands > 1 else ""
     once = "differences of weights, once per step" if sharding.difference else ""
     kept_whole = "" if sharding.reshard_after_forward else "reshard_after_forward=False"
-    more = "".join(f", {each}" for each in (once, kept_whole) if each)
+    by_node = "gradients summed within nodes first" if sharding.hierarchical else ""
+    more = "".join(f", {each}" for each in (once, kept_whole, by_node) if each)
     return f"Sharded by {islands} (FSDP2, commlib.shard){codecs}{more}."
 
 

@@ -26,7 +26,7 @@ from commlib.sharding import exchanges
 from commlib.sharding.fsdp import ParameterGroup
 from commlib.sharding.layout import FeedbackOf, Layout, Piece
 from commlib.sharding.stats import Counts
-from commlib.transport.base import Communication, Communicator
+from commlib.transport.base import Communication, Communicator, Nodes
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
@@ -161,6 +161,7 @@ class EncodedReduceScatter(_Allocating):
         transport_of: Returns the communicator of a process group.
         pieces_of: Returns the pieces of a row for gradients of all parameters that require one.
         feedback: Error feedback; None disables it.
+        nodes: Sums within a node first; None if the ranks are on one node, or alone on theirs.
     """
 
     def __init__(
@@ -169,7 +170,9 @@ class EncodedReduceScatter(_Allocating):
         transport_of: TransportOf,
         pieces_of: Callable[[torch.dtype], list[Piece]],
         feedback: GradientFeedback | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
+        self._nodes = nodes
         self._name = group.name
         self._what = f"the reduction of the gradients of {group.name!r}"
         self._transport_of = transport_of
@@ -199,11 +202,18 @@ class EncodedReduceScatter(_Allocating):
         row = output_tensor.view(torch.uint8)
         feedback_of = None if self._feedback is None else self._feedback.begin()
         comm, divisor = Communicator(transport.rank, num_ranks), _divisor(op, num_ranks)
-        scatter = exchanges.reduce_scatter(comm, layout, rows, row, divisor, feedback_of)
-        transport.complete(next(scatter), self._what)
-        next(scatter, None)
-        others, waited_s = num_ranks - 1, time.perf_counter() - began_s
-        self.counts += Counts(1, others * layout.payload_bytes, others * layout.row_bytes, waited_s)
+        if self._nodes is None:
+            reduction = exchanges.reduce_scatter(comm, layout, rows, row, divisor, feedback_of)
+        else:
+            comm.nodes, dtype = self._nodes, input_tensor.dtype
+            members = transport.members_of_nodes
+            reduction = exchanges.reduce_scatter_by_node(comm, layout, rows, row, divisor, dtype, members, feedback_of)
+        sent_bytes = 0.0
+        for request in reduction:
+            transport.complete(request, self._what)
+            sent_bytes += request.wire_bytes()
+        waited_s = time.perf_counter() - began_s
+        self.counts += Counts(1, sent_bytes, (num_ranks - 1) * layout.row_bytes, waited_s)
 
     def _layout(self, input_tensor: torch.Tensor, num_ranks: int) -> Layout:
         """Return the layout of a row. FSDP2 leaves out parameters without a gradient, and does not say which.
@@ -231,33 +241,34 @@ class EncodedReduceScatter(_Allocating):
 
 
 class GradientFeedback:
-    """Error feedback of a module's gradients: residuals of one unsharded fp32 tensor per encoded parameter.
+    """Error feedback of a module's gradients: residuals for the rows that a rank encodes, of all encoded parameters.
 
     Args:
-        num_ranks: Number of ranks that hold shards.
+        num_rows: Number of these rows: one per rank, or per node if the ranks of a node sum their gradients first.
         device: Device of the gradients.
         scale: Returns the loss scale of the gradients. Called once per reduction; residuals do not contain it.
 
     Attributes:
-        residuals: [num_ranks, elements of a padded shard] fp32 by the parameter's name.
+        num_rows: The number of rows.
+        residuals: [num_rows, elements of a padded shard] fp32 by the parameter's name.
     """
 
-    def __init__(self, num_ranks: int, device: torch.device, scale: Callable[[], float]) -> None:
+    def __init__(self, num_rows: int, device: torch.device, scale: Callable[[], float]) -> None:
         self.residuals: dict[str, torch.Tensor] = {}
-        self._num_ranks = num_ranks
+        self.num_rows = num_rows
         self._device = device
         self._scale = scale
 
     def begin(self) -> Callable[[int], FeedbackOf]:
-        """Begin a reduction; return a function that returns the feedback of the row that is sent to a rank."""
+        """Begin a reduction; return a function that returns the feedback of a row."""
         scale = self._scale()
 
-        def of(rank: int, piece: Piece) -> Feedback:
+        def of(row: int, piece: Piece) -> Feedback:
             if piece.name not in self.residuals:
-                self.residuals[piece.name] = torch.zeros(self._num_ranks, piece.numel, device=self._device)
-            return Feedback(self.residuals[piece.name][rank], scale, 1.0 / scale)
+                self.residuals[piece.name] = torch.zeros(self.num_rows, piece.numel, device=self._device)
+            return Feedback(self.residuals[piece.name][row], scale, 1.0 / scale)
 
-        return lambda rank: functools.partial(of, rank)
+        return lambda row: functools.partial(of, row)
 
 
 def _divisor(op: Any, num_ranks: int) -> float:

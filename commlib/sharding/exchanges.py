@@ -6,7 +6,7 @@ tensors and, on meta tensors, in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -105,3 +105,47 @@ def reduce_scatter(
         layout.encode(rows[rank], sent[rank], feedback_of=None if feedback_of is None else feedback_of(rank))
     yield comm.all_to_all(received.view(-1), sent.view(-1))
     layout.decode_sum(received, row, divisor)
+
+
+def reduce_scatter_by_node(
+    comm: Communicator,
+    layout: Layout,
+    rows: torch.Tensor,
+    row: torch.Tensor,
+    divisor: float,
+    dtype: torch.dtype,
+    members: Sequence[Sequence[int]],
+    feedback_of: Callable[[int], FeedbackOf] | None = None,
+) -> Communication:
+    """Sum the rows of a node in full precision, then as `reduce_scatter` between the nodes.
+
+    A rank sums the rows of all ranks at its place in their node. Each adapter carries the payloads once, not once per
+    rank of the node.
+
+    Args:
+        comm: The ranks; `comm.nodes` is set.
+        layout: The layout of a row.
+        rows: [world_size, row_bytes] This rank's gradients.
+        row: [row_bytes] This rank's shard of the sum; written.
+        divisor: Divides the sum.
+        dtype: The dtype of all pieces. Sums within a node are accumulated in fp32 and rounded to it.
+        members: The ranks of each node.
+        feedback_of: Returns the error feedback of the row of a node.
+    """
+    assert comm.nodes is not None
+    local, across = comm.nodes
+    order = [node[place] for place in range(local.world_size) for node in members]
+    sent = rows[order]  # [ranks of a node, nodes, row_bytes]: the rows of each place
+    received = torch.empty_like(sent)
+    yield local.all_to_all(received.view(-1), sent.view(-1))
+    sums = _sum(received.view(local.world_size, -1), dtype).view(across.world_size, -1)
+    yield from reduce_scatter(across, layout, sums, row, divisor, feedback_of)
+
+
+def _sum(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum the rows of `parts` [k, n] uint8, whose elements have the dtype, in their order."""
+    first, *others = parts.view(dtype)
+    total = first.to(torch.promote_types(dtype, torch.float32), copy=True)
+    for each in others:
+        total += each
+    return total.to(dtype).view(torch.uint8)

@@ -27,7 +27,7 @@ from commlib.simulation import moves
 from commlib.simulation.moves import Group, Move
 from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Request
 
-#: The group of the ranks that shard a model, in requests.
+#: The group of the ranks that shard a model, in requests; followed by " local" or " across" for its nodes.
 SHARDS = "shards"
 
 _ALGORITHMS = {
@@ -304,21 +304,23 @@ class Links:
             )
         return min(usable, key=lambda algorithm: algorithm(believed, nbytes).seconds)(group, nbytes)
 
-    @property
-    def _sharers(self) -> int:
-        return 1 if self._profile.leaders_only else self._network.gpus_per_node
+    def _sharers(self, network: Network) -> int:
+        return 1 if self._profile.leaders_only else network.gpus_per_node
 
     def _num_concurrent(self, group: str) -> int:
         """Return the number of groups of this kind that send through the same adapter at once."""
-        if group == SHARDS:
-            return 1
-        of_replicas = 1 if self._islands is None else self._islands.num_concurrent
-        return of_replicas * (self._sharers if group == "across" else 1)
+        network, group = self._network_of(group)
+        of_replicas = 1 if self._islands is None or network is self._islands.shards else self._islands.num_concurrent
+        return of_replicas * (self._sharers(network) if group == "across" else 1)
+
+    def _network_of(self, group: str) -> tuple[Network, str]:
+        """Return the network whose ranks form a group, and the group's name on it."""
+        if self._islands is None or not group.startswith(SHARDS):
+            return self._network, group
+        return self._islands.shards, group.removeprefix(SHARDS).strip() or "all"
 
     def _group(self, request: Request) -> Group:
-        network, profile, name = self._network, self._profile, request.group
-        if self._islands is not None and name == SHARDS:
-            network, name = self._islands.shards, "all"
+        profile, (network, name) = self._profile, self._network_of(request.group)
         known = {
             "all": (network.nodes, network.gpus_per_node),
             "local": (1, network.gpus_per_node),
@@ -328,7 +330,7 @@ class Links:
             raise ConfigError(f"a {request.verb} of the group {name!r}: expected one of {', '.join(map(repr, known))}")
         p, q = known[name]
         w = network.bytes_per_s * profile.efficiency * profile.efficiency_of.get(request.verb, 1.0)
-        w /= self._sharers if name == "across" else 1
+        w /= self._sharers(network) if name == "across" else 1
         latency_s = network.latency_us * 1e-6
         return Group(
             p=p,

@@ -110,7 +110,8 @@ class RoleLinks(Links):
         self._nodes_of_roles = ranks // network.gpus_per_node
         # Roles with the same number wait for each other in a collective of that group.
         places = {"all": np.zeros_like(ranks), "local": self._nodes_of_roles, "across": ranks % network.gpus_per_node}
-        places[SHARDS] = ranks  # the ranks of an island have the same role
+        # The ranks of an island have the same role.
+        places |= dict.fromkeys((SHARDS, f"{SHARDS} local", f"{SHARDS} across"), ranks)
         self._meetings = {
             group: [np.flatnonzero(of == number) for number in np.unique(of)] for group, of in places.items()
         }

@@ -39,7 +39,7 @@ from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import SHARDS, Islands, ReduceScatter
 from commlib.simulation.computation import Computation
 from commlib.simulation.meter import Meter
-from commlib.transport.base import Communication, Communicator, Request
+from commlib.transport.base import Communication, Communicator, Nodes, Request
 from commlib.transport.simulated import SimulatedTransport
 
 _META = torch.device("meta")
@@ -62,6 +62,7 @@ class Sharding:
         reshard_after_forward: Whether blocks are gathered again in backward.
         param_dtype: Dtype in which weights are gathered: a key of `DTYPES`; None: the workload's.
         reduce_dtype: Dtype in which gradients are reduced; None: the workload's.
+        hierarchical: Whether the ranks of a node sum their gradients before they are encoded.
     """
 
     ranks: int
@@ -71,6 +72,7 @@ class Sharding:
     reshard_after_forward: bool = True
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
@@ -98,7 +100,9 @@ class Sharding:
 
     def without_codecs(self) -> Sharding:
         """Return the same sharding by FSDP2 alone."""
-        return dataclasses.replace(self, weights=FULL_PRECISION, gradients=FULL_PRECISION, difference=False)
+        return dataclasses.replace(
+            self, weights=FULL_PRECISION, gradients=FULL_PRECISION, difference=False, hierarchical=False
+        )
 
 
 @dataclass(frozen=True)
@@ -232,17 +236,15 @@ def _merged(block: str, layers: Sequence[Layer], ranks: int) -> Layer:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """The communication of a module: a request, and the seconds of local work before and after.
+    """The communication of a module.
 
     Attributes:
-        before_s: Seconds of encoding, with FSDP2's copy into its buffer.
-        request: The request; None if nothing is sent.
+        requests: The requests, and the seconds of local work before each: encoding, FSDP2's copy into its buffer.
         after_s: Seconds of decoding.
         copied_s: Seconds in which the computation copies the result, after it has waited.
     """
 
-    before_s: float
-    request: Request | None
+    requests: Sequence[tuple[float, Request]]
     after_s: float
     copied_s: float
 
@@ -263,7 +265,7 @@ class ShardedComputation(Computation):
         self._meter = meter
         self._device = device
         self._is_on_host = device.shares_compute
-        self._comm = Communicator(0, model.sharding.ranks, SHARDS)
+        self._comm = _communicator(model)
         self._gathers, self._reductions = (SimulatedTransport(0, model.sharding.ranks) for _ in range(2))
         self._known: dict[tuple[object, ...], _Exchange] = {}
         modules = [model.root, *model.blocks]
@@ -338,7 +340,7 @@ class ShardedComputation(Computation):
     def _gather_of(self, number: int, again: bool) -> _Exchange:
         exchange = self._gathered[number]
         if again and self._model.sharding.difference:
-            return dataclasses.replace(exchange, before_s=0.0, request=None, after_s=0.0)
+            return dataclasses.replace(exchange, requests=(), after_s=0.0)
         return exchange
 
     def _launch_reduction(self, number: int) -> None:
@@ -358,20 +360,20 @@ class ShardedComputation(Computation):
         self._reducing = self.driver.inputs_after = None
 
     def _launch(self, transport: SimulatedTransport, exchange: _Exchange, what: str) -> Round | None:
-        if exchange.request is None:
+        if not exchange.requests:
             return None
         if self._is_on_host:
-            self._meter.add(exchange.before_s)
+            self._meter.add(exchange.requests[0][0])
             self.driver.flush("encode")
         round_ = Round(transport, [Task(lambda: what, lambda: self._communicate(exchange))], 1)
         self.driver.launch(round_)
         return round_
 
     def _communicate(self, exchange: _Exchange) -> Communication:
-        if not self._is_on_host:
-            self._meter.add(exchange.before_s)
-        assert exchange.request is not None
-        yield exchange.request
+        for idx, (before_s, request) in enumerate(exchange.requests):
+            if idx or not self._is_on_host:
+                self._meter.add(before_s)
+            yield request
         if not self._is_on_host:
             self._meter.add(exchange.after_s)
 
@@ -390,14 +392,11 @@ class ShardedComputation(Computation):
         if key not in self._known:
             meter = Meter(self._device)
             with meter.active():
-                communication = make(module, meter)
-                request = next(communication, None)
-                before_s = float(meter.take()[0])
-                next(communication, None)
+                requests = [(float(meter.take()[0]), request) for request in make(module, meter)]
                 after_s = float(meter.take()[0])
                 meter.count(2 * self._comm.world_size * self._model.weights_of(module).row_bytes)
                 copied_s = float(meter.take()[0])
-            self._known[key] = _Exchange(before_s, request, after_s, copied_s)
+            self._known[key] = _Exchange(requests, after_s, copied_s)
         return self._known[key]
 
     def _gather(self, module: Module, meter: Meter) -> Communication:
@@ -422,12 +421,29 @@ class ShardedComputation(Computation):
         if self._is_own_to_torch(self._model.sharding.gradients):
             yield ReduceScatter(rows.view(-1), size=self._comm.world_size, group=SHARDS)
         else:
-            yield from exchanges.reduce_scatter(self._comm, layout, rows, row, float(self._comm.world_size))
+            divisor = float(self._comm.world_size)
+            if self._comm.nodes is None:
+                yield from exchanges.reduce_scatter(self._comm, layout, rows, row, divisor)
+            else:
+                dtype = DTYPES[self._model.sharding.reduce_dtype or self.workload.dtype]
+                members = np.arange(self._comm.world_size).reshape(self._comm.nodes.across.world_size, -1).tolist()
+                yield from exchanges.reduce_scatter_by_node(self._comm, layout, rows, row, divisor, dtype, members)
         meter.count(2 * layout.row_bytes)
 
     def _is_own_to_torch(self, codec: str) -> bool:
         """Return whether FSDP2's own collective is used."""
         return codec == FULL_PRECISION and not self._is_on_host
+
+
+def _communicator(model: ShardedModel) -> Communicator:
+    """Return the communicator of an island, with its nodes if gradients are summed within them first."""
+    shards = model.islands.shards
+    comm = Communicator(0, shards.world_size, SHARDS)
+    if model.sharding.hierarchical and min(shards.nodes, shards.gpus_per_node) > 1:
+        local = Communicator(0, shards.gpus_per_node, f"{SHARDS} local")
+        across = Communicator(0, shards.nodes, f"{SHARDS} across")
+        comm.nodes = Nodes(local, across)
+    return comm
 
 
 def _rows(num_ranks: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,6 +95,7 @@ class TorchTransport(Transport):
         self._longest_s = self.timeout_s = (setup_timeout or timeout).total_seconds()  # until all ranks are connected
         self.bytes_sent = 0.0
         self._device = device
+        self.members_of_nodes: list[list[int]] = []  # the ranks of each node, once split_by_node has found them
         self._connections = Connections()
         self._finalizer = Finalizer(self, self._connections.end, f"the communicator of {self._name}")
         self._parent = weakref.ref(group)
@@ -225,6 +226,7 @@ class TorchTransport(Transport):
         self._connect("local", self._part(f"local/{node}"), members[node])
         self._connect("across", self._part(f"across/{place}"), [ranks[place] for ranks in members])
         self._await_all()
+        self.members_of_nodes = members
         return Nodes(local, across)
 
     def _part(self, name: str) -> dist.Store:

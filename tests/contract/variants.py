@@ -89,7 +89,7 @@ def across_nodes() -> dict[str, type[Algorithm]]:
 
 
 def _hierarchical(base: type[Algorithm]) -> Any:
-    def __init__(self: Any) -> None:  # noqa: N807: a method
+    def __init__(self: Any) -> None:  # a method
         base.__init__(self, hierarchical=True)  # type: ignore[call-arg]
 
     return __init__

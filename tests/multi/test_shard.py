@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
+import os
 import tempfile
 import threading
 import warnings
@@ -419,6 +421,100 @@ def test_feedback_sends_later_what_an_encoding_has_lost() -> None:
         torch.testing.assert_close(value, total, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
         if name in residuals[0] and value.numel():
             assert float((value - expected[name][: value.numel()]).abs().max()) > 1e-4, name  # the codec is coarse
+
+
+@contextlib.contextmanager
+def on_nodes(node_of: Callable[[int], int]) -> Iterator[None]:
+    """Place each rank on a node."""
+    with mock.patch.dict(os.environ, COMMLIB_NODE=str(node_of(dist.get_rank()))):
+        yield
+
+
+@on_ranks(4)
+def test_nodes_sum_their_gradients_before_they_are_encoded() -> None:
+    """Bit for bit, also if the ranks of a node are not consecutive; other nodes receive every gradient once."""
+    rank = dist.get_rank()
+    for nodes in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        place = next(node.index(rank) for node in nodes if rank in node)
+        for codec in ("fp32", "int8", "bf16"):
+            with on_nodes(lambda rank, nodes=nodes: next(idx for idx, node in enumerate(nodes) if rank in node)):
+                model = sharded(gradients=codec, hierarchical=True)
+            loss(model, 0, rank).backward()
+            own = [gradients(each) for each in _of_each_rank(seeded(Net))]
+            for name, parameter in model.named_parameters():
+                rows = [shards(each[name], 4)[rank] for each in own]
+                sums = [rows[first] + rows[second] for first, second in nodes]
+                expected = sums[0] + sums[1]
+                if codec != "fp32" and parameter.dim() > 1:
+                    its = registry.block_codec(codec)
+                    payloads = torch.empty(2, its.payload_bytes(rows[0].numel()), dtype=torch.uint8)
+                    for row, payload in zip(sums, payloads, strict=True):
+                        its.encode(row, payload)
+                    its.decode_sum(payloads, expected, divisor=4.0)
+                else:
+                    expected = expected / 4.0
+                assert parameter.grad is not None
+                got = parameter.grad.to_local().reshape(-1)  # type: ignore[operator]
+                assert torch.equal(got, expected[: got.numel()]), f"{nodes}, {place}, {codec}, {name}"
+            scatters = sharded_of(model).scatters  # type: ignore[union-attr]
+            layouts = [layout for each in scatters for layout in each._layouts.values()]
+            expected_bytes = sum(2 * each.row_bytes + each.payload_bytes for each in layouts)
+            assert commlib.stats(model).shard.reduced_bytes == expected_bytes, codec  # type: ignore[union-attr]
+            commlib.unwrap(model)
+
+
+@on_ranks(4)
+def test_nodes_keep_the_feedback_of_their_sums() -> None:
+    """The sum of all results is that of all gradients, less the residuals of the ranks at the same place."""
+    rank = dist.get_rank()
+    model: Any = fsdp(seeded(Net))
+    model.set_reduce_scatter_unused_params(True)
+    options: dict[str, Any] = {"gradients": "int4", "feedback": True, "compress": ALL}
+    with on_nodes(lambda rank: rank // 2):
+        commlib.shard(model, hierarchical=True, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    reduced: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+    for step in range(6):
+        optimizer.zero_grad()
+        for name, value in mean_gradients(decoded(model, "fp32"), step).items():
+            expected[name] = expected.get(name, 0.0) + shards(value, 4)[rank]
+        loss(model, step, rank).backward()
+        for name, parameter in model.named_parameters():
+            reduced[name] = reduced.get(name, 0.0) + parameter.grad.to_local().reshape(-1)
+        optimizer.step()
+    own = sharded_of(model)
+    assert own is not None
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, own.state_dict())
+    peers = [states[other]["residuals"] for other in range(4) if other % 2 == rank % 2]
+    for name, residuals in peers[0].items():
+        assert len(residuals) == 2, "one row per node"
+        owed = sum(each[name][rank // 2] for each in peers) / 4
+        value = reduced[name]
+        torch.testing.assert_close(value, (expected[name] - owed)[: value.numel()], rtol=1e-5, atol=1e-6)
+    restored = fsdp(seeded(Net))
+    restored.set_reduce_scatter_unused_params(True)
+    with on_nodes(lambda rank: rank // 2):
+        commlib.shard(restored, hierarchical=True, **options)
+    again = sharded_of(restored)
+    assert again is not None
+    again.load_state_dict(own.state_dict())
+    assert all(
+        torch.equal(value, own.state_dict()["residuals"][name])
+        for name, value in again.state_dict()["residuals"].items()
+    )
+    commlib.shard(restored, **options)  # one row per rank
+    flat = sharded_of(restored)
+    assert flat is not None
+    flat.load_state_dict(own.state_dict())
+    assert not flat.state_dict()["residuals"], "residuals of nodes do not fit rows of ranks"
+
+
+@on_ranks(3)
+def test_nodes_of_different_sizes_are_refused_on_all_ranks() -> None:
+    with on_nodes(lambda rank: rank // 2), raises_on_every_rank(ConfigError, "expected as many ranks on every node"):
+        sharded(gradients="int8", hierarchical=True)
 
 
 @on_ranks(2)

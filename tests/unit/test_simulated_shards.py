@@ -135,6 +135,20 @@ def payload_bytes(codec, ranks, itemsize=4):
     return matrix + norm, 2 * matrix
 
 
+def test_nodes_send_their_sums_once():
+    """Within a node, each rank sends its gradients but one row; between nodes, the payloads of one row."""
+    network = Network("nodes", nodes=2, gpus_per_node=4, bandwidth_gbps=1.0)
+    sharding = Sharding(8, "int8", "int8", hierarchical=True)
+    model = ShardedModel(SMALL, network, sharding)
+    gathered = [model.weights_of(module).payload_bytes for module in (model.root, *model.blocks * 2)]
+    reduced = [model.gradients_of(module) for module in (model.root, *model.blocks)]
+    result = simulated(sharding, network)
+    local = sum(3 / 4 * 8 * each.row_bytes for each in reduced)
+    across = sum(each.payload_bytes for each in reduced)
+    assert result.wire_bytes == 7 * sum(gathered) + local + across
+    assert result.adapter_bytes == pytest.approx(7 * sum(gathered) + 4 * across)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
     ("weights", "gradients", "reshards", "difference"),
@@ -249,6 +263,9 @@ def test_codecs_of_gradients_cost_bandwidth_between_nodes_of_several_ranks():
     encoded = simulated(Sharding(128, "int8", "int8"), network, workload, device)
     assert encoded.wire_bytes < plain.wire_bytes
     assert encoded.adapter_bytes > 2 * plain.adapter_bytes
+    by_node = simulated(Sharding(128, "int8", "int8", hierarchical=True), network, workload, device)
+    assert by_node.adapter_bytes < 0.8 * plain.adapter_bytes
+    assert by_node.step_s < 0.8 * plain.step_s
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
