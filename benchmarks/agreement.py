@@ -4,18 +4,28 @@ python benchmarks/agreement.py compare results/compare-*.json        # of commli
 python benchmarks/agreement.py bagua                                 # beside the figures of BAGUA's authors; simulates
 python benchmarks/agreement.py emulated results/emulated-vgg16.json  # of commlib compare --emulate --json
 python benchmarks/agreement.py latency results/latency-h4-1gbit.json # of latency.py
+python benchmarks/agreement.py sharded results/sharded-*.json        # of step.py; simulates
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import models
+import systems
+
+from commlib.emulation.links import parse_rate
+from commlib.network.model import Device, Layer, Network, Workload
 from commlib.simulation import bagua
+from commlib.simulation.collectives import GLOO
+from commlib.simulation.sharded import Sharding
+from commlib.simulation.simulator import Options, Result, simulate
 
 _SHOWN_BYTES = (2**16, 2**20, 2**24)
 
@@ -101,6 +111,45 @@ def _milliseconds(row: dict[str, Any]) -> str:
     return f"{1e3 * row['seconds']:.1f}" + (f" ({1e3 * said:.1f})" if said else "")
 
 
+def sharded_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return measured steps of `commlib.shard` with waiting layers, and the simulated ones; the last line sums up.
+
+    Args:
+        rows: Of `step.py --model slept-gpt --hosts N`.
+    """
+    lines = _heading(["system", "rate", "ms", "simulated, ms", "difference", "MB", "simulated, MB"], 2)
+    errors = []
+    for row in rows:
+        system = systems.parse(row["system"])
+        options = dict(system.options)
+        if system.kind != "shard" or "feedback" in options:
+            continue
+        said = _simulated(row, options)
+        errors.append(said.step_s / row["step_s"] - 1)
+        figures = [f"{1e3 * row['step_s']:.0f}", f"{1e3 * said.step_s:.0f}", f"{errors[-1]:+.1%}"]
+        sent = [f"{each / 1e6:.1f}" for each in (row["wire_bytes"], said.wire_bytes)]
+        lines.append(_line([f"`{row['system']}`", row["rate"], *figures, *sent]))
+    mean, furthest = fmean(map(abs, errors)), max(map(abs, errors))
+    return [*lines, "", f"{len(errors)} predictions: mean distance {mean:.1%}, furthest {furthest:.1%}"]
+
+
+def _simulated(row: dict[str, Any], options: dict[str, Any]) -> Result:
+    """Return the simulated step on hosts whose layers wait like an accelerator. Nothing is fitted to the steps."""
+    model = models.WORKLOADS[row["model"]]().build()
+    shapes: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for name, parameter in model.named_parameters():
+        block, _, own = name.rpartition(".")
+        shapes.setdefault(block, []).append((own, tuple(parameter.shape)))
+    sizes = {block: float(sum(math.prod(shape) for _, shape in each)) for block, each in shapes.items()}
+    layers = tuple(Layer(block, tuple(each), sizes[block]) for block, each in shapes.items())
+    workload = Workload(row["model"], layers, batch_per_rank=1, forward_s=1 / 3, backward_s=2 / 3, optimizer="adam")
+    rate_gbps = parse_rate(row["rate"]) / 1e9
+    network = Network("emulated", row["hosts"], bandwidth_gbps=rate_gbps, latency_us=100.0, efficiency=1448 / 1538)
+    host = Device("host", memory_gbytes_s=6.0, tflops={"fp32": 0.1}, launch_us=10.0)
+    how = Options(steps=2, transport=GLOO, sharding=Sharding(row["ranks"], **options))
+    return simulate(workload, network, host, "allreduce", how)
+
+
 def _heading(columns: Sequence[str], num_left: int) -> list[str]:
     """Return the two lines above a table, of which so many columns hold words."""
     return [_line(columns), "|" + "---|" * num_left + "--:|" * (len(columns) - num_left)]
@@ -113,7 +162,7 @@ def _line(cells: Sequence[str]) -> str:
 def main() -> None:
     """Print one table over all files; of emulated hosts one for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("compare", "bagua", "emulated", "latency"))
+    parser.add_argument("table", choices=("compare", "bagua", "emulated", "latency", "sharded"))
     parser.add_argument("files", nargs="*", help="results; bagua has none")
     args = parser.parse_args()
     results = [json.loads(Path(name).read_text()) for name in args.files]
@@ -121,6 +170,7 @@ def main() -> None:
         "compare": lambda: [compare_lines([each for result in results for each in result])],
         "bagua": lambda: [bagua_lines()],
         "emulated": lambda: [emulated_lines(runs) for runs in results],
+        "sharded": lambda: [sharded_lines([row for result in results for row in result["rows"]])],
         "latency": lambda: [latency_lines([row for result in results for row in result["rows"]])],
     }
     print("\n\n".join("\n".join(lines) for lines in tables[args.table]()))

@@ -107,7 +107,7 @@ class Comparison:
         return "FSDP2" if self.sharding.ranks == self.network.world_size else "FSDP2 and all-reduce"
 
     def fits(self, result: Result) -> bool:
-        """Return whether the device's memory holds what a rank needs, without activations."""
+        """Return whether `Result.total_bytes` fits in the device's memory."""
         return result.total_bytes <= self.device.memory_gbytes * 1e9
 
     def results(self) -> list[Result]:

@@ -31,10 +31,9 @@ from commlib.simulation.computation import Computation
 from commlib.simulation.exchanges import Exchanges
 from commlib.simulation.meter import Meter
 from commlib.simulation.roles import Chorus, RoleLinks, Roles, find_roles
-from commlib.simulation.sharded import ShardedComputation, ShardedModel, Sharding
+from commlib.simulation.sharded import META, ShardedModel, Sharding
+from commlib.simulation.sharded_computation import ShardedComputation
 from commlib.transport.simulated import SimulatedTransport
-
-META = torch.device("meta")
 
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW}
 

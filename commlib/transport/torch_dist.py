@@ -219,14 +219,12 @@ class TorchTransport(Transport):
             )
         if len(nodes) == 1 or sizes == {1}:
             return None
-        node = next(idx for idx, ranks in enumerate(nodes.values()) if self.rank in ranks)
-        place = list(nodes.values())[node].index(self.rank)
+        members = self.members_of_nodes = list(nodes.values())
+        node, place = next((idx, ranks.index(self.rank)) for idx, ranks in enumerate(members) if self.rank in ranks)
         local, across = Communicator(place, max(sizes), "local"), Communicator(node, len(nodes), "across")
-        members = list(nodes.values())
         self._connect("local", self._part(f"local/{node}"), members[node])
         self._connect("across", self._part(f"across/{place}"), [ranks[place] for ranks in members])
         self._await_all()
-        self.members_of_nodes = members
         return Nodes(local, across)
 
     def _part(self, name: str) -> dist.Store:

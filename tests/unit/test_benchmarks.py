@@ -628,6 +628,20 @@ def test_collectives_stand_by_latency_with_what_was_simulated():
     ]
 
 
+def test_simulated_steps_of_shards_stand_beside_measured_ones():
+    """The bytes of the waiting GPT are those that the interfaces counted, and a slow link takes their time."""
+    place = {"hosts": 4, "ranks": 4, "rate": "50mbit", "model": "slept-gpt", "wire_bytes": 24.8e6}
+    systems = ["fsdp", "shard(weights=int8,gradients=int8)", "shard(weights=int8,gradients=int8,feedback=True)"]
+    step_s = 24.7e6 * 8 / 50e6 / (1448 / 1538)
+    lines = agreement.sharded_lines([{**place, "system": each, "step_s": step_s} for each in systems])
+    [row] = lines[2:-2]
+    system, rate, measured, said, difference, sent, sent_said = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (system, rate, sent, sent_said) == ("`shard(weights=int8,gradients=int8)`", "50mbit", "24.8", "24.7")
+    assert abs(float(difference.rstrip("%"))) < 3
+    assert float(said) / float(measured) - 1 == pytest.approx(float(difference.rstrip("%")) / 100, abs=2e-3)
+    assert lines[-1].startswith("1 predictions: mean distance")
+
+
 def test_a_sweep_is_shown_by_its_best_fixed_size():
     row = {"model": "cnn", "rate": None, "ranks": 2}
     found = {"best_fixed": "commlib:allreduce@16", "planned_to_best": 0.9859, "lo": 0.9667, "hi": 1.0434}
