@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from intervals import median_interval, rotation
 from models import OPTIMIZERS, gpt
-from systems import System, block_of, install, parse, parse_list
+from systems import System, block_of, install, parse, parse_list, shard
 from torch import Tensor
 
 import commlib
@@ -55,7 +55,8 @@ _SOURCES = ("_pydecimal.py", "typing.py", "argparse.py", "turtle.py", "tarfile.p
 def systems_of(ranks: int) -> list[str]:
     """Return the systems that are timed by default."""
     algorithms = ["allreduce", "bytegrad", f"diloco(period={_PERIOD})", "topk", "ef_quantized", "powersgd"]
-    return [*([_BARE] if ranks == 1 else []), _DDP, *(f"commlib:{name}{_CAP}" for name in algorithms)]
+    sharded = ["fsdp", "shard(weights=int8,gradients=int8)"] if ranks > 1 else []
+    return [*([_BARE] if ranks == 1 else []), _DDP, *(f"commlib:{name}{_CAP}" for name in algorithms), *sharded]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -125,6 +126,7 @@ class Racer:
         torch.manual_seed(0)
         with torch.device(bench.device):
             model = gpt.GPT(gpt.SIZES[bench.args.size])
+        model = shard(system, model)
         self.model, self.optimizer = install(system, model, OPTIMIZERS["adamw"](model.parameters(), 3e-4))
         self.blocks_s: list[float] = []
         self.peak_bytes = 0

@@ -128,15 +128,17 @@ def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
 def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
     """Return the reason to monitor the loss of an algorithm with an optimizer, or "" if there is no reason.
 
-    Either a result exceeds `LOSES`, or the algorithm is made for another optimizer and was not measured with this one.
+    Either a result exceeds `LOSES`, or the algorithm is not exact and was not measured with the optimizer.
     """
     found = measured(algorithm, optimizer_kind)
     if found is not None:
         return str(found) if found.loss > LOSES else ""
-    if algorithm.made_for in ("any", optimizer_kind) or (optimizer_kind, algorithm.made_for) == ("muon", "adam"):
+    if algorithm.exactness == "exact":
         return ""
-    own = OPTIMIZERS.get(algorithm.made_for, algorithm.made_for)
-    return f"made for {own}, not measured with {OPTIMIZERS[optimizer_kind]}"
+    unknown = f"not measured with {OPTIMIZERS[optimizer_kind]}"
+    if algorithm.made_for in ("any", optimizer_kind) or (optimizer_kind, algorithm.made_for) == ("muon", "adam"):
+        return unknown
+    return f"made for {OPTIMIZERS.get(algorithm.made_for, algorithm.made_for)}, {unknown}"
 
 
 def keeping_up(optimizer_kind: str) -> list[str]:

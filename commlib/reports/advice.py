@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commlib.algorithms.base import EXACTNESS
+from commlib.algorithms.known import LOSES, OPTIMIZERS
 from commlib.reports.families import without_auto
 from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
@@ -56,11 +57,13 @@ def misfits(comparison: Comparison) -> str:
     return f"! more than the {size}, even without activations, so is not advised: {', '.join(names)}."
 
 
-def doubts(comparison: Comparison) -> str:
-    """Return why rows are marked and not recommended with this optimizer; "" without marked rows."""
-    by_reason: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        if row.doubt:
-            by_reason.setdefault(row.doubt, []).append(kept(without_auto(row.algorithm)))
-    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
-    return f"* may learn less, so is not advised. {reasons}." if reasons else ""
+def losses(comparison: Comparison) -> str:
+    """Return the meaning of the column of losses and its marks; "" if all rows have the losses of all-reduce."""
+    if not any(row.doubt or row.loss is not None for row in comparison.rows):
+        return ""
+    optimizer = OPTIMIZERS[comparison.workload.optimizer]
+    text = f"loss: relative to all-reduce after the same number of steps, in small models with {optimizer}."
+    marks = {row.mark[:1] for row in comparison.rows if row.doubt}
+    meanings = {"*": f"* more than {LOSES:.0%}", "?": f"? not measured with {optimizer}"}
+    shown = ", ".join(meaning for mark, meaning in meanings.items() if mark in marks)
+    return f"{text} {shown}: not advised." if shown else text

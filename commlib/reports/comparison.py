@@ -23,7 +23,7 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, tables, targets
-from commlib.reports.advice import advice, doubts, misfits
+from commlib.reports.advice import advice, losses, misfits
 from commlib.reports.families import base_name, without_auto
 from commlib.reports.progress import progress_bar
 from commlib.reports.tables import Column
@@ -271,7 +271,7 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
-    if text := doubts(comparison):
+    if text := losses(comparison):
         _say(text, console)
     if text := misfits(comparison):
         _say(text, console)
@@ -332,14 +332,14 @@ def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
 def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
     """Return the columns in order of importance, with the baseline in the first row."""
     results = [comparison.ddp, *(row.result for row, _ in rows)]
-    marks = [f"{'*' * bool(row.doubt)}{'!' * (not row.fits)}" for row, _ in rows]
-    names = [f"{'  ' * variant}{row.algorithm}{mark}" for (row, variant), mark in zip(rows, marks, strict=True)]
+    names = [f"{'  ' * variant}{row.algorithm}{row.mark}" for row, variant in rows]
     first = comparison.baseline + "!" * (not comparison.fits(comparison.ddp))
     return [
         Column("algorithm", [first, *names], left=True),
         Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),
         Column("step ms", [_short(result.step_s * 1e3) for result in results]),
         Column("speed-up", ["1.00", *(f"{row.speedup:.2f}" for row, _ in rows)]),
+        Column("loss", ["", *(_loss(row) for row, _ in rows)]),
         Column("sent MB", [_short(result.wire_bytes / 1e6) for result in results]),
         Column("exposed ms", [_short(result.exposed_s * 1e3) for result in results]),
         Column("memory MB", [f"{result.memory_bytes / 1e6:,.0f}" for result in results]),
@@ -347,6 +347,10 @@ def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) ->
         Column("samples/s", [_short(result.samples_per_s) for result in results]),
         Column("leaves a node MB", [_short(result.adapter_bytes / 1e6) for result in results]),
     ]
+
+
+def _loss(row: Prediction) -> str:
+    return f"{row.loss:+.0%}" if row.loss is not None else "?" * bool(row.doubt)
 
 
 def _short(value: float) -> str:
@@ -384,13 +388,19 @@ def draw(
         )
         return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
 
+    marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
     paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
-    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", title(f"{network.latency_us:g} us"), paths[0])
+    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", title(f"{network.latency_us:g} us"), paths[0], marks)
     by_latency = {label: [row[label][at] for row in rows] for label in chosen}
-    plots.speedups(by_latency, latencies, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1])
-    plots.best(_best_by_class(chosen, rows), bandwidths, latencies, title("the fastest algorithm"), paths[2])
-    plots.timelines(comparison, paths[3])
+    plots.speedups(by_latency, latencies, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1], marks)
+    advised = {label: algorithm for label, algorithm in chosen.items() if not marks[label]}
+    grids = _best_by_class(advised, rows)
+    if grids:
+        plots.best(grids, bandwidths, latencies, title("the fastest advised algorithm"), paths[2])
+    else:
+        del paths[2]
+    plots.timelines(comparison, paths[-1])
     return paths
 
 
@@ -406,6 +416,8 @@ def _best_by_class(
     """Return the fastest allowed algorithm at [latency][bandwidth], by class of exactness."""
     grids: dict[str, list[list[tuple[str, float]]]] = {}
     for idx, exactness in enumerate(EXACTNESS):
+        if exactness == "exact":
+            continue  # all-reduce everywhere
         allowed = [label for label, algorithm in chosen.items() if algorithm.exactness in EXACTNESS[: idx + 1]]
         if any(chosen[label].exactness == exactness for label in allowed):
             grids[exactness] = [_best_of_row({label: row[label] for label in allowed}) for row in rows]

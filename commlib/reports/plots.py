@@ -42,7 +42,12 @@ def check() -> None:
 
 
 def speedups(
-    by_algorithm: Mapping[str, Sequence[float]], values: Sequence[float], axis: str, title: str, path: Path | str
+    by_algorithm: Mapping[str, Sequence[float]],
+    values: Sequence[float],
+    axis: str,
+    title: str,
+    path: Path | str,
+    marks: Mapping[str, str] | None = None,
 ) -> None:
     """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on logarithmic axes.
 
@@ -54,6 +59,7 @@ def speedups(
         axis: Label of the axis, with the unit.
         title: Title of the plot.
         path: The PNG file to write.
+        marks: Marks of the labels, as in the table (`Prediction.mark`).
     """
     figure, [ax] = _figure(9.0, 6.0)
     drawn = {name: line for name, line in by_algorithm.items() if not all(map(math.isnan, line))}
@@ -76,8 +82,9 @@ def speedups(
     ax.set(xlabel=axis, ylabel="speed-up of a step over DDP-style all-reduce (dotted)")
     ax.grid(color="#ececec", zorder=0)
     _mark_clipped(ax, {name: drawn[name] for name in named}, values, lowest)
-    _name_ends(ax, {name: drawn[name] for name in named}, values)
-    notes = _notes(drawn, named, lowest)
+    of_named = {name: (marks or {}).get(name, "") for name in named}
+    _name_ends(ax, {name: drawn[name] for name in named}, values, of_named)
+    notes = [*_notes(drawn, named, lowest), *_meanings("".join(of_named.values()))]
     ax.set_title("\n".join([title, *notes]), fontsize=10)
     _save(figure, path)
 
@@ -140,7 +147,16 @@ def _notes(drawn: Mapping[str, Sequence[float]], named: Sequence[str], lowest: f
     return notes
 
 
-def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float]) -> None:
+def _meanings(marks: str) -> list[str]:
+    """Return the meanings of the marks in a plot, in one line."""
+    meanings = {"*": "* known to lose more than 5 %", "?": "? loss not measured", "!": "! does not fit in memory"}
+    shown = [meaning for mark, meaning in meanings.items() if mark in marks]
+    return ["; ".join(shown)] if shown else []
+
+
+def _name_ends(
+    ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], marks: Mapping[str, str]
+) -> None:
     """Write labels next to the plot, as near as possible to the ends of their lines, with connecting lines."""
     at_left = _spread(line[0] for line in lines.values()) > _spread(line[-1] for line in lines.values())
     side = -0.03 if at_left else 1.03
@@ -157,7 +173,7 @@ def _name_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[f
     for name, place in zip(order, _spaced([at[name] for name in order], apart), strict=True):
         colour = look(name).colour
         ax.annotate(
-            name, (values[ends[name]], at[name]), (side, place), xycoords=("data", "axes fraction"),
+            name + marks[name], (values[ends[name]], at[name]), (side, place), xycoords=("data", "axes fraction"),
             textcoords="axes fraction", ha="right" if at_left else "left", va="center", fontsize=_FONT, color=colour,
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (float(at_left), 0.5),
                 "shrinkA": 0, "shrinkB": 4},
@@ -243,7 +259,10 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     """
     fastest = {base_name(row.algorithm): row for row in reversed(comparison.rows)}.values()
     rows = sorted(fastest, key=lambda row: row.result.step_s)
-    shown = [(comparison.baseline, comparison.ddp, 1), *((row.algorithm, row.result, row.cycle) for row in rows)]
+    shown = [
+        (comparison.baseline, comparison.ddp, 1),
+        *((row.algorithm + row.mark, row.result, row.cycle) for row in rows),
+    ]
     steps = [longest_step(result) for _, result, _ in shown]
     ends_s = [max((span.end_s for span in spans), default=0.0) for _, spans in steps]
     end_s = _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s)

@@ -15,7 +15,7 @@ from typing import Any
 from commlib import algorithms
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.base import EXACTNESS, Algorithm
-from commlib.algorithms.known import doubt
+from commlib.algorithms.known import doubt, measured
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
 from commlib.simulation.options import check_options, options_of
@@ -42,6 +42,7 @@ class Prediction:
         cycle: Number of steps after which the algorithm repeats (`Channel.cycle`).
         made_for: The optimizer that the algorithm is designed for, "sgd" or "adam"; else "any" (`Algorithm.made_for`).
         doubt: Why the loss should be checked before using it with the workload's optimizer; "" without a reason.
+        loss: Measured loss with that optimizer relative to all-reduce's, minus 1; None if it was not measured.
         fits: Whether the device's memory holds `Result.total_bytes`.
     """
 
@@ -52,7 +53,13 @@ class Prediction:
     cycle: int = 1
     made_for: str = "any"
     doubt: str = ""
+    loss: float | None = None
     fits: bool = True
+
+    @property
+    def mark(self) -> str:
+        """The mark in tables and plots: "*" is known to lose, "?" was not measured, "!" exceeds the memory."""
+        return ("" if not self.doubt else "?" if self.loss is None else "*") + "!" * (not self.fits)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures, for JSON."""
@@ -62,6 +69,7 @@ class Prediction:
             "exactness": self.exactness,
             "made_for": self.made_for,
             "doubt": self.doubt,
+            "loss": self.loss,
             "step_s": result.step_s,
             "samples_per_s": result.samples_per_s,
             "speedup": self.speedup,
@@ -283,6 +291,7 @@ def compare(
             cycle=chosen[name].channel.cycle,
             made_for=chosen[name].made_for,
             doubt=doubt(chosen[name], workload.optimizer),
+            loss=None if (known := measured(chosen[name], workload.optimizer)) is None else known.loss,
         )
         for name, result in outcomes.items()
         if isinstance(result, Result)

@@ -19,7 +19,7 @@ import commlib
 from commlib.errors import ConfigError, PeerFailure, TransportError
 from tests.contract.contracts_state import resume, saved_of
 from tests.contract.subjects import Subject, Training, build, gathered, loss_of, set_device, spread
-from tests.gpu import results
+from tests.gpu import results, shards
 from tests.gpu.several_ranks import FAILED, REFUSED, WORKS
 
 STEPS, SAVED_AFTER = 20, 10
@@ -30,7 +30,7 @@ _GUARD_S = 30.0
 #: another way is sent as another code. Weights that only one rank holds have no less.
 _EXACT, _RELAXED = 1e-4, 5e-2
 #: Seconds for what comes after the algorithms, by the number of ranks.
-_RESERVE_S = {1: 2.0, 2: 14.0}
+_RESERVE_S = {1: 2.0, 2: 20.0}
 _RESERVE_OF_MORE_S = 9.0
 #: MiB of a bucket where ranks share a device: each waits for its slice of it in every collective.
 _SHARED_CAP_MB = 0.008
@@ -258,6 +258,7 @@ def main() -> int:
     if rank.world_size > 1:
         rank.hold("closing behind queued collectives", rank.closing)
         if rank.world_size == 2 or args.device == "cpu":
+            rank.hold("encoded shards", lambda: shards.check(device, TIMEOUT_S))
             rank.hold("a late rank", rank.late_rank)
         rank.killed_rank()
     else:

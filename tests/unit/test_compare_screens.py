@@ -10,13 +10,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from commlib import algorithms
+from commlib.algorithms.known import LOSES, measured
 from commlib.cli import app
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Layer, Network, Workload
 from commlib.reports import comparison as report
 from commlib.reports import families, plots, progress
-from commlib.reports.advice import advice
+from commlib.reports.advice import _best_by_class, advice
 from commlib.simulation import compare, timeline
 from commlib.simulation.simulator import Options
 
@@ -60,7 +61,7 @@ def shown(comparison, width, wide=False):
 def table_of(lines):
     """Return the lines of the table below its rule."""
     begin = next(idx for idx, line in enumerate(lines) if line.startswith("─"))
-    end = next(idx for idx, line in enumerate(lines) if line.startswith(("* ", "not simulated", "Use ")))
+    end = next(idx for idx, line in enumerate(lines) if line.startswith(("loss: ", "not simulated", "Use ")))
     return lines[begin - 1], lines[begin + 1 : end]
 
 
@@ -75,7 +76,7 @@ def test_a_screen_has_whole_names_and_no_longer_line(everything, width):
         words = [part for part in row.algorithm.replace("(", "(|").replace(", ", ",|").split("|") if part]
         assert all(word in text for word in words), row.algorithm
         if len(row.algorithm) <= 46:
-            name = row.algorithm + "*" * bool(row.doubt)
+            name = row.algorithm + row.mark
             assert any(line.strip().startswith(f"{name} ") for line in rows), name
 
 
@@ -88,7 +89,7 @@ def test_columns_come_with_the_width(everything):
 
 def test_variants_stand_below_the_fastest_of_them(everything):
     _, rows = table_of(shown(everything, 200))
-    names = [row.split("  class")[0].replace("* ", "  ") for row in rows]
+    names = [row.split("  class")[0].replace("* ", "  ").replace("? ", "  ") for row in rows]
     tops = [name.split("(")[0].split(" ")[0] for name in names[1:] if not name.startswith(" ")]
     assert len(set(tops)) == len(tops)
     best = {families.base_name(row.algorithm): row.result.step_s for row in reversed(everything.rows)}
@@ -137,8 +138,10 @@ def test_what_is_known_to_lose_with_the_optimizer_has_a_mark_and_a_reason_and_is
         comparison = compared("allreduce, powersgd", workload=workload)
         lines = shown(comparison, 80)
         text = " ".join(line.strip() for line in lines)
-        assert any(line.startswith("powersgd*") for line in lines) == is_marked
-        assert ("powersgd: 14% more loss than all-reduce with AdamW" in text) == is_marked
+        (row,) = [line for line in lines if line.startswith("powersgd")]
+        assert row.startswith("powersgd*") == is_marked
+        assert ("+14%" if is_marked else "+3%") in row
+        assert ("* more than 5%: not advised." in text) == is_marked
         assert ("powersgd" in advice(comparison)) != is_marked
 
 
@@ -146,8 +149,24 @@ def test_what_is_made_for_another_optimizer_and_was_not_measured_is_marked_too()
     adam = dataclasses.replace(SMALL, optimizer="adam")
     (row,) = compared("post_local_sgd", workload=adam).rows
     assert (row.made_for, row.doubt) == ("sgd", "made for SGD, not measured with AdamW")
-    assert row.as_dict()["doubt"] == row.doubt
+    assert (row.mark, row.as_dict()["doubt"], row.as_dict()["loss"]) == ("?", row.doubt, None)
     assert "post_local_sgd" not in advice(compared("allreduce, post_local_sgd", workload=adam))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_nothing_is_advised_that_was_not_measured_with_the_optimizer(optimizer):
+    comparison = compared("all", workload=dataclasses.replace(SMALL, optimizer=optimizer))
+    advised = [row for row in _best_by_class(comparison) if row.exactness != "exact"]
+    assert advised
+    for row in advised:
+        (algorithm,) = compare.candidates(row.algorithm).values()
+        known = measured(algorithm, optimizer)
+        assert known is not None, row.algorithm
+        assert row.loss == known.loss <= LOSES
+    unknown = {row.algorithm for row in comparison.rows if row.mark == "?"}
+    assert "noloco" in unknown, "an algorithm for any optimizer that was not measured with this one"
+    text = " ".join(line.strip() for line in shown(comparison, 80))
+    assert f"? not measured with {'SGD' if optimizer == 'sgd' else 'AdamW'}: not advised." in text
 
 
 def test_auto_is_not_what_loses_with_the_workloads_optimizer(small):
@@ -242,9 +261,11 @@ def test_a_line_that_ends_where_nothing_can_be_simulated_has_a_name_and_that_is_
     figures = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
     lines = {"allreduce": [1.0, 1.0, 1.0], "async_sgd": [math.nan, 40.0, 2.0], "topk": [30.0, 20.0, math.nan]}
-    plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png")
+    marks = {"topk": "*", "async_sgd": "?"}
+    plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png", marks)
     (ax,) = figures[0].axes
-    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd": 1.0, "topk": 0.5}
+    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd?": 1.0, "topk*": 0.5}
+    assert "* known to lose more than 5 %; ? loss not measured" in ax.get_title()
     assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in ax.get_title()
 
 

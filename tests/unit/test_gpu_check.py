@@ -201,6 +201,7 @@ def test_ranks_are_held_to_the_cpu_and_survive_a_killed_one(tmp_path: Path) -> N
     found = {row["name"].rpartition(": ")[2]: row for row in results.read(path)}
     assert {row["outcome"] for row in found.values()} == {"passed"}
     assert found["topk"]["from_cpu"] == 0
+    assert found["encoded shards"]["from_cpu"] == 0
     wanted = {"allreduce", "local_sgd", "closing behind queued collectives", "a late rank", "a rank is killed", "exit"}
     assert wanted <= set(found)
     assert (tmp_path / "backend").read_text() == "gloo"

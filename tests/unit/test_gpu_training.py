@@ -23,6 +23,7 @@ def test_systems_by_the_number_of_ranks():
     names = gpu_train.parse_args(["--ranks", "2"]).names
     assert names[0].startswith("ddp")
     assert {"commlib:bytegrad@25", "commlib:powersgd@25", "commlib:diloco(period=4)@25"} < set(names)
+    assert names[-2:] == ["fsdp", "shard(weights=int8,gradients=int8)"]
     with pytest.raises(SystemExit):
         gpu_train.parse_args(["--systems", "nothing"])
 
@@ -71,6 +72,7 @@ def test_file_names():
 @pytest.mark.timeout(170)
 def test_a_short_run_notes_every_system(tmp_path):
     systems = "ddp(gradient_as_bucket_view=True)@25,commlib:allreduce@25,commlib:bytegrad@25"
+    systems += ",fsdp,shard(weights=int8,gradients=int8)"
     command = [sys.executable, str(BENCHMARKS / "gpu_train.py"), "--ranks", "2", "--device", "cpu", "--size", "tiny"]
     command += ["--batch", "2", "--seconds", "60", "--out", str(tmp_path), "--systems", systems, "--repetitions", "2"]
     env = {**os.environ, "COMMLIB_GPU_RESULTS": str(tmp_path / "results.jsonl")}
@@ -82,6 +84,6 @@ def test_a_short_run_notes_every_system(tmp_path):
     named = {note["name"].partition(", 2 ranks")[0] for note in notes}
     assert set(gpu_train.parse_args(["--systems", systems]).names) <= named
     result = json.loads((tmp_path / "train-cpu-r2.json").read_text())
-    assert [len(row["blocks_s"]) for row in result["rows"]] == [2, 2, 2]
+    assert [len(row["blocks_s"]) for row in result["rows"]] == [2] * 5
     assert all("to_ddp" in row for row in result["rows"][1:])
     assert len(list(tmp_path.glob("trace-r2-*.json.gz"))) == 2
