@@ -120,7 +120,7 @@ def test_what_is_made_for_another_optimizer_is_doubted_unless_it_was_measured():
     assert doubt(made("sparse_loco"), "sgd") == "made for AdamW, not measured with SGD"
     assert doubt(made("diloco"), "sgd") == ""  # made for AdamW, but keeps up
     assert doubt(made("noloco"), "adam") == "not measured with AdamW"
-    assert doubt(made("topk(ef21=0.1)"), "adam") == "not measured with AdamW"  # another gradient
+    assert doubt(made("topk(ef21=0.1)"), "adam").endswith("not measured with AdamW")  # another gradient
     assert doubt(made("allreduce"), "adam") == ""  # exact
     assert doubt(made("bytegrad"), "adam") == ""
     assert doubt(made("topk"), "adam").startswith("32% more loss than all-reduce with AdamW")
