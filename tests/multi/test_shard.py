@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -29,6 +29,7 @@ from commlib.algorithms import CompressionPolicy
 from commlib.codecs import registry
 from commlib.errors import CommlibError, ConfigError
 from commlib.shard import sharded_of
+from commlib.sharding.fsdp import parameter_groups
 from tests.multi.common import raises_on_every_rank, seeded
 from tests.multi.fault_scripts import LONG_S, TIMEOUTS_S, TRAPS, VICTIM, come_together, report_error
 from tests.multi.pool import on_ranks
@@ -41,6 +42,17 @@ ALL = CompressionPolicy(min_dims=2)
 CODECS = ("int8", "int4", "fp8_e4m3", "mxfp8", "bf16")
 #: Rows that two, three and four ranks share unevenly.
 WIDTH = 34
+
+
+#: Whether FSDP2 can reduce gradients of zeros for parameters without one; since torch 2.13.
+HAS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def follow_unused(model: Any, follows: bool = True) -> None:
+    """Let FSDP2 reduce gradients of zeros for parameters without one; skip the test if this torch cannot."""
+    if not HAS_UNUSED:
+        pytest.skip("needs set_reduce_scatter_unused_params (torch 2.13)")
+    model.set_reduce_scatter_unused_params(follows)
 
 
 class Net(nn.Module):
@@ -393,7 +405,7 @@ def test_feedback_sends_later_what_an_encoding_has_lost() -> None:
     """The sum of all results is that of all gradients, less the residuals; also if the loss scale grows in between."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     model: Any = fsdp(seeded(Net))
-    model.set_reduce_scatter_unused_params(True)
+    follow_unused(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_factor=2.0, growth_interval=3)
     commlib.shard(model, gradients="int4", feedback=True, compress=ALL, scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -468,7 +480,7 @@ def test_nodes_keep_the_feedback_of_their_sums() -> None:
     """The sum of all results is that of all gradients, less the residuals of the ranks at the same place."""
     rank = dist.get_rank()
     model: Any = fsdp(seeded(Net))
-    model.set_reduce_scatter_unused_params(True)
+    follow_unused(model)
     options: dict[str, Any] = {"gradients": "int4", "feedback": True, "compress": ALL}
     with on_nodes(lambda rank: rank // 2):
         commlib.shard(model, hierarchical=True, **options)
@@ -494,7 +506,7 @@ def test_nodes_keep_the_feedback_of_their_sums() -> None:
         value = reduced[name]
         torch.testing.assert_close(value, (expected[name] - owed)[: value.numel()], rtol=1e-5, atol=1e-6)
     restored = fsdp(seeded(Net))
-    restored.set_reduce_scatter_unused_params(True)
+    follow_unused(restored)
     with on_nodes(lambda rank: rank // 2):
         commlib.shard(restored, hierarchical=True, **options)
     again = sharded_of(restored)
@@ -539,7 +551,7 @@ def test_parameters_without_a_gradient_are_reduced_in_full_precision_and_logged(
 
     sent = []
     for follows in (False, True):  # the advice
-        model.set_reduce_scatter_unused_params(follows)
+        follow_unused(model, follows)
         before = commlib.stats(model).shard.reduced_bytes
         loss(model, 0, dist.get_rank()).backward()
         sent.append(commlib.stats(model).shard.reduced_bytes - before)
@@ -553,13 +565,13 @@ def test_feedback_follows_parameters_that_have_a_gradient() -> None:
             return nn.functional.linear(inputs, self.first.weight).tanh() @ self.second.weight.T
 
     model: Any = fully_shard(seeded(Half))
-    model.set_reduce_scatter_unused_params(True)
+    follow_unused(model)
     commlib.shard(model, gradients="int8", feedback=True, compress=ALL)
-    model.set_reduce_scatter_unused_params(False)
+    follow_unused(model, False)
     with raises_on_every_rank(CommlibError, "some parameters have no gradient", "feedback=True"):
         loss(model, 0, dist.get_rank()).backward()
     fresh: Any = fully_shard(seeded(Half))  # FSDP2 cannot continue after an exception in backward
-    fresh.set_reduce_scatter_unused_params(True)
+    follow_unused(fresh)
     commlib.shard(fresh, gradients="int8", feedback=True, compress=ALL)
     loss(fresh, 0, dist.get_rank()).backward()
     assert fresh.third.weight.grad is not None
@@ -575,7 +587,8 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
         commlib.shard(model, "int9")
     with raises_on_every_rank(ConfigError, "feedback", "codec of the gradients"):
         commlib.shard(model, "int8", feedback=True)
-    with raises_on_every_rank(ConfigError, "feedback", "set_reduce_scatter_unused_params(True)"):
+    needed = "set_reduce_scatter_unused_params(True)" if HAS_UNUSED else "is too old; expected 2.13 or newer"
+    with raises_on_every_rank(ConfigError, "feedback", needed):
         commlib.shard(model, gradients="int8", feedback=True)
     with raises_on_every_rank(ConfigError, "difference", "optimizer="):
         commlib.shard(model, "int4", difference=True)
@@ -596,7 +609,7 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with raises_on_every_rank(ConfigError, "after the last fully_shard"):
         own.transport_of(alone)
-    group = model.first._get_fsdp_state()._fsdp_param_groups[0]
+    group = next(each.source for each in parameter_groups(model) if each.module is model.first)
     local = group.fsdp_params[0]._sharded_local_tensor
     local.fsdp_pre_all_gather = lambda mesh: None
     with raises_on_every_rank(ConfigError, "'first.weight'", "fsdp_pre_all_gather"):
@@ -604,12 +617,13 @@ def test_what_cannot_be_sharded_is_refused_on_all_ranks() -> None:
     del local.fsdp_pre_all_gather
     state = model.first._get_fsdp_state()
     with (
-        mock.patch.object(state, "_fsdp_param_groups", [group, group]),
+        mock.patch.object(state, "_fsdp_param_groups", [group, group], create=True),
         raises_on_every_rank(ConfigError, "'first'", "2 parameter groups"),
     ):
         commlib.shard(model, "int8")
-    model.set_reduce_scatter_unused_params(True)
-    commlib.shard(model, "int8", "int8", feedback=True, compress=ALL)  # nothing was left behind
+    if HAS_UNUSED:
+        follow_unused(model)
+    commlib.shard(model, "int8", "int8", feedback=HAS_UNUSED, compress=ALL)  # nothing was left behind
     loss(model, 0, dist.get_rank()).backward()
     with raises_on_every_rank(ConfigError, "not wrapped"):
         commlib.unwrap(seeded(Net))
@@ -643,7 +657,8 @@ def test_islands_train_with_encoded_shards_in_either_order() -> None:
         dist.all_gather_object(rows, results[-1])
         assert all(torch.equal(a, b) for row in rows for a, b in zip(row, rows[0], strict=True))
         commlib.unwrap(model)
-        assert type(model.first._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__module__.startswith("torch")
+        collectives = [each for group in parameter_groups(model) for each in group.collectives()]
+        assert all(type(each).__module__.startswith("torch") for each in collectives)
         loss(model, 3, dist.get_rank()).backward()
         with raises_on_every_rank(ConfigError, "not wrapped"):
             commlib.stats(model)
@@ -694,7 +709,7 @@ def _trained(model: Any, optimizer: Any, steps: range) -> list[Tensor]:
 
 def _with_feedback(seed: int, mesh: DeviceMesh | None = None) -> tuple[Any, Any]:
     model: Any = fsdp(seeded(Net, seed), mesh)
-    model.set_reduce_scatter_unused_params(True)
+    follow_unused(model)
     commlib.shard(model, "int8", "int4", feedback=True, compress=ALL)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
