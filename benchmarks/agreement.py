@@ -1,7 +1,7 @@
-"""Print what the simulator says, and how well it agrees with measurements, as Markdown tables.
+"""Print the simulator's predictions, and their agreement with measurements, as Markdown tables.
 
 python benchmarks/agreement.py compare results/compare-*.json        # of commlib compare --json
-python benchmarks/agreement.py bagua                                 # beside the figures of BAGUA's authors; simulates
+python benchmarks/agreement.py bagua                                 # next to the figures of BAGUA's authors; simulates
 python benchmarks/agreement.py emulated results/emulated-vgg16.json  # of commlib compare --emulate --json
 python benchmarks/agreement.py latency results/latency-h4-1gbit.json # of latency.py
 python benchmarks/agreement.py sharded results/sharded-*.json        # of step.py; simulates
@@ -80,12 +80,12 @@ def emulated_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _choice(row: dict[str, Any]) -> str:
-    """Return what `auto` chose."""
+    """Return the choice of `auto`."""
     return row["algorithm"] if row["system"].startswith("auto") else ""
 
 
 def latency_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what collectives take by latency in ms, the simulator's figures in brackets; the last lines sum up.
+    """Return the times of collectives in ms by latency, the simulator's in brackets; the last lines are a summary.
 
     Args:
         rows: Of `latency.py`.
@@ -151,7 +151,7 @@ def _simulated(row: dict[str, Any], options: dict[str, Any]) -> Result:
 
 
 def _heading(columns: Sequence[str], num_left: int) -> list[str]:
-    """Return the two lines above a table, of which so many columns hold words."""
+    """Return the two header lines of a table whose first `num_left` columns hold words."""
     return [_line(columns), "|" + "---|" * num_left + "--:|" * (len(columns) - num_left)]
 
 

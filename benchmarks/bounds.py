@@ -20,21 +20,21 @@ def bound_of(algorithm: Algorithm) -> Algorithm:
     """Return the lower bound of an algorithm.
 
     Raises:
-        ValueError: It sends by itself, in a way that is not known here.
+        ValueError: It sends outside of rounds, in an unknown way.
     """
     if isinstance(algorithm, AsyncSGD):
         return AsyncBound(algorithm)
     if not algorithm.channel.has_rounds:
-        raise ValueError(f"{type(algorithm).__name__} sends by itself, and has no lower bound")
+        raise ValueError(f"{type(algorithm).__name__} sends outside of rounds, and has no lower bound")
     return Bound(algorithm)
 
 
 class Bound(Algorithm):
-    """Repeats the collectives that another algorithm asked for in its second round, and does nothing else.
+    """Repeats the collectives that another algorithm issued in its second round, and does nothing else.
 
-    The first may be another than all that follow: replicas of the neighbours' weights begin in full precision.
+    The first round may differ from the others: replicas of the neighbours' weights begin in full precision.
 
-    What arrives is ignored: gradients are as good as the rank's own. Only its time means something.
+    Received data is ignored, and gradients are the rank's own. Only the time is meaningful.
 
     Args:
         inner: The algorithm; its buffers must stay the same from round to round.
@@ -51,7 +51,7 @@ class Bound(Algorithm):
         return self.inner.group(name, parameter)
 
     def setup(self, context: Context) -> None:
-        """Forget what was recorded."""
+        """Discard the records."""
         self._recorded.clear()
         self.inner.setup(context)
 
@@ -68,7 +68,7 @@ class Bound(Algorithm):
 
 
 class AsyncBound(Algorithm):
-    """Sends what `AsyncSGD` sends, as often and to the same ranks, and neither adds nor updates nor takes over.
+    """Sends the messages of `AsyncSGD`, as often and to the same ranks, without sums, updates and copies.
 
     Args:
         inner: Its period, rest and codec count.
@@ -102,7 +102,7 @@ class _Package(Shard):
 
 
 class _Courier(_Worker):
-    """Answers a push with what was pushed, which is as large as the answer."""
+    """Answers a push with the pushed data, which is as large as the real answer."""
 
     def __init__(self, attachment: Attachment, algorithm: AsyncSGD) -> None:
         super().__init__(attachment, algorithm)

@@ -1,10 +1,10 @@
 """Compare the loss curves of several systems, step by step, with those of the first.
 
 python benchmarks/convergence.py --ranks 2,3,4 --steps 200 --json out.json
-python benchmarks/convergence.py final --help          # what all of it comes to: losses at the end (final_loss.py)
+python benchmarks/convergence.py final --help          # losses at the end of training (final_loss.py)
 
 All systems start from the same weights and see the same batches. The curve of a system is the mean loss of all ranks.
-DDP with another bucket size sums in another order and so differs from DDP itself: that spread is the yardstick. Every
+DDP with another bucket size sums in another order and so differs from DDP itself: that spread is the reference. Every
 ten steps the replicas of all ranks are compared bit by bit.
 """
 

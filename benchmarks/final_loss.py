@@ -2,12 +2,12 @@
 
 python benchmarks/convergence.py final --model bytes-1m --optimizer adamw --json out.json --plot out.png
 
-Only the loss on unseen data counts. Every row is one system, model, optimizer and seed; rows that are in the file
-already are kept, so a run that was interrupted goes on, and one file can hold several models and optimizers.
-`--render` makes the table and the plot of what is there.
+Only the loss on unseen data counts. Every row is one system, model, optimizer and seed. Rows that are already in the
+file are kept, so an interrupted run can be continued, and one file can hold several models and optimizers.
+`--render` makes the table and the plot from the existing rows.
 
-With `--budgets 1,1.25,1.5,2,3` all-reduce is trained for `--steps`, and every other system for so many times that, from
-the smallest budget up until it has reached all-reduce's loss; `time_to_loss.py --losses out.json` says what that took.
+With `--budgets 1,1.25,1.5,2,3`, all-reduce is trained for `--steps`, and every other system for these multiples of it,
+in increasing order, until it has reached all-reduce's loss. `time_to_loss.py --losses out.json` prints the cost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EVERY_OPTIMIZER = [
     "commlib:randomk(ratio=0.05)@1",
     "commlib:powersgd@1",
 ]
-#: DGC is SGD with momentum, 1-bit Adam and QAdam are Adam. What their papers tune is tuned: the vote has signSGD's
+#: DGC is SGD with momentum, 1-bit Adam and QAdam are Adam. Settings are tuned as in the papers: the vote has signSGD's
 #: learning rate, DGC's ratio falls during the first fifth of the steps, 1-bit Adam's variance is frozen after a fifth.
 DEFAULT_SYSTEMS = {
     "sgd": [
@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     harness.add_worker_options(parser, 3600, "one seed")
     parser.add_argument("--json", required=True, help="file for the results; rows in it are not measured again")
     parser.add_argument("--plot", help="PNG of all the rows in the file")
-    parser.add_argument("--render", action="store_true", help="train nothing, show what the file holds")
+    parser.add_argument("--render", action="store_true", help="train nothing, show the rows in the file")
     args = parser.parse_args(argv)
     try:
         names = [system.name for system in parse_list(args.systems)] if args.systems else None
@@ -81,7 +81,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.budgets = sorted(float(budget) for budget in args.budgets.split(","))
     except ValueError as error:
         parser.error(str(error))
-    if args.budgets != [1.0]:  # what it reaches is looked for by all others
+    if args.budgets != [1.0]:  # its loss is the target of all others
         args.systems = [_REFERENCE, *(system for system in args.systems if system != _REFERENCE)]
     return args
 
@@ -93,12 +93,12 @@ def load(path: str) -> dict[str, Any]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what makes two rows the same measurement."""
+    """Return the key that identifies a measurement."""
     return tuple(row[key] for key in _KEYS)
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Train what is missing, one system and seed after the other, and write the file after each."""
+    """Train the missing systems and seeds, one after the other, and write the file after each."""
     known = {key_of(row): row for row in result["rows"]}
     has_begun = False
     for seed in args.seeds:
@@ -123,16 +123,16 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def _train(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
-    """Train one system with one seed; return what was measured."""
+    """Train one system with one seed; return the measurements."""
     settings = {key: getattr(args, key) for key in ("device", "threads", "timeout")}
     spec = {**job, **settings, "mode": "final", "systems": [job["system"]]}
     return harness.run_workers(Place(args.ranks), spec, job["steps"])["systems"][job["system"]]
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line per place (model, optimizer, ranks, steps) and system: means over seeds, to the reference's.
+    """Return one line per (model, optimizer, ranks, steps) and system: means over seeds, relative to the reference.
 
-    Losses are compared seed by seed, as the first weights and the data of a seed are alike: `change` is the mean of
+    Losses are compared seed by seed, since a seed determines the initial weights and the data. `change` is the mean of
     (loss / reference - 1), `change_sd` its standard deviation over seeds. `spread` is that of the reference's own loss.
     """
     lines = []

@@ -16,7 +16,7 @@ _GOALS = {"encode": 0.85, "decode": 0.85, "decode-sum-encode": 0.75}
 _FEEDBACK_GOALS = {"int8": 0.8, "topk": 0.5}
 
 _LEAST_S = 4e-4  # a shorter call is repeated until the device is busy for that long
-_MOST_CALLS = 32  # queued at once, lest the queue is full and the host waits
+_MOST_CALLS = 32  # queued at once; more could fill the queue, and the host would wait
 _LEAST_REPS = 3
 _CYCLES_PER_S = 2.0e9  # about; a sleep is to outlast the queueing
 _MARGIN_S = 1e-4

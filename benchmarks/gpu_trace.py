@@ -50,9 +50,9 @@ def trace_step(step: Callable[[], object], path: pathlib.Path | None) -> dict[st
 
 
 def summary(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each part "busy ms, from ms to ms" (after the step's first event on the device), and what is hidden.
+    """Return for each part "busy ms, from ms to ms" (after the step's first event on the device), and the hidden time.
 
-    `hidden_ms` is the time in which something of encode, wire, decode or copy runs beside computing.
+    `hidden_ms` is the time in which encode, wire, decode or copy overlaps with computation.
     """
     found = [each for each in events if each.get("cat") in _DEVICE_CATEGORIES and each.get("ph") == "X"]
     if not found:

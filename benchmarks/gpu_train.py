@@ -1,11 +1,11 @@
-"""Train a GPT on one GPU, with one rank or several that share it, and time each system beside the others.
+"""Train a GPT on one GPU, with one or several ranks that share it, and compare the step times of all systems.
 
 python benchmarks/gpu_train.py --ranks 1 --seconds 32 --out results
 
-Forward and loss run under autocast to bf16; the systems take turns in blocks of a few steps. At one rank the question
-is what wrapping costs (beside `none`, the bare model); at more than one how far a system is from DDP. The ranks of one
-device talk over loopback by NCCL, each as if on a host of its own, or by Gloo where NCCL refuses; so their times say
-nothing of a network. Of some systems a step is traced: when encoding, the collectives and decoding begin and end.
+Forward and loss run under autocast to bf16; the systems take turns in blocks of a few steps. One rank measures the
+cost of wrapping (compared with `none`, the bare model); several ranks compare each system with DDP. Ranks that share
+a device communicate over loopback by NCCL, each as if on a host of its own, or by Gloo if NCCL refuses. Their times
+say nothing about a network. For some systems a step is traced: begin and end of encoding, collectives and decoding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RACE_PART = 0.35
 _REPETITION_S, _BLOCK_LEFT_S, _TRACE_S, _TRACES_S = 3.0, 2.0, 1.5, 5.0
 #: Most that a wrapped step may take, as parts of the step of another system, by the number of ranks.
 _GOALS = {1: (_BARE, 1.03), 2: (_DDP, 1.05)}
-#: What is traced, in this order; the others are not.
+#: The traced systems, in this order; the others are not traced.
 _TRACED = ("bytegrad", "topk", "allreduce", "powersgd")
 _SOURCES = ("_pydecimal.py", "typing.py", "argparse.py", "turtle.py", "tarfile.py", "doctest.py", "inspect.py")
 
@@ -144,7 +144,7 @@ class Racer:
 
 
 class Bench:
-    """What the systems share: the group, the data, and the time."""
+    """State shared by the systems: the group, the data, and the time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -272,7 +272,7 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 def race(bench: Bench) -> None:
-    """Time blocks of all systems in turns, until there is only time left for what follows."""
+    """Time blocks of all systems in turns, until only the time for the remaining work is left."""
     repetition, racers = 0, list(bench.racers.values())
     while racers and repetition < bench.args.repetitions:
         if repetition > 0 and not bench.has_time(_REPETITION_S + _TRACES_S):
@@ -301,7 +301,7 @@ def rows_of(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def report(bench: Bench) -> None:
-    """Write and note what was measured; the loss must be finite."""
+    """Write and report the measurements; the loss must be finite."""
     losses = {name: float(racer.step(bench.batches[0])) for name, racer in bench.racers.items()}
     if bench.rank:
         return

@@ -1,4 +1,4 @@
-"""What the benchmark drivers share: running workers with live progress, and the header of a result file."""
+"""Common code of the benchmark drivers: running workers with live progress, and the header of a result file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Place:
         return f"{self.ranks} hosts at {self.rate or 'full rate'}{latency}"
 
     def folder(self) -> tempfile.TemporaryDirectory[str]:
-        """Make a temporary folder; what a killed emulation leaves is removed by the next one."""
+        """Make a temporary folder; leftovers of a killed emulation are removed by the next one."""
         if not self.emulated:
             return tempfile.TemporaryDirectory()
         from commlib.emulation.netns import temporary_folder  # lazily: loopback does without commlib
@@ -80,11 +80,11 @@ def ending_on_errors() -> Iterator[None]:
 def run_workers(
     place: Place, spec: dict[str, Any], num_steps: int, env: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run one worker per rank and return what rank 0 wrote.
+    """Run one worker per rank and return the results of rank 0.
 
     Args:
         place: Where.
-        spec: What the workers read: the mode and its settings.
+        spec: Input of the workers: the mode and its settings.
         num_steps: Steps they will report, for the progress bar.
         env: Extra environment variables.
 
@@ -131,7 +131,7 @@ def _follow(path: pathlib.Path, num_steps: int) -> Iterator[None]:
 
 
 def header() -> dict[str, Any]:
-    """Describe the machine, the versions and the command: what a reader needs to judge and repeat a result."""
+    """Describe the machine, the versions and the command, so that a result can be judged and reproduced."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -148,7 +148,7 @@ def header() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """Return what the processor is called, and its family and model: virtual machines name several kinds alike."""
+    """Return the processor's name, family and model: virtual machines use one name for several kinds."""
     with contextlib.suppress(OSError, KeyError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -165,12 +165,12 @@ def note(name: str, has_failed: bool = False, **facts: Any) -> None:
 
 
 def table_of(title: str, columns: Sequence[str], texts: Sequence[str] = ("system",)) -> Table:
-    """Return a table without rows: texts on the left, numbers on the right; what is too wide for a terminal is folded.
+    """Return a table without rows: texts left-aligned, numbers right-aligned; wide cells are folded.
 
     Args:
-        title: Stands above it.
-        columns: Their heads.
-        texts: Which columns hold texts.
+        title: The title.
+        columns: The column headers.
+        texts: The columns that hold texts.
     """
     shown = Table(title=title, title_justify="left")
     for column in columns:

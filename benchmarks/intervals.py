@@ -50,7 +50,7 @@ def rotation(num_systems: int, repetition: int) -> list[int]:
     """Return the order of the systems in a repetition.
 
     Every order is followed by its reverse, then all move on by one place: over 2 * num_systems repetitions each system
-    has had each place twice, and each neighbour on both sides alike.
+    has had each place twice, and each neighbour equally often on both sides.
     """
     order = [(idx + repetition // 2) % num_systems for idx in range(num_systems)]
     return order[::-1] if repetition % 2 else order

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels.py measures: the kernels of each codec, copies, and what other libraries offer instead."""
+"""The functions that benchmarks/kernels.py measures: kernels of each codec, copies, and those of other libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commlib.kernels import cuda_codecs, native, native_codecs
 
 INPUTS = 8  # of decode-sum and decode-sum-encode
 RATIO, THRESHOLD = 0.01, 2.6  # of normally distributed elements, 0.93 % reach the threshold
-ROTATION = "hadamard"  # stands where other kernels have a codec
+ROTATION = "hadamard"  # in place of a codec
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Kernel:
     """One measured function.
 
     Attributes:
-        name: What it does.
+        name: The name of the operation.
         codec: The codec, or the name of the other library.
-        bytes_moved: What it must read and write, each byte counted once.
+        bytes_moved: Bytes that it must read and write, each counted once.
         run: Calls it once.
-        payload_bytes: Of the whole tensor's payload; 0 where there is none.
+        payload_bytes: Size of the whole tensor's payload; 0 if it has no payload.
         peer_of: For functions of other libraries, the kernel (name, codec) that they are compared with.
     """
 
@@ -43,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What all kernels of a size share: three fp32 tensors of as many elements."""
+    """The tensors shared by all kernels of a size: three fp32 tensors of equal size."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -72,7 +72,7 @@ def copies(tensors: Tensors) -> list[Kernel]:
 
 
 def shared_by_threads(tensors: Tensors) -> list[Kernel]:
-    """Return plain work that torch shares among all threads: what reading, and reading and writing, gain from them.
+    """Return simple operations that torch runs on all threads, which show the gain for reading and for writing.
 
     Not to be measured just before another kernel with several threads: torch's spin for a while after it.
     """
@@ -162,7 +162,7 @@ def _rotation(tensors: Tensors) -> list[Kernel]:
 
 
 def peers_of(name: str, tensors: Tensors) -> list[Kernel]:
-    """Return what other libraries offer for the codec's tasks; allocation is avoided where they let one avoid it."""
+    """Return the functions of other libraries for the codec's tasks, without allocation if possible."""
     x = tensors.x
     made: list[Kernel] = []
     if name in ("bf16", "fp16"):

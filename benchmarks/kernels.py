@@ -1,16 +1,16 @@
-"""Time the codec kernels against memcpy and against what else there is, all in the same run.
+"""Compare the times of the codec kernels with memcpy and with other implementations, all in the same run.
 
 python benchmarks/kernels.py --sizes 4KiB,1MiB,64MiB,1GiB --threads 1,2 --json out.json --plot out.png
 python benchmarks/kernels.py --device cuda --elements 100e6,16e6,1e6 --peer-size 1GiB --json out.json
 
 Each kernel's time is compared with the time that memcpy needs for as many bytes as the kernel must move (`limit`):
 reads and writes counted once each, as if every tensor passed through the core exactly once. The kernels of a codec,
-memcpy and a non-temporal copy take turns, in rotating order, on preallocated buffers, and each turn begins with a call
-that is not timed, so that what fits into the cache is there; a figure is the median. A sum and an
-addition by torch show what plain work gains from more threads. The crossover of a codec is the
+memcpy and a non-temporal copy take turns, in rotating order, on preallocated buffers, and each turn begins with an
+untimed call that warms the cache; a figure is the median. A sum and an addition by torch show the gain of simple
+operations from more threads. The crossover of a codec is the
 bandwidth below which encoding, sending and decoding take less time than sending fp32. On a GPU (--device cuda) a time
-is the device's own, between two events; calls are queued while the device sleeps, so that it never waits for the host,
-and what the host needs to queue one is measured apart (gpu_timing.py).
+is the device's own, between two events. Calls are queued while the device sleeps, so that it never waits for the host;
+the host's time to queue a call is measured separately (gpu_timing.py).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(made: list[Kernel], reps: int, seconds: float) -> list[float]:
         if repetition >= _LEAST_REPS and time.perf_counter() - begin > seconds:
             break
         for place in rotation(len(made), repetition):
-            made[place].run()  # not timed: what fits into the cache is there, whatever the others have evicted
+            made[place].run()  # not timed: warms the cache after the others
             start = time.perf_counter()
             for _ in range(calls[place]):
                 made[place].run()
@@ -129,7 +129,7 @@ def rows_of(made: list[Kernel], medians: list[float], numel: int, device: str, t
 
 
 def noted(rows: list[dict[str, Any]], made: list[Kernel], host_s: list[float]) -> list[dict[str, Any]]:
-    """Add what the host needs for a call, where it was measured, and tell a check on a GPU of each row."""
+    """Add the host's time for a call, if measured, and report each row to a check on a GPU."""
     host = {(kernel.name, kernel.codec): seconds for kernel, seconds in zip(made, host_s, strict=False)}
     for row in rows:
         if host:
@@ -252,7 +252,7 @@ def rows_of_codec(name: str, tensors: Tensors, args: argparse.Namespace, threads
 
 
 def save(rows: list[dict[str, Any]], args: argparse.Namespace, header: dict[str, Any] | None = None) -> None:
-    """Write what was measured so far, if it is to be written."""
+    """Write the measurements so far, if requested."""
     if args.json:
         header = harness.header() if header is None else header
         harness.write_json(args.json, {"header": header, "crossover_gbit_s": crossovers(rows), "rows": rows})

@@ -2,10 +2,10 @@
 
 python benchmarks/latency.py --hosts 4 --rate 1gbit --latencies-us 1000,5000,20000 --json out.json
 
-Connections are warm (`tcp_slow_start_after_idle` is off), nothing else is under way, and all ranks start at the same
-moment of the clock that they share: a time is from then to the end of the slowest rank, the median of `--reps`. Beside
-it stands what the simulator says, which knows what each verb takes on these hosts without latency (the least, and its
-two largest sizes, measured first), and what latency was added. An all-gather's bytes are those of its result, an
+Connections are warm (`tcp_slow_start_after_idle` is off), no other traffic runs, and all ranks start at the same moment
+of their shared clock. A time is from then to the end of the slowest rank, the median of `--reps`. Next to it is the
+prediction of the simulator, which is given the time of each verb on these hosts without latency (the smallest and the
+two largest sizes, measured first) and the added latency. An all-gather's bytes are those of its result, an
 exchange's those that a rank sends, half to each of two neighbours.
 """
 
@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="emulated hosts, one rank each")
     parser.add_argument("--rate", default="1gbit", help="rate of the links, or none")
-    parser.add_argument("--latencies-us", default="1000,5000,20000", help="one-way latencies beside 0, comma-separated")
+    parser.add_argument("--latencies-us", default="1000,5000,20000", help="nonzero one-way latencies, comma-separated")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, comma-separated")
     parser.add_argument("--reps", type=int, default=7, help="timed collectives of each kind and size")
     parser.add_argument("--json", help="file for the results")
@@ -83,11 +83,11 @@ def make_request(comm: Communicator, verb: str, nbytes: int) -> Request:
 
 
 class Simulator:
-    """What the simulator says of collectives, from what they take without latency.
+    """Predicts the times of collectives from their times without latency.
 
     Args:
-        hosts: How many there are.
-        rows: What was measured without latency.
+        hosts: The number of hosts.
+        rows: Measurements without latency.
     """
 
     def __init__(self, hosts: int, rows: list[dict[str, Any]]) -> None:
@@ -101,7 +101,7 @@ class Simulator:
             requests = (self._request(verb, nbytes) for nbytes in (small, whole))
             times[verb] = VerbTimes(next(requests), seconds[small], next(requests), seconds[whole], fixed_s)
         self._network, found = fitted(Network("emulated", nodes=hosts), GLOO, times)
-        # What they take at least is processes' turns: no latency, and nothing that could hide one.
+        # The minimum is the scheduling of processes: no latency, and nothing that could hide one.
         own_us = {verb: min(row["seconds"] for row in rows if row["verb"] == verb) * 1e6 for verb in VERBS}
         self._profile = replace(found, hidden_of={}, op_us_of=own_us)
 
@@ -128,7 +128,7 @@ class _Rank:
         self._gather_s = 2 * max(self.seconds(lambda: transport.gather_objects(None)))
 
     def seconds(self, run: Callable[[], object]) -> list[float]:
-        """Return what each of `reps` runs takes until the slowest rank has ended, after some that are not timed."""
+        """Return the times of `reps` runs until the slowest rank has ended, after some untimed runs."""
         found = []
         for repetition in range(_WARM_UP + self._reps):
             start_s = max(self._transport.gather_objects(time.monotonic())) + self._gather_s + _MARGIN_S
@@ -141,7 +141,7 @@ class _Rank:
 
 
 def work(spec: dict[str, Any]) -> None:
-    """Be one rank, and let rank 0 write what was found."""
+    """Run one rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     # Of this host: connections stay warm between two measurements, however long a round trip is.
     pathlib.Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")

@@ -22,8 +22,8 @@ import gpt
 
 Batch = tuple[Tensor, Tensor]
 
-#: Standard deviation of the noise on pixels of 0 to 1. Without it the loss goes to zero, and a ratio of two losses says
-#: little; with it no model can tell all digits.
+#: Standard deviation of the noise on pixels of 0 to 1. Without it the loss goes to zero, and a ratio of two losses has
+#: little meaning; with it no model recognizes all digits.
 _DIGIT_NOISE = 0.7
 
 
@@ -67,8 +67,8 @@ def _demo(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return DeMo(parameters, lr=lr, weight_decay=0.01)
 
 
-#: By name: what takes the parameters and a learning rate. The last two are what some algorithms demand in the place of
-#: the two before, whose learning rates they take (`systems.OPTIMIZER_OF`).
+#: Optimizers by name: functions of the parameters and a learning rate. Some algorithms require the last two in place of
+#: the two before, whose learning rates they use (`systems.OPTIMIZER_OF`).
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Any]] = {
     "adamw": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, fused=True),
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9, fused=True),
@@ -82,7 +82,7 @@ _RATE_OF = {"frozen-variance-adam": "adamw", "plain-sgd": "sgd", "muon": "adamw"
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What every system trains alike.
+    """A training task, identical for all systems.
 
     Attributes:
         build: Makes a model; the seed is set before, so that all copies start equal.

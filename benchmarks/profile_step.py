@@ -25,7 +25,7 @@ import commlib
 
 PREFIX = "commlib: "
 _WARM_UP_STEPS = 4
-#: What is drawn in which lane: commlib's own names, and what of torch's shows where the step is.
+#: The events drawn in each lane: commlib's own, and those of torch that show the phases of the step.
 _COMPUTATION = {"forward", "backward", "optimizer"}
 _LANES = ("training thread", "local work", "wire")
 _COLOURS = {
@@ -93,7 +93,7 @@ def record(model: str, algorithm: str, bucket_cap_mb: str, trace: str) -> None:
 
 
 def spans_of(trace: dict[str, Any]) -> list[tuple[str, str, str, float, float]]:
-    """Return what a trace has by name, by start: (lane, kind, label, start in ms, milliseconds)."""
+    """Return the named events of a trace, ordered by start: (lane, kind, label, start in ms, milliseconds)."""
     found = []
     for event in trace["traceEvents"]:
         name = str(event.get("name", ""))

@@ -1,8 +1,8 @@
 """Print results of step.py as a Markdown table.
 
-python benchmarks/report.py benchmarks/results/step-*.json              # commlib's systems beside their references
-python benchmarks/report.py --relaxed benchmarks/results/relaxed-*.json # all systems, beside their lower bounds
-python benchmarks/report.py --sweep benchmarks/results/sweep-*.json     # planned buckets beside the best fixed size
+python benchmarks/report.py benchmarks/results/step-*.json              # commlib's systems next to their references
+python benchmarks/report.py --relaxed benchmarks/results/relaxed-*.json # all systems, next to their lower bounds
+python benchmarks/report.py --sweep benchmarks/results/sweep-*.json     # planned buckets next to the best fixed size
 python benchmarks/report.py --spread run1.json run2.json                # medians and ranges over several runs
 """
 
@@ -22,7 +22,7 @@ _SENT = ("MB sent", "counter to formula", "less headers")
 
 
 def step_rows(result: dict[str, Any]) -> list[str]:
-    """Return one line per commlib system of a step benchmark, beside its reference."""
+    """Return one line per commlib system of a step benchmark, next to its reference."""
     rows = {row["system"]: row for row in result["rows"]}
     lines = []
     for row in result["rows"]:
@@ -70,7 +70,7 @@ def relaxed_rows(result: dict[str, Any]) -> list[str]:
 
 
 def sweep_row(result: dict[str, Any]) -> str:
-    """Return the line of a sweep of bucket sizes: the planned buckets beside the best of the fixed sizes."""
+    """Return the line of a sweep of bucket sizes: the planned buckets next to the best of the fixed sizes."""
     first, found = result["rows"][0], result["sweep"]
     best = f"{found['best_fixed'].partition('@')[2]} MiB"
     interval = f"{found['lo']:.3f} to {found['hi']:.3f}"

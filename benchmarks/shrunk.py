@@ -47,13 +47,13 @@ def usual_optimizer(name: str) -> str:
 
 
 def equivalent_rate(name: str, network: str, hosts: int) -> float:
-    """Return the rate in bit/s at which the bytes weigh as much beside the layers' time as beside a step on a network.
+    """Return the rate in bit/s that gives the same ratio of communication to layer time as the full model on a network.
 
-    The optimizer's time, which is real here, comes on top: bytes weigh less beside the whole step than there.
+    The optimizer's real time is added, so the ratio of communication to the whole step is lower than there.
 
     Args:
-        name: The workload's.
-        network: A preset's name.
+        name: The name of the workload.
+        network: The name of a preset.
         hosts: Emulated hosts.
 
     Raises:

@@ -26,7 +26,7 @@ def network_of(num_ranks: int, per_node: int) -> Network:
 
 
 def measure(algorithm: Algorithm, network: Network, workload: str, limit_s: int) -> dict[str, object]:
-    """Simulate in a process of its own; return its processor seconds, memory, and what it found, or why it failed."""
+    """Simulate in a separate process; return its processor seconds, memory and result, or the reason of a failure."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_simulate, args=(sender, algorithm, network, workload, limit_s))
@@ -46,7 +46,7 @@ def _simulate(sender: Connection, algorithm: Algorithm, network: Network, worklo
     try:
         result = simulate(workloads.get(workload), network, presets.device("v100"), algorithm, Options())
         found: dict[str, object] = {"step_s": result.step_s, "memory_bytes": result.memory_bytes}
-    except Exception as error:  # a benchmark of what may fail
+    except Exception as error:  # a failure is a result of this benchmark
         found = {"error": f"{type(error).__name__}: {error}"}
     used = resource.getrusage(resource.RUSAGE_SELF)
     sender.send({"processor_s": time.process_time() - begin_s, "peak_mb": used.ru_maxrss / 1024, **found})

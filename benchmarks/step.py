@@ -3,8 +3,8 @@
 python benchmarks/step.py --systems ddp,commlib:allreduce --ranks 2 --model bytes-gpt --json out.json
 
 All systems live in the same processes and take turns, a few steps each, in rotating order; the ratio to the first
-system is taken block by block, so that drifts of the machine cancel. Peak memory is measured apart, in fresh processes
-for each system. benchmarks/README.md says how to read the numbers, systems.py which systems there are.
+system is taken block by block, so that drifts of the machine cancel. Peak memory is measured in new processes for each
+system. benchmarks/README.md explains the numbers, systems.py lists the systems.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _equivalent_rate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     prefix, _, name = args.model.partition("-")
     if prefix != "shrunk":
-        parser.error(f"--network: expected a shrunk- model beside it, got {args.model}")
+        parser.error(f"--network: expected a shrunk- model with it, got {args.model}")
     from shrunk import equivalent_rate  # lazily: other models do without commlib
 
     from commlib.errors import ConfigError

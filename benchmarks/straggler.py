@@ -1,16 +1,16 @@
-"""What a slow or a stopped rank costs the others: throughput of asynchronous algorithms against no communication.
+"""The cost of a slow or stopped rank for the others: throughput of asynchronous algorithms and of no communication.
 
     python benchmarks/straggler.py --fault slow --json slow.json     # one rank makes steps 3 times as long
     python benchmarks/straggler.py --fault stop --json stop.json     # one rank is stopped for 5 s
     python benchmarks/straggler.py slow.json stop.json --plot straggler.png    # measures nothing: prints, draws
 
-A step is a real forward, backward and optimizer step, and a sleep between the first two that stands for an
-accelerator's work: without it, ranks that share cores would be slowed by each other's computing and not by the
-straggler. What the algorithms do in the background runs on the cores meanwhile, as it would beside an accelerator.
+A step is a real forward, backward and optimizer step, and a sleep between the first two that represents an
+accelerator's work: without it, ranks that share cores would be slowed by each other's computation and not by the
+straggler. Background work of the algorithms runs on the cores meanwhile, as it would next to an accelerator.
 
 All systems run in turns in the same processes. A turn lasts a fixed time; throughput is the sum over the ranks of the
-steps that each has made by the time of its last step. All-reduce, whose ranks cannot end apart, makes a fixed number of
-steps.
+steps that each has made by the time of its last step. All-reduce, whose ranks must end together, makes a fixed number
+of steps.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def take_turn(system: str, spec: dict[str, Any], rank: int) -> dict[str, float]:
 
 
 def stop(seconds: float) -> None:
-    """Stop this process, all its threads, as if its machine were taken away for that time."""
+    """Stop this process, with all its threads, for some seconds."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -217,7 +217,7 @@ def plot(path: str, results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print and save; or print and plot what was saved."""
+    """Measure, print and save; or print and plot saved results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", help="result files to show; nothing is measured")
     parser.add_argument("--fault", choices=("slow", "stop"), default="slow")

@@ -4,7 +4,7 @@ none                                no communication
 ddp                                 DistributedDataParallel, at the best of its configurations (found by a race)
 ddp@25, ddp(gradient_as_bucket_view=True)@25, ddp@default      one configuration; @ is bucket_cap_mb
 ddp:fp16, ddp:bf16, ddp:powersgd    DDP's communication hooks (PowerSGD of rank 2 in a single bucket)
-ddp:own_group                       DDP beside what every planner of buckets needs, for its memory (see _install_parts)
+ddp:own_group                       DDP with the resources of a bucket planner, for its memory (see _install_parts)
 torchft                             torchft's DistributedDataParallel, where it is installed (torchft_system.py)
 torchft:local_sgd(sync_every=8), torchft:diloco(sync_every=50)     its LocalSGD and DiLoCo
 commlib:allreduce                   commlib.wrap with planned buckets
@@ -43,7 +43,7 @@ _SINGLE_BUCKET_MB = 100_000
 _NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<variant>\w+))?(\((?P<options>[^)]*)\))?(@(?P<cap>[\d.]+|default))?")
 _HOOKS = ("fp16", "bf16", "powersgd")
 _OWN_GROUP = "own_group"
-#: Bytes and number of the scratch buckets whose all-reduces show what communication costs, as commlib has them.
+#: Bytes and number of the scratch buckets whose all-reduces show the cost of communication, as in commlib.
 #: (`commlib.engine.planning.cost.SCRATCH_SIZES`; not imported, as commlib's code would count in the memory measured.)
 _SCRATCH = ((32 << 10, 8), (256 << 10, 6), (1 << 20, 4), (4 << 20, 2))
 _TORCHFT = ("local_sgd", "diloco")
@@ -66,11 +66,11 @@ class System:
     Attributes:
         name: As given on the command line.
         kind: "none", "ddp", "torchft", "commlib", "bound", "hsdp", "islands", "fsdp", "shard" or "shardbound".
-        variant: DDP's hook, torchft's class or commlib's algorithm; empty for none of them.
+        variant: DDP's hook, torchft's class or commlib's algorithm; otherwise empty.
         options: Keyword arguments of DistributedDataParallel or of the algorithm.
         cap: bucket_cap_mb as text, "default" for the library's own, empty where none was given.
         lr: The optimizer's learning rate; None is the workload's.
-        optimizer: Of `models.OPTIMIZERS`; None is the command's, or what the algorithm demands.
+        optimizer: Of `models.OPTIMIZERS`; None is the command's, or the one that the algorithm requires.
     """
 
     name: str
@@ -246,10 +246,10 @@ def _install_ddp(system: System, model: nn.Module) -> nn.Module:
 
 
 def _install_parts(model: nn.Module) -> None:
-    """Start, with torch alone, what a library needs that has collectives of its own and plans by what they cost.
+    """Start, with torch alone, the resources of a library with its own collectives that plans by measured costs.
 
-    A process group, which no other collective can disturb; a thread, idle here; and all-reduces of scratch buckets of
-    zeros, together an eighth of the model or less where that is not below 64 KiB each.
+    A separate process group; an idle thread; and all-reduces of scratch buckets of zeros, together at most an eighth of
+    the model if that is not below 64 KiB each.
     """
     group = dist.new_group()
     threading.Thread(target=threading.Event().wait, name="idle", daemon=True).start()

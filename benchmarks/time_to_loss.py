@@ -1,12 +1,12 @@
-"""From losses at the end of budgets: what each system needs, in steps, rounds, bytes and time, to DDP's loss.
+"""From losses at the end of budgets: the steps, rounds, bytes and time of each system to DDP's loss.
 
 python benchmarks/time_to_loss.py --losses final.json --model digits --optimizer sgd --steps 300 --within 0.01
 python benchmarks/time_to_loss.py headline-*.json --losses final.json --model digits --optimizer sgd --steps 300
 
 DDP's loss is that of all-reduce after `--steps` steps, mean over seeds. Each system needs the smallest number of steps,
 among the budgets that it was trained for, after which its own loss is at most `--within` above. With files of step
-times, its time is that number times its measured step; a system that a step file lacks is shown with the step without
-communication, which is less.
+times, its time is that number times its measured step; a system missing in a step file is shown with the shorter step
+without communication.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rich.table import Table
 from systems import parse
 
 _REFERENCE = "commlib:allreduce"
-#: What says how to begin, not what a step is.
+#: Options that affect only the first steps.
 _BEGINNING = ("warmup_steps", "ratio_warmup_steps")
 _RATE = re.compile(r",?\blr=[^,)]*")
 
 
 def identity(name: str) -> str:
-    """Return what a system is called in all files: without bucket sizes and warm-up."""
+    """Return the name of a system in all files: without bucket sizes and warm-up."""
     system = parse(name)
     if system.kind == "ddp" and not system.variant:
         return _REFERENCE
@@ -44,15 +44,15 @@ def identity(name: str) -> str:
 
 @dataclass(frozen=True)
 class Needed:
-    """What a system needs to DDP's loss.
+    """The cost of a system to reach DDP's loss.
 
     Attributes:
         steps: Optimizer steps; None: more than the largest budget that it was trained for.
         largest: That budget.
         changes: Its loss by budget, relative to DDP's, mean over seeds.
-        seeds: How many seeds the budget of `steps` (or else the largest) was trained with.
-        rounds: Communications within these steps; None where the rows do not say.
-        sent_bytes: What a rank sent in them, by the formulas of `commlib.stats`; None where the rows do not say.
+        seeds: The number of seeds trained with the budget of `steps` (or else the largest).
+        rounds: Communications within these steps; None if not in the rows.
+        sent_bytes: Bytes sent per rank in them, by the formulas of `commlib.stats`; None if not in the rows.
     """
 
     steps: int | None
@@ -64,10 +64,10 @@ class Needed:
 
 
 def needed_to_loss(rows: Sequence[dict[str, Any]], steps: int, within: float) -> dict[str, Needed]:
-    """Return what each system needs to DDP's loss.
+    """Return the cost of each system to reach DDP's loss.
 
     Args:
-        rows: Of `convergence.py final`: one model and optimizer.
+        rows: Rows of `convergence.py final`: one model and optimizer.
         steps: DDP's budget.
         within: How far a loss may be above DDP's, relative.
     """
@@ -169,7 +169,7 @@ def table(title: str, lines: Sequence[dict[str, Any]], steps: int) -> Table:
 
 
 def main() -> None:
-    """Print what is needed; with files of step times, a table for each of them instead."""
+    """Print the costs; with files of step times, a table for each of them instead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step_files", nargs="*", help="results of step.py, with the systems none and ddp")
     parser.add_argument("--losses", required=True, nargs="+", help="results of convergence.py final")

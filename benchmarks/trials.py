@@ -1,11 +1,11 @@
-"""How good the plans are that commlib's trials choose: all candidates timed to the end, and the rule replayed on them.
+"""Quality of the plans that commlib's trials choose: all candidates timed to the end, and the rule replayed on them.
 
     python benchmarks/trials.py --ranks 4 --model cnn --json trials-r4-cnn.json    # records, then replays
-    python benchmarks/trials.py --replay trials-*.json                             # replays what was recorded
+    python benchmarks/trials.py --replay trials-*.json                             # replays the records
 
-The candidates take turns, there and back, for `--passes` passes. A plan's true time is the median of all its steps on
+The candidates take turns, up and down, for `--passes` passes. A plan's true time is the median of all its steps on
 its slowest rank. Then the rule (`commlib.engine.planning.trials.Trials`) runs on these steps once from each visit on,
-as if training had begun there; how much slower than the best plan is the one it leaves?
+as if training had begun there. The result compares the chosen plan with the best.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def record(bench: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one race left: how much slower than the best plan it truly is, and the steps that it took."""
+    """The result of one race: its plan's true slowdown against the best plan, and the number of its steps."""
 
     excess: float
     steps: int
@@ -92,7 +92,7 @@ class Recording:
     def __init__(self, result: dict[str, Any]) -> None:
         self.steps_s: list[list[list[float]]] = result["steps_s"]
         self.steps_per_visit: int = result["steps_per_visit"]
-        # Of a plan only the number of buckets counts here; `which` tells those of as many apart.
+        # Only the number of buckets of a plan counts here; `which` distinguishes plans with equal numbers.
         self.plans = [
             Plan(tuple((which, idx) for idx in range(len(numels))), "trial")
             for which, numels in enumerate(result["bucket_numels"])
@@ -122,7 +122,7 @@ class Recording:
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the plans' true times to the best's, and what the races from all visits on came to."""
+    """Return the plans' true times relative to the best, and the results of the races from all visits."""
     recording = Recording(result)
     races = [recording.replay(start) for start in range(recording.num_visits)]
     return {

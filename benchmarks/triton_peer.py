@@ -1,6 +1,6 @@
-"""What one would write in Triton in an hour: int8 with one scale for 256 elements. A peer, without our wire format.
+"""A simple Triton implementation of int8 with one scale for 256 elements, for comparison; not our wire format.
 
-It rounds half away from zero, keeps scales in fp16 apart from the codes, and knows no NaN, feedback or chunks.
+It rounds half away from zero, keeps scales in fp16 apart from the codes, and supports no NaN, feedback or chunks.
 """
 
 from __future__ import annotations

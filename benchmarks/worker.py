@@ -1,4 +1,4 @@
-"""One rank of a benchmark: reads what to do from a JSON file, trains, and rank 0 writes what was measured.
+"""One rank of a benchmark: reads its task from a JSON file and trains; rank 0 writes the measurements.
 
 Not for direct use: step.py and convergence.py start it.
 """
@@ -32,7 +32,7 @@ _NUM_BATCHES = 16
 _SEARCH_KEEP = 4
 _MOST_TRIAL_STEPS = 2000
 _SEARCH_ROUNDS = 3
-_SILENCE_BYTES = 10_000  # acknowledgements and the like in a tenth of a second
+_SILENCE_BYTES = 10_000  # acknowledgements and similar packets in a tenth of a second
 _DIGEST_EVERY = 10
 
 
@@ -67,7 +67,7 @@ class Racer:
         return not self.system.is_wrapped or self._stats().get("plan") not in ("initial", "trial")
 
     def describe(self) -> dict[str, Any]:
-        """Return what was measured, ready for JSON."""
+        """Return the measurements, ready for JSON."""
         keys = ("blocks_s", "wire_bytes", "wire_packets", "exposed_s", "loss", "num_steps")
         return {"configuration": self.system.name, **{key: getattr(self, key) for key in keys}, **self._stats()}
 
@@ -84,7 +84,7 @@ class Racer:
 
 
 class Bench:
-    """What the modes share: the process group, the data, progress and the network's counters."""
+    """State shared by the modes: the process group, the data, progress and the network's counters."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
@@ -164,14 +164,14 @@ class Bench:
 
 
 class Sent(NamedTuple):
-    """What an interface has sent: bytes, headers among them, and packets, acknowledgements among them."""
+    """Traffic sent by an interface: bytes including headers, and packets including acknowledgements."""
 
     nbytes: int
     packets: int
 
 
 def _sent() -> Sent:
-    """Return what this host's interface has sent so far."""
+    """Return the traffic sent by this host's interface so far."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     table = pathlib.Path("/proc/self/net/dev")
     found = re.search(rf"^\s*{re.escape(name)}:(.*)$", table.read_text(), re.MULTILINE) if table.exists() else None
@@ -179,7 +179,7 @@ def _sent() -> Sent:
 
 
 def _await_silence() -> None:
-    """Wait until a round that goes on in the background has ended: it is not the next system's. 10 s at most."""
+    """Wait at most 10 s for the end of a background round, so that it does not disturb the next system."""
     before, deadline = -1, time.monotonic() + 10
     while (now := _sent().nbytes) > before + _SILENCE_BYTES and time.monotonic() < deadline:
         before = now
@@ -245,7 +245,7 @@ def measure_memory(bench: Bench) -> dict[str, Any]:
     """
     (system,) = map(parse, bench.spec["systems"])
     if system.is_wrapped:
-        from commlib.kernels import native  # the code of commlib and of its extension is not what is measured
+        from commlib.kernels import native  # first: the memory of this code is not measured
 
         native.load()
     warm = bench.racer(parse("none"))
@@ -308,7 +308,7 @@ def _digest(racer: Racer) -> str:
 
 
 def measure_final(bench: Bench) -> dict[str, Any]:
-    """Train every system to the end of its schedule; returns what the consensus model is worth on unseen data."""
+    """Train every system to the end of its schedule; return the quality of the consensus model on unseen data."""
     return {"systems": {system.name: _final(bench, system) for system in map(parse, bench.spec["systems"])}}
 
 

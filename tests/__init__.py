@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-#: Whether this process collects and judges tests, and leaves what they do to ranks. Set by `conftest.py`.
+#: Whether this process collects and reports tests, and leaves their execution to ranks. Set by `conftest.py`.
 IS_COLLECTING = False
 
 
 class Placeholder(type):
-    """A class that stands for a library, where its classes are only derived from; every attribute is one more."""
+    """A placeholder for a library whose classes are only derived from; every attribute is another placeholder."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

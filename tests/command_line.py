@@ -1,4 +1,4 @@
-"""Whether commands that documents show would be understood: their programs are there and know the options."""
+"""Checks commands in documents: their programs exist and accept the options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
-#: Programs that are not ours, whose options nobody looks at here.
+#: Programs of others, whose options are not checked here.
 _OTHERS = {"apt-get", "cat", "cd", "cibuildwheel", "export", "git", "ls", "mkdir", "pip", "pre-commit", "ssh", "watch"}
 _OURS = {"commlib", "python", "torchrun"}
 
@@ -36,7 +36,7 @@ def is_known(line: str) -> bool:
 
 
 def problems(lines: Iterable[str]) -> dict[str, str]:
-    """Return what is wrong with each command line, by the line; "" is nothing."""
+    """Return the problem of each command line, by the line; "" if there is no problem."""
     found: dict[str, str] = {}
     scripts: dict[str, tuple[str, list[str]]] = {}
     for line in lines:
@@ -68,7 +68,7 @@ def _check(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Check a command; yield a script that it starts, and the script's arguments.
 
     Raises:
-        ValueError: With what is wrong.
+        ValueError: The command is wrong; the message says why.
     """
     if not words:
         return
@@ -163,7 +163,7 @@ def _parse_all(scripts: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def _parse(script: str, arguments: list[str]) -> str:
-    """Run a script as far as it has parsed its arguments; return what its parser says of them."""
+    """Run a script as far as it has parsed its arguments; return the message of its parser."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     try:

@@ -47,7 +47,7 @@ def pytest_report_header() -> list[str]:
 
 
 def _commit() -> str:
-    """Return what is tested, for results that are kept."""
+    """Return the tested commit, for stored results."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "unknown (no git checkout)"
@@ -92,7 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class _Controller:
-    """What the process does that prints: it adds up the costs of all processes, and keeps what failed."""
+    """Hooks of the process that prints: adds up the costs of all processes, and keeps the failures."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._failures = flaky.Failures()

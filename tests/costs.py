@@ -1,8 +1,8 @@
-"""What the tests of a session start: jobs on pooled ranks and processes, by the file of the test.
+"""Counts the jobs on pooled ranks and the processes that the tests of a session start, by the file of the test.
 
-[Note: budget] Several ranks and processes are what takes the time of the suite, and unlike time they can be counted.
+[Note: budget] Jobs on several ranks and processes take most of the suite's time, and unlike time they can be counted.
 `budget.json` records how many the fast part may start. A session over the budget fails and names the costliest files:
-make the new test share what others start, mark it slow, or raise the number with a reason in the commit.
+let the new test share the jobs of others, mark it slow, or raise the number with a reason in the commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 BUDGET_PATH = Path(__file__).parent / "budget.json"
 
-#: What is counted: jobs run on the pool of ranks, and processes (forked ranks, commands).
+#: The counters: jobs run on the pool of ranks, and processes (forked ranks, commands).
 RANK_JOBS, PROCESSES = "rank jobs", "processes"
 
 
@@ -31,7 +31,7 @@ class Costs:
         self.by_kind[kind][self.file] += 1
 
     def merge(self, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add what another process has counted, as `as_dict` of it."""
+        """Add the counts of another process, from its `as_dict`."""
         for kind, by_file in counts.items():
             self.by_kind[kind].update(by_file)
 

@@ -1,10 +1,10 @@
-"""Whether a few failures of a run of continuous integration may be tried again, and what is reported of them.
+"""Decide whether a few failures of a run of continuous integration may be tried again, and report them.
 
     python -m tests.flaky FAILURES.json      prints the tests to run again, one a line; exit status 1 if none may be
 
-A test that fails once and passes alone has a fault, or the library has. It costs no landing, and is not forgotten: it
-is printed as `FLAKY` with the first failure's traceback. Its name is then added to `known_flaky.txt` by hand, and from
-then on its failures stay red until it is mended and taken out there.
+A test that fails once and passes alone has a fault, or the library has. It does not block a merge, but it is reported:
+it is printed as `FLAKY` with the first failure's traceback. Its name is then added to `known_flaky.txt` by hand. From
+then on its failures stay red until it is fixed and removed there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OVER_BUDGET = 7
 #: With more failures than this something is broken.
 MOST = 3
 
-#: What is never tried again, by what the failure says: it is a fault of the library, however rare.
+#: Failures that are never tried again, by their text: they are faults of the library, however rare.
 NEVER = {
     "a crash by a signal": re.compile(
         r"died with (?:exit code|signal) -?\d|returncode[ =]+-\d|crashed while running"
@@ -38,7 +38,7 @@ NEVER = {
 
 @dataclass
 class Failures:
-    """What failed in a session: the whole report by the test's node id."""
+    """The failures of a session: the whole report by the test's node id."""
 
     by_test: dict[str, str] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class Failures:
 
     @classmethod
     def read(cls, path: Path) -> Failures:
-        """Read what `write` has written."""
+        """Read the output of `write`."""
         return cls(json.loads(path.read_text()))
 
     def stay_red(self, known: set[str]) -> list[str]:
@@ -91,7 +91,7 @@ def known_flaky() -> set[str]:
 
 
 def main(path: str) -> int:
-    """Print the tests to run again, or why there are none."""
+    """Print the tests to run again, or the reason for running no test again."""
     failures = Failures.read(Path(path))
     if reasons := failures.stay_red(known_flaky()):
         print("not run again:", *reasons, sep="\n  ", file=sys.stderr)

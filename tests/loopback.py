@@ -1,4 +1,4 @@
-"""A loopback of a command's own, for what counts all bytes there: other tests' would count, too."""
+"""A separate loopback for a command, for tests that count all bytes on it: those of other tests would count, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from commlib.emulation.netns import check_requirements
 
-#: What emulated hosts lack here; asked once, as that makes a namespace.
+#: Missing requirements of emulated hosts; checked once, since that makes a namespace.
 MISSING = check_requirements()
 
 #: Put before a command.

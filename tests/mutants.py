@@ -1,8 +1,8 @@
-"""What `scripts/mutants` does: makes one seeded fault after the other, and says which the fast tests catch.
+"""Implementation of `scripts/mutants`: make one seeded fault after the other, and report which the fast tests catch.
 
-[Note: mutants] `tests/mutants.toml` lists them: a line of a file, what it becomes, and the tests and contracts of its
-room. Each is made in a working tree of the last commit, apart from the checkout; what is not committed is not tested. A
-fault is caught where a test fails, survives where all pass, and is an error where there is no verdict: then the list is
+[Note: mutants] `tests/mutants.toml` lists them: a line of a file, its replacement, and the related tests and contracts.
+Each is made in a separate working tree of the last commit; uncommitted changes are not tested. A
+fault is caught if a test fails, survives if all pass, and is an error if there is no verdict: then the list is
 wrong, or the tests could not be run.
 """
 
@@ -31,8 +31,8 @@ CONTRACTS = "tests/contract/test_algorithms.py"
 _NUM_PROCESSES = 2
 #: A guard against tests that hang beyond their own limits.
 _LIMIT_S = 1800
-#: What pytest returns where tests passed, or none is in the fast part; where some failed; where several processes
-#: stopped at the first.
+#: pytest's exit codes if tests passed, or none is in the fast part; if some failed; if several processes stopped at
+#: the first.
 _PASSED, _FAILED, _STOPPED = (0, 5), 1, 2
 
 
@@ -41,11 +41,11 @@ class Mutant:
     """A seeded fault.
 
     Attributes:
-        file: Where it is, relative to the checkout.
-        what: What is wrong then, in words.
+        file: Its file, relative to the checkout.
+        what: A description of the fault.
         old: The line, without its indentation.
-        new: What it becomes.
-        tests: The fast tests of its room: pytest's arguments.
+        new: The replacement.
+        tests: The related fast tests: pytest's arguments.
         contracts: Selects contracts, as pytest's `-k` does.
     """
 
@@ -87,7 +87,7 @@ def main() -> int:
     if outside:
         parser.error(f"--only: expected 1 to {len(known)}, got {outside[0]}")
     for ending in (signal.SIGINT, signal.SIGTERM):  # also in the background, where the first is ignored
-        signal.signal(ending, lambda *_: sys.exit("ended; what was under way is cleared away"))
+        signal.signal(ending, lambda *_: sys.exit("ended; temporary files are removed"))
     outcomes = []
     with _working_tree() as tree:
         for number in numbers:
@@ -103,7 +103,7 @@ def main() -> int:
 
 @contextmanager
 def _working_tree() -> Iterator[Path]:
-    """Make a working tree of the last commit, with what was built for this one."""
+    """Make a working tree of the last commit, with the build outputs of this one."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder) / ROOT.name
         _git("worktree", "add", "--quiet", "--detach", str(tree))
@@ -120,7 +120,7 @@ def _git(*arguments: str) -> None:
 
 
 def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]:
-    """Return "caught", "survived" or "error", and by what or why."""
+    """Return "caught", "survived" or "error", and the catching test or the reason."""
     path = tree / mutant.file
     source = path.read_text(encoding="utf-8")
     faulty = mutant.applied(source)
@@ -140,7 +140,7 @@ def _tested(mutant: Mutant, tree: Path, *, makes_fault: bool) -> tuple[str, str]
 
 
 def _pytest(arguments: Sequence[str], tree: Path) -> tuple[int, str]:
-    """Run tests of the tree until one fails; return the code and what was written."""
+    """Run tests of the tree until one fails; return the code and the output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(_NUM_PROCESSES), "-p", "no:cacheprovider"]
     path = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

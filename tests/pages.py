@@ -1,8 +1,8 @@
-"""The code in the pages of documentation: what can be run, and what is said to be not run, and why.
+"""The code in the pages of documentation: runnable blocks, and blocks marked as not run, with the reason.
 
-A comment above a block of code says what a reader need not see:
+A comment above a block of code holds instructions that a reader need not see:
 
-    <!-- not run: needs two hosts -->                  the block is read, not run; the reason is for whoever changes it
+    <!-- not run: needs two hosts -->                  the block is read, not run; the reason is for maintainers
     <!-- given: model = commlib.wrap(model) -->        runs before the block
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-#: All pages with code but the one of the command line, which is made of what the commands say.
+#: All pages with code except that of the command line, which is generated from the commands' help.
 PAGES = sorted(
     {ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")}
     - {ROOT / "docs" / "reference" / "command_line.md"}
 )
 
 _PARSER = MarkdownIt("commonmark").enable("table")
-_PARSER.core.ruler.enableOnly(["normalize", "block"])  # what is within lines is not looked at
+_PARSER.core.ruler.enableOnly(["normalize", "block"])  # inline markup is not parsed
 
 _NOTE = re.compile(r"<!--\s*(?P<kind>not run|given):(?P<text>.*?)-->", re.DOTALL)
 
@@ -34,10 +34,10 @@ class Block:
     Attributes:
         page: The file.
         line: The line of the file before its first one, from 0.
-        language: What follows the fence; "" for an indented block.
+        language: The text after the fence; "" for an indented block.
         text: The code.
-        reason: Why it is not run; None where it is.
-        given: What runs before it.
+        reason: Why it is not run; None if it is run.
+        given: Code that runs before it.
     """
 
     page: Path
@@ -52,7 +52,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the blocks of code of a page in their order, each with what the comment above it says."""
+    """Return the blocks of code of a page in their order, each with the instructions of the comment above it."""
     found = []
     notes: dict[str, str] = {}
     for token in _PARSER.parse(page.read_text(encoding="utf-8")):

@@ -1,9 +1,9 @@
-"""What `scripts/release` does: builds the source archive and a wheel of it, and checks both in a clean environment.
+"""Implementation of `scripts/release`: build the source archive and its wheel, and check both in a clean environment.
 
-[Note: clean] Everything is made of the files that git knows, copied elsewhere. The wheel is built of the unpacked
+[Note: clean] Everything is built from a copy of the files that git knows. The wheel is built from the unpacked
 source archive, in an environment that pip makes for the build. It is installed in another one, with its dependencies
 resolved at the versions of constraints.txt, and tested in a folder that has the archive's tests and no `commlib`. Then
-the source archive takes its place.
+the same is done with the source archive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ URLS = {"homepage", "documentation", "source", "issues", "changelog"}
 
 
 class ReleaseError(Exception):
-    """What was built is not fit to be released."""
+    """The built distributions cannot be released."""
 
 
 def main() -> None:
@@ -67,23 +67,23 @@ def say(what: str) -> None:
     print(f"scripts/release: {what}", flush=True)
 
 
-# --- what is built ----------------------------------------------------------------------------------------------------
+# --- build -----------------------------------------------------------------------------------------------------------
 
 
 def known_to_git(root: Path = ROOT) -> list[str]:
-    """The files that git knows and that are there."""
+    """The existing files that git knows."""
     command = ["git", "-C", str(root), "ls-files", "-z"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ReleaseError(f"a release is made of a checkout, and this is none:\n{done.stderr}")
+        raise ReleaseError(f"a release is made of a checkout, and this is not one:\n{done.stderr}")
     return [name for name in done.stdout.split("\0") if name and (root / name).is_file()]
 
 
 def copy_known_to_git(tree: Path) -> None:
-    """Copy the checkout, as it is now, without what git does not know."""
+    """Copy the checkout, as it is now, without untracked files."""
     changed = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "-uno"], capture_output=True, check=False)
     if changed.stdout:
-        say("what is not committed is in it, too")
+        say("uncommitted changes are included")
     for name in known_to_git():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
@@ -110,7 +110,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
     return sources
 
 
-# --- what is looked at ------------------------------------------------------------------------------------------------
+# --- inspection ------------------------------------------------------------------------------------------------------
 
 
 def check_files(sdist: Path, wheel: Path) -> None:
@@ -146,7 +146,7 @@ def text_in(path: Path, name: str) -> str:
 
 
 def check_names(names: set[str]) -> None:
-    """The source archive is what git knows, and what the build adds about it."""
+    """Check that the source archive has the files that git knows, and the metadata that the build adds."""
     known = set(known_to_git())
     added = {name for name in names - known if not name.startswith("commlib.egg-info/")}
     if missing := sorted(known - names):
@@ -156,7 +156,7 @@ def check_names(names: set[str]) -> None:
 
 
 def check_metadata(text: str, version: str) -> None:
-    """What an index would check, and what must be told of this package."""
+    """Check the metadata as an index would, and the entries required of this package."""
     try:
         metadata = Metadata.from_email(text, validate=True)
     except ExceptionGroup as errors:
@@ -201,16 +201,16 @@ def check_wheel(wheel: Path) -> None:
             raise ReleaseError(f"{wheel.name} lacks {needed}")
 
 
-# --- what is tried ----------------------------------------------------------------------------------------------------
+# --- trials -----------------------------------------------------------------------------------------------------------
 
 
 def cibuildwheel(tree: Path) -> dict[str, list[str]]:
-    """How wheels are tested, as the settings of cibuildwheel say: the same for this wheel."""
+    """The settings of cibuildwheel for tests of wheels, which apply to this wheel, too."""
     return tomllib.loads((tree / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
 
 
 def install(package: Path, environment: Path, sources: Path, *options: str) -> None:
-    """Install a wheel or source archive, and what its tests need, in an environment that is made if it is not there."""
+    """Install a wheel or source archive, and the requirements of its tests, in an environment; create it if missing."""
     say(f"installing {package.name} in a clean environment")
     if not environment.exists():
         run([sys.executable, "-m", "venv", environment], cwd=sources)
@@ -224,7 +224,7 @@ def install(package: Path, environment: Path, sources: Path, *options: str) -> N
 
 
 def run_checks(environment: Path, sources: Path, folder: Path) -> None:
-    """Run what cibuildwheel would, in a folder that has what it would put there."""
+    """Run the commands of cibuildwheel, in a folder with the files that it would put there."""
     settings = cibuildwheel(sources)
     folder.mkdir()
     for name in settings["test-sources"]:
@@ -246,13 +246,13 @@ def run(
 
     Args:
         command: The command.
-        cwd: Where it runs; pip finds constraints.txt there, if it is there.
-        first_on_path: Where its commands are looked for first.
+        cwd: Its working folder; pip finds constraints.txt there, if present.
+        first_on_path: The folder that is searched first for its commands.
         is_silent: Whether its output is shown only if it fails.
         settings: Environment variables.
 
     Returns:
-        Its output, where it is silent.
+        Its output, if it is silent.
 
     Raises:
         ReleaseError: It failed.

@@ -91,14 +91,14 @@ class Scheduler(LoadScopeScheduling):
             self._begin_timing(node)
 
     def _begin_timing(self, node: WorkerController) -> None:
-        """Give the last process what it takes to go on: it begins a test once it knows the next, or that it ends."""
+        """Give the last process enough work to continue: it begins a test once it knows the next, or that it ends."""
         while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
             super()._assign_work_unit(node)
         if not self.workqueue:
             node.shutdown()
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Remove a process that has ended; the last one then begins with what runs alone."""
+        """Remove a process that has ended; the last one then begins with the tests that run alone."""
         crashed = super().remove_node(node)
         if self.collection is not None and self.workqueue and len(self.nodes) == 1:
             self._reschedule(self.nodes[0])

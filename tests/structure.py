@@ -1,4 +1,4 @@
-"""How the package is built: its imports, circles among them, its largest class, what importing it loads.
+"""The structure of the package: its imports, circles among them, its largest class, the modules that it loads.
 
 python -m tests.structure [folder of a checkout]
 """
@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 PACKAGE = Path(__file__).parents[1] / "commlib"
 
-# What each part may import of the others. A part is the first name below `commlib`, unless PLACED has the module.
+# The parts that each part may import. A part is the first name below `commlib`, unless PLACED has the module.
 _PIECES = {"locks", "weak", "errors", "arguments", "sharding", "kernels", "codecs", "transport", "primitives"}
 _TRAINING = {*_PIECES, "algorithms", "engine"}
 BELOW = {
@@ -55,7 +55,7 @@ BELOW = {
     },
     "__main__": {"cli"},
 }
-# Files of the top layer that `wrap` is made of.
+# Files of the top layer that implement `wrap`.
 PLACED = dict.fromkeys(
     ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
 )
@@ -105,7 +105,7 @@ def _file_of(module: str, package: Path) -> Path | None:
 
 
 def upward_imports(path: Path, package: Path = PACKAGE) -> list[str]:
-    """What a file imports of parts that are not below its own."""
+    """The imports of a file from parts that are not below its own."""
     part = part_of(module_name(path, package))
     allowed = BELOW.get(part, set()) | {part}
     imported = sorted(imported_modules(path, package))
@@ -115,7 +115,7 @@ def upward_imports(path: Path, package: Path = PACKAGE) -> list[str]:
 def circles(package: Path = PACKAGE) -> list[list[str]]:
     """The modules that import one another in a circle: each group that is strongly connected.
 
-    What a folder's `__init__` imports is its front, and what its files import of their own front counts too.
+    The imports of a folder's `__init__` are its front; imports of its files from their own front count too.
     """
     graph = {module_name(path, package): imported_modules(path, package) for path in sources(package)}
     return [sorted(group) for group in _strongly_connected(graph) if len(group) > 1]
@@ -149,7 +149,7 @@ def _strongly_connected(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str
 def late_attributes(package: Path = PACKAGE) -> list[str]:
     """The attributes that a method sets and the construction does not: neither `__init__`, nor a method that it calls.
 
-    What a class declares in its body counts as set, and so does what a base of the package sets.
+    Declarations in the body of a class count as set, and so do attributes that a base of the package sets.
     """
     nodes: dict[str, list[ast.ClassDef]] = {}  # several files may have a class of one name
     for path in sources(package):

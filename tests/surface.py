@@ -1,8 +1,8 @@
 """The public surface: every name that a user may write, with the arguments that it takes.
 
-Public are the names in `__all__` of the packages, what the API reference shows, what the pages, examples and plugins
-import, and every registered algorithm. `golden/surface.json` records them; `python -m tests.surface --write` renews it.
-A name that moved stays importable from its old place.
+Public names are those in `__all__` of the packages, in the API reference, in imports of the pages, examples and
+plugins, and every registered algorithm. `golden/surface.json` records them; `python -m tests.surface --write` renews
+it. A name that moved stays importable from its old place.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ def _code() -> Iterator[str]:
 
 
 def _imported(code: str) -> Iterator[str]:
-    """Yield what is imported from commlib, by dotted name."""
+    """Yield the imports from commlib, by dotted name."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "commlib":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def resolve(name: str) -> Any:
-    """Return what a dotted name stands for.
+    """Return the object of a dotted name.
 
     Raises:
-        AttributeError: There is no such thing.
+        AttributeError: There is no such attribute.
         ImportError: A module cannot be imported.
     """
     parts, found = name.split("."), None
@@ -92,9 +92,9 @@ def resolve(name: str) -> Any:
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """Return what may be written with a public object: its arguments, and for a class its public attributes.
+    """Return the uses of a public object: its arguments, and for a class its public attributes.
 
-    Of an algorithm only the class that all are derived from has its attributes here.
+    Of the algorithms, only the base class of all has its attributes here.
     """
     if inspect.ismodule(value) or not callable(value):
         return {"kind": "module" if inspect.ismodule(value) else type(value).__name__}
@@ -125,7 +125,7 @@ def arguments(value: Any) -> dict[str, list[str]] | None:
 
 
 def missing(before: dict[str, Any], name: str) -> list[str]:
-    """Return what no longer works of a recorded name."""
+    """Return the uses of a recorded name that no longer work."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -10,7 +10,7 @@ import pytest
 
 
 def fast(values: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Return the parameters of a test that is slow but for the values that are chosen."""
+    """Return the parameters of a test that is slow except for the chosen values."""
     return [pytest.param(value, marks=() if value in chosen else pytest.mark.slow) for value in values]
 
 

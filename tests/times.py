@@ -1,14 +1,14 @@
 """Which tests compare a real time with an upper limit: a fault of the tests, as a machine under load is slow.
 
-A real time is what a clock of the module `time` gives, what is computed from it, what a function of the same file
-returns of it, and a number with the name of a time (`elapsed`, `seconds`, `..._s`, `..._ms`, `..._us`), as reports have
-it. Upper limits of 30 s and more are guards against hangs, which are allowed; lower limits are no matter of load.
+A real time is a value of a clock of the module `time`, a value computed from it, also when returned by a function of
+the same file, or a number with the name of a time (`elapsed`, `seconds`, `..._s`, `..._ms`, `..._us`), as in reports.
+Upper limits of 30 s and more are guards against hangs, which are allowed; lower limits do not depend on load.
 
-Names say less than clocks, as the simulator computes times, and tests give some. So a number that is a time by its name
-only may be compared with another such number, or by `approx`; and in the files of `COMPUTED` names say nothing. What a
-clock gives is a real time there, too. Tests that are marked `timing` may compare what they like.
+Names are less reliable than clocks, since the simulator computes times, and tests pass some as inputs. A number that is
+a time by its name only may therefore be compared with another such number, or by `approx`; and in the files of
+`COMPUTED` names are ignored. Values of a clock are real times there, too. Tests marked `timing` may compare any times.
 
-It reads one file at a time, and knows neither types nor the flow of control.
+The check reads one file at a time, and considers neither types nor control flow.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class File:
         )
 
     def _real_names(self, function: ast.FunctionDef) -> set[str]:
-        """Return the names that a function gives to what it computes from a clock."""
+        """Return the names that a function gives to values computed from a clock."""
         real: set[str] = set()
         nodes = self._nodes[function]
         if not any(isinstance(node, ast.Call) and self._gives_time(node) for node in nodes):
             return real
-        for _ in range(3):  # names of what is computed from such names
+        for _ in range(3):  # names of values computed from such names
             for node in nodes:
                 if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) and node.value is not None:
                     for target, value in _assignments(node):
@@ -165,7 +165,7 @@ class File:
                         yield node
 
     def _is_guard(self, limit: ast.expr, function: ast.FunctionDef, real: set[str]) -> bool:
-        """Return whether a limit, or what is added to a moment, is long enough. Two moments are compared for order."""
+        """Return whether a limit, or a duration added to a moment, is long enough. Two moments may be compared."""
         if isinstance(limit, ast.Name):
             for node in self._nodes[function]:
                 if isinstance(node, ast.Assign) and any(_name_of(each) == limit.id for each in node.targets):
@@ -177,7 +177,7 @@ class File:
         return self._is_time(limit, real) if value is None else value >= GUARD_S
 
     def _value(self, node: ast.expr, function: ast.FunctionDef | None) -> float | None:
-        """Return a number that is written there, or has a name that says what it is."""
+        """Return the number of a literal expression or of a named constant."""
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             return float(node.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
@@ -205,7 +205,7 @@ class File:
                     yield from self._short_waits(child)
 
     def _is_short_deadline(self, node: ast.AST, function: ast.FunctionDef) -> bool:
-        """Return whether a helper sets itself an end that is near: what it returns is then asserted."""
+        """Return whether a helper sets itself a short deadline: its result is then asserted."""
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
             return False
         if not (isinstance(node.left, ast.Call) and _is_clock(node.left.func)):
@@ -222,7 +222,7 @@ def files() -> list[tuple[str, File]]:
 
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """Yield what is written in a function, but not in the functions inside it."""
+    """Yield the nodes of a function, without those of the functions inside it."""
     waiting: list[ast.AST] = list(function.body)
     while waiting:
         node = waiting.pop()
@@ -243,7 +243,7 @@ def _name_of(node: ast.AST) -> str:
 
 
 def _assignments(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what gets which value; several at once one by one."""
+    """Yield pairs of target and value; multiple assignments one by one."""
     assert node.value is not None
     for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):

@@ -1,4 +1,4 @@
-"""Waiting in tests for what other threads and processes do, clocks that go as a test says, and work that is counted."""
+"""Waiting in tests for other threads and processes, clocks that a test controls, and counted work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: How long a test waits for what must come, in seconds. A guard against hangs: no load of the machine comes near it.
+#: How long a test waits for a required event, in seconds. A guard against hangs: no load comes near it.
 LIMIT_S = 60.0
-#: A limit that no test lives to see: whoever waits for it hangs.
+#: A limit that no test reaches: a test that waits for it hangs.
 ENDLESS_S = 3600.0
 
 
@@ -27,9 +27,9 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def in_time(call: Callable[[], T]) -> T:
-    """Return what a call that must not wait returns, or raise what it raises; fail if it takes longer than `LIMIT_S`.
+    """Return or raise the result of a call that must not wait; fail if it takes longer than `LIMIT_S`.
 
-    It runs in a thread of its own. What it must not wait for has a limit of `ENDLESS_S`, or is held up by the test.
+    It runs in a separate thread. Anything it must not wait for has a limit of `ENDLESS_S`, or is blocked by the test.
     """
     made: list[T] = []
     failed: list[BaseException] = []
@@ -67,10 +67,10 @@ def num_calls(act: Callable[[], object]) -> int:
 
 
 class Clock:
-    """Takes the place of the module `time` in a module under test: it goes on when the test says so, or with a sleep.
+    """Replaces the module `time` in a module under test: it advances when the test says so, or with a sleep.
 
     Args:
-        real_sleep_s: How long a sleep really lasts, for modules whose threads poll; the clock then stands still in it.
+        real_sleep_s: Real duration of a sleep, for modules whose threads poll; the clock does not advance then.
     """
 
     def __init__(self, real_sleep_s: float | None = None) -> None:
@@ -90,10 +90,10 @@ class Clock:
 
 
 class Alarm(Clock):
-    """A clock that stands still until something has happened; then every limit has passed, and it goes on by sleeps.
+    """A clock that does not advance until an event; then every limit has passed, and it advances by sleeps.
 
     Args:
-        has_happened: Whether it has.
+        has_happened: Whether the event has happened.
     """
 
     def __init__(self, has_happened: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,12 +60,14 @@ def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: 
 
     Raises:
         ConfigError: The algorithm or an option is unknown; `use` was called before, or after models were prepared;
+            several processes were launched, but accelerate uses one;
             FSDP, DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism is on; regional compilation is
             on; a DDP communication hook is set.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"use: expected an accelerate.Accelerator, got {type(accelerator).__name__}")
     _check_unused(accelerator)
+    _check_processes(accelerator)
     _check_parallelism(accelerator)
     _check_options(options)
     handler = accelerator.ddp_handler
@@ -85,12 +88,21 @@ def _check_unused(accelerator: Accelerator) -> None:
         raise ConfigError("use: models were prepared already, for DDP. Call use right after Accelerator(...)")
 
 
+def _check_processes(accelerator: Accelerator) -> None:
+    launched = os.environ.get("WORLD_SIZE", "")
+    if accelerator.num_processes == 1 and launched.isdecimal() and int(launched) > 1:
+        raise ConfigError(
+            f"use: WORLD_SIZE is {launched}, but accelerate uses one process, so each would train alone. On a machine "
+            "without accelerators, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
+        )
+
+
 def _check_parallelism(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     if kind in _OTHERS:
         raise ConfigError(
             f"use: the accelerator is set up for {_OTHERS[kind]}, but commlib replaces DDP. Choose plain data "
-            "parallelism (accelerate config, or accelerate launch --multi_gpu / --multi_cpu), or train without commlib"
+            "parallelism (accelerate config, or accelerate launch --multi_gpu), or train without commlib"
         )
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.non_data_parallel_size > 1 or parallel.dp_shard_enabled):

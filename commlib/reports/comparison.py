@@ -383,9 +383,7 @@ def draw(
             rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all, shardings))
 
     def title(what: str) -> str:
-        ceiling = (
-            "" if math.isinf(network.ceiling_gbps) else f", {network.ceiling_gbps:g} Gbit/s at most by the transport"
-        )
+        ceiling = "" if math.isinf(network.ceiling_gbps) else f", TCP carries at most {network.ceiling_gbps:g} Gbit/s"
         return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
 
     marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}

@@ -1,6 +1,6 @@
 // The AVX-512 intrinsics that csrc uses, lane by lane, so that the AVX-512 kernels run where the processor has none of
-// them: scripts/emulate_avx512 builds the extension with them and runs the tests of the kernels. What the compiler
-// makes of plain loops for AVX-512 is not tested so, as these become AVX2.
+// them: scripts/emulate_avx512 builds the extension with them and runs the tests of the kernels. Plain loops
+// that the compiler vectorizes for AVX-512 are not tested, as they become AVX2.
 #pragma once
 
 #include <immintrin.h>

@@ -1,1 +1,1 @@
-"""What every algorithm, codec and driver must do, as suites over all that are registered."""
+"""Requirements for every algorithm, codec and driver, as test suites over all registered ones."""

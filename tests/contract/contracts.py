@@ -1,8 +1,8 @@
-"""All contracts by name, and how one is run on the ranks.
+"""All contracts by name, and the code that runs one on the ranks.
 
-A contract is a function `contract_<name>(subject)` that every rank runs, in a group of any size, and that raises where
-the promise in the first line of its docstring is not kept. What an algorithm declares in `Algorithm.limits` it must
-refuse on every rank with a `ConfigError`.
+A contract is a function `contract_<name>(subject)` that every rank runs, in a group of any size, and that raises if
+the promise in the first line of its docstring is not kept. Uses that an algorithm declares in `Algorithm.limits` must
+be refused on every rank with a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def hold(algorithm: str, *names: str) -> None:
         subject = Subject(algorithm)
         group = dist.new_group(timeout=datetime.timedelta(seconds=_PATIENCE_S))
         error = _outcome(subject, name, group)
-        if error is not None:  # whoever waits for this rank in the contract learns that it is gone
+        if error is not None:  # ranks that wait for this one in the contract get an error
             dist.destroy_process_group(group)
         words = None if error is None else f"{type(error).__name__}: {error}"
         try:  # so that no rank goes on, or leaves its peers, alone
@@ -90,7 +90,7 @@ def hold_each(algorithms: Sequence[str], *names: str) -> None:
 
 
 def _outcome(subject: Subject, name: str, group: Any) -> Exception | None:
-    """Return what a contract raised, or None where it is kept."""
+    """Return the error that a contract raised, or None if it is kept."""
     limit = subject.limits.get(name)
     set_group(group)
     try:

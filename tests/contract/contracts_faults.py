@@ -134,7 +134,7 @@ def collect_within_each_lock(subject: Subject, **options: Any) -> set[str]:
 
 
 def _take_locks(subject: Subject, training: Training, **options: Any) -> None:
-    """Do what takes the locks of a training: steps, and another model that is wrapped and unwrapped."""
+    """Run the operations that take the locks of a training: steps, and `wrap` and `unwrap` of another model."""
     training.steps(subject.period + 1)
     other = subject.start(**options).steps(subject.channel.warmup_steps + subject.period + 1)
     commlib.synchronize(other.model)
@@ -161,7 +161,7 @@ def contract_dropped_after_an_error(subject: Subject) -> None:
 
 
 def contract_wrapped_anew_after_an_error(subject: Subject) -> None:
-    """After an error and `unwrap` the same model can be wrapped anew, and nothing is left of the first time."""
+    """After an error and `unwrap` the same model can be wrapped again, and no state of the first time is left."""
     model, left = _unwrapped(_failed(subject))
     subject.release()
     gathered(None)
@@ -185,7 +185,7 @@ def _failed(subject: Subject) -> Training:
 
 
 def _unwrapped(training: Training) -> tuple[Any, list[weakref.ref[Any]]]:
-    """Unwrap a model; return it, and what is to go."""
+    """Unwrap a model; return it, and references to the objects that must be freed."""
     left = _parts_of(training)
     commlib.unwrap(training.model)
     return training.model, left
@@ -238,7 +238,7 @@ def _after_a_while(communicate: Callable[[Any], Communication], line: Any) -> Co
 
 
 def _all_or_none(training: Training, act: Callable[[], Any]) -> None:
-    """Check that after something went wrong on one rank all ranks raise, or all go on alike."""
+    """Check that after a failure on one rank all ranks raise, or all continue identically."""
     error: BaseException | None = None
     try:
         act()
@@ -293,13 +293,13 @@ _PLACES = (_plan_change, _adoption, _resumption)
 
 
 def contract_a_failed_allocation(subject: Subject) -> None:
-    """Where memory ends on one rank in a change of buckets or a resume, all ranks raise, or all go on alike."""
+    """If one rank runs out of memory when buckets change or in a resume, all raise, or all continue identically."""
     for place in _PLACES:
         _check_place(subject, place, lambda _: failing_allocation())
 
 
 def contract_a_failed_collective(subject: Subject) -> None:
-    """Where a collective fails on one rank in a change of buckets or a resume, all ranks raise, or all go on alike."""
+    """If a collective fails on one rank when buckets change or in a resume, all raise, or all continue identically."""
     for place in _PLACES:
         _check_place(subject, place, failing_collective)
 

@@ -1,4 +1,4 @@
-"""Contracts about the model: what is frozen or unused, memory and types, buffers, copies, evaluation, unwrapping."""
+"""Contracts about the model: frozen and unused parameters, memory, types, buffers, copies, evaluation, unwrapping."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.contract.subjects import (
 
 
 def contract_frozen_layer_stays(subject: Subject) -> None:
-    """What is frozen, at `wrap` or later, stays bit for bit on every rank, and has no gradient."""
+    """Parameters frozen at `wrap` or later stay bit for bit unchanged on every rank, and have no gradient."""
     training = subject.start(build(Frozen)).steps(3)
     before = build(Frozen)
     assert torch.equal(training.model.second.weight, before.second.weight)
@@ -82,17 +82,17 @@ def contract_frozen_in_turns(subject: Subject) -> None:
 
 
 def contract_unused_parameters(subject: Subject) -> None:
-    """What no rank uses has no gradient and stays; what one rank uses has the same gradient on all that share them."""
+    """Parameters that no rank uses stay, without gradients; those used on one rank have equal gradients on all."""
     training = subject.start(build(Branches))
     before = joined(training.model.branches[2].parameters())
     one_rank = list(training.model.branches[1].parameters())
     for _ in range(7):
         training.backward()
-        assert all(p.grad is None for p in training.model.branches[2].parameters()), "a gradient of what is unused"
+        assert all(p.grad is None for p in training.model.branches[2].parameters()), "unused parameters have gradients"
         if subject.on_gradients:
             missing = gathered([p.grad is None for p in one_rank])
-            assert all(each == missing[0] for each in missing), f"ranks differ in who has a gradient: {missing}"
-            assert dist.get_world_size() == 1 or not any(missing[0]), "what one rank uses has no gradient"
+            assert all(each == missing[0] for each in missing), f"ranks differ in missing gradients: {missing}"
+            assert dist.get_world_size() == 1 or not any(missing[0]), "a parameter that one rank uses has no gradient"
         training.optimizer.step()
         training.num_steps += 1
     training.assert_sound()
@@ -168,7 +168,7 @@ def contract_dtype_float16(subject: Subject) -> None:
 
 
 def contract_dtypes_mixed(subject: Subject) -> None:
-    """A model of several dtypes, with complex parameters beside real ones, trains."""
+    """A model of several dtypes, with complex and real parameters, trains."""
     _trains_in(subject, build(_Mixed))
 
 
@@ -253,7 +253,7 @@ def contract_local_evaluation(subject: Subject) -> None:
 
 
 def _evaluate(model: Any, is_still: bool) -> None:
-    """Evaluate in all ways; the results are alike where the weights stand still meanwhile."""
+    """Evaluate in all ways; the results are equal if the weights do not change meanwhile."""
     (inputs,) = model.inputs(77, 0)
     outputs = []
     with torch.no_grad():
@@ -318,7 +318,7 @@ def _train_copy(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def contract_unwrap_restores(subject: Subject) -> None:
-    """`unwrap` leaves an ordinary model that trains on by itself, and can be wrapped with another algorithm."""
+    """`unwrap` leaves an ordinary model that trains on locally, and can be wrapped with another algorithm."""
     training = subject.start().steps(4)
     model, optimizer = training.model, training.optimizer
     attributes = set(vars(build()))
@@ -345,7 +345,7 @@ def contract_unwrap_restores(subject: Subject) -> None:
 
 
 def contract_inputs_stay(subject: Subject) -> None:
-    """What the user passes in, and gradients that he took out of `.grad`, are not written by later rounds."""
+    """Inputs of the user, and gradients that the user took out of `.grad`, are not written by later rounds."""
     training = subject.start()
     for step in range(5):
         training.backward()

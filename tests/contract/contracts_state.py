@@ -1,4 +1,4 @@
-"""Contracts about what is saved, loaded and repeated."""
+"""Contracts about saving, loading and repeating runs."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def _check_resume(subject: Subject, steps: int, weights_first: bool) -> None:
 
 
 def saved_of(training: Training) -> Any:
-    """Return what a user saves: communication's state first, as it takes results that are under way."""
+    """Return the state that a user saves: communication first, since saving it completes results under way."""
     state = commlib.state_dict(training.model)
     return copy.deepcopy((state, training.model.state_dict(), training.optimizer.state_dict()))
 
 
 def resume(subject: Subject, saved: Any, steps: int, weights_first: bool = True, **options: Any) -> Training:
-    """Return a fresh run that goes on from what was saved."""
+    """Return a new run that continues from a saved state."""
     training = subject.start(build(seed=99), **options)
     _take_over(training, saved, steps, weights_first)
     return training
 
 
 def _take_over(training: Training, saved: Any, steps: int, weights_first: bool) -> None:
-    """Load what was saved after so many steps."""
+    """Load the state that was saved after `steps` steps."""
     state, weights, of_optimizer = copy.deepcopy(saved)
     if weights_first:
         training.model.load_state_dict(weights)
@@ -106,7 +106,7 @@ def _take_over(training: Training, saved: Any, steps: int, weights_first: bool) 
 
 
 def contract_rolled_back(subject: Subject) -> None:
-    """A run that goes back to what it saved, any number of steps later, makes the same steps bit for bit again."""
+    """A run that returns to its saved state, any number of steps later, repeats the same steps bit for bit."""
     training = subject.start(bucket_cap_mb=None).steps(4)
     saved = saved_of(training)
     way = [training.steps(1).flat() for _ in range(4)]
@@ -169,10 +169,10 @@ def contract_state_dict_is_plain(subject: Subject) -> None:
     loaded = torch.load(file, weights_only=True)
     resumed = resume(subject, loaded, 5)
     whole.steps(3)
-    assert _is_same(live, before), "what was saved changed with training"
+    assert _is_same(live, before), "the saved state changed with training"
     resumed.steps(3).assert_sound()
     if not subject.runs_by_clocks:
-        assert torch.equal(whole.flat(), resumed.flat()), "what was read from the file goes another way"
+        assert torch.equal(whole.flat(), resumed.flat()), "training from the file differs"
 
 
 def contract_optimizer_load_state_dict(subject: Subject) -> None:
@@ -226,7 +226,7 @@ def contract_swapped_weights(subject: Subject) -> None:
 
 
 def contract_change_of_plan(subject: Subject) -> None:
-    """Another bucket plan in mid-training loses nothing of what is owed, and exact algorithms go the same way."""
+    """A change of bucket plan during training loses no unsent values, and exact algorithms give the same weights."""
     training, other = subject.start().steps(4), subject.start().steps(4)
     if not subject.channel.has_rounds:
         return  # there are no buckets

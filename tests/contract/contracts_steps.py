@@ -1,4 +1,4 @@
-"""Contracts about what a user does between two steps: accumulation, mixed precision, clipping, optimizers."""
+"""Contracts about user code between two steps: accumulation, mixed precision, clipping, optimizers."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def contract_clip_grad_norm(subject: Subject) -> None:
 
 
 def contract_falling_learning_rate(subject: Subject) -> None:
-    """A learning rate that falls leaves averaged gradients as they are: norms and clipping mean what they meant."""
+    """A falling learning rate leaves averaged gradients unchanged: norms and clipping keep their meaning."""
     if not subject.on_gradients or subject.runs_by_clocks or subject.channel.reads_optimizer:
         return
     constant, falling = subject.start(lr=_STANDSTILL), subject.start(lr=_STANDSTILL)
@@ -317,7 +317,7 @@ def contract_optimizer_list(subject: Subject) -> None:
 
 
 class _Proxy:
-    """What trainers put around an optimizer: it passes on what it is asked for."""
+    """A trainer's proxy of an optimizer, which forwards all attributes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -338,7 +338,7 @@ def contract_optimizer_proxy(subject: Subject) -> None:
 
 
 def contract_rounds_and_steps(subject: Subject) -> None:
-    """`stats().rounds` counts what was communicated; warm-ups and periods count the optimizer's steps."""
+    """`stats().rounds` counts communicated rounds; warm-ups and periods count the optimizer's steps."""
     training, channel = subject.start(), subject.channel
     steps = channel.warmup_steps + 4 * subject.period
     for _ in range(steps):

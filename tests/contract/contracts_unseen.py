@@ -1,4 +1,4 @@
-"""Contracts about steps and gradients that a library of somebody else's makes: right, or an error on all ranks."""
+"""Contracts about steps and gradients made by third-party libraries: correct, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.subjects import Subject, Training, build, gathered, loss_of,
 
 
 def _follows(training: Training) -> bool:
-    """Return whether steps that nobody counts would change what is communicated now."""
+    """Return whether uncounted steps would change the current communication."""
     return training.engine._follows_steps
 
 
@@ -128,7 +128,7 @@ def contract_what_is_no_step(subject: Subject) -> None:
 
 
 def contract_steps_inside_backward(subject: Subject) -> None:
-    """A hook that steps as soon as a gradient is there steps with what was communicated, or all ranks are told."""
+    """A hook that steps as soon as a gradient is ready uses the communicated gradient, or all ranks raise."""
     model = build()
     parts = [subject.optimizer([parameter]) for parameter in model.parameters()]
     by_parameter = dict(zip(model.parameters(), parts, strict=True))
@@ -167,7 +167,7 @@ def contract_two_models_in_any_order(subject: Subject) -> None:
 
 
 def contract_state_of_the_optimizer(subject: Subject) -> None:
-    """An optimizer whose state the ranks have made apart is refused where replicas are to stay alike."""
+    """An optimizer whose state differs between ranks is refused if replicas must stay identical."""
     model = build()
     optimizer = subject.optimizer(list(model.parameters()))
     for step in range(3):

@@ -1,6 +1,6 @@
-"""Contracts about values: what an algorithm makes of the gradients, or weights, of all ranks, by what it declares.
+"""Contracts about values: an algorithm's result from the gradients, or weights, of all ranks, by its declared class.
 
-One for each class: exact, 8 bits, error feedback, other means of gradients, weights, and what runs by itself.
+One for each class: exact, 8 bits, error feedback, other means of gradients, weights, and asynchronous exchange.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ CONCERNS: dict[str, Callable[[Subject], bool]] = {}
 
 #: Steps with gradients that differ from one to the next.
 _STEPS = 6
-#: Steps with gradients of zero, in which what was not sent before is sent.
+#: Steps with gradients of zero, in which unsent values of the steps before are sent.
 _ROUNDS_OF_ZEROS = 60
-#: What may still be owed after them by one that has not come to an end, such as one of one bit.
+#: The part that may still be unsent after them, for algorithms that never send everything, such as one of one bit.
 _STILL_OWED = 0.05
 #: Steps, or exchanges, after which every rank must count in the result.
 _PATIENCE = 200
 #: Steps that show a momentum.
 _LONG_RUN = 12
-#: How much of the mean a rank's own part must come to, and what a coarse code may add.
+#: The least factor of the mean for a rank's own elements, and the largest, which a coarse code may cause.
 _COUNTS, _ROUNDED_UP = 0.3, 1.25
-#: How many times the mean an outer momentum may make a way, such as 0.7 / (1 - 0.9).
+#: The largest factor by which an outer momentum may lengthen the mean path, such as 0.7 / (1 - 0.9).
 _OUTER = 8.0
 #: So small that the first weights are far larger than all steps together.
 _LR = 1e-3
-#: What of the loss may be left; the part of a way that what comes late may add or take; and a guard against a hang.
+#: Limits of the remaining loss, and of the change by late updates, both relative; and a guard against hangs.
 _LOSS, _LATE = 0.5, 0.4
 _LIMIT_S = 60.0
 
@@ -104,7 +104,7 @@ class Feeding:
         return [float(values[own] @ mean[own] / (mean[own] @ mean[own])) for own in self.groups]
 
     def step(self, gradient: Tensor) -> Tensor:
-        """Make a step with a gradient; return what the optimizer saw in its place, `[numel] float64`."""
+        """Make a step with a gradient; return the gradient that the optimizer saw, `[numel] float64`."""
         training = self.training
         training.optimizer.zero_grad()
         training.model(gradient).backward()
@@ -159,9 +159,9 @@ def _remembers(subject: Subject) -> bool:
 
 @_concerning(_remembers)
 def contract_nothing_is_lost(subject: Subject) -> None:
-    """Error feedback sends later what it does not send now: after gradients of zero the sums of both are the same.
+    """Error feedback delays values and loses none: after gradients of zero, sent and given gradients have equal sums.
 
-    As long as something still comes, a little may be owed; the mean may be rounded to 16 bits.
+    While values still arrive, a small part may be unsent; the mean may be rounded to 16 bits.
     """
     feeding = Feeding(subject)
     total, seen, moved = (torch.zeros(feeding.numel).double() for _ in range(3))
@@ -184,10 +184,10 @@ def _smooths(subject: Subject) -> bool:
 
 @_concerning(_smooths)
 def contract_steady_gradients(subject: Subject) -> None:
-    """Of gradients that stay, all that comes is never more than the mean so far, and in the long run no less.
+    """For constant gradients, the sum of the results never exceeds that of the means, and reaches it in the long run.
 
-    Gradients with momentum count up to as often as there are steps after them. Elements that only one rank has are
-    looked at by themselves, so that each rank counts.
+    Gradients with momentum count up to once per later step. Elements that only one rank has are
+    checked separately, so that each rank counts.
     """
     feeding = Feeding(subject)
     gradient, mean = feeding.gradient(0, _rank()), feeding.mean(0)
@@ -265,10 +265,10 @@ def _has_no_steps(subject: Subject) -> bool:
 
 @_concerning(_has_no_steps)
 def contract_learns_from_all(subject: Subject) -> None:
-    """With what is exchanged at any time, every rank comes to what is best for all ranks' data, step by step.
+    """With asynchronous exchange, every rank approaches the optimum for all ranks' data, step by step.
 
-    The loss of a rank is half the squared distance of its own elements to a target, and the learning rate near to where
-    SGD on all of it would swing over the target. Elements that only one rank has do not, but for what comes late.
+    The loss of a rank is half the squared distance of its own elements to a target. The learning rate is near the value
+    at which SGD on the whole loss would overshoot. Elements that only one rank has overshoot by late updates alone.
     """
     feeding, start = Feeding(subject, lr=0.9 / dist.get_world_size()), joined(build(Fed).parameters())
     way = data(0, 0, feeding.numel).double()

@@ -1,4 +1,4 @@
-"""What contracts look through: counted collectives, errors that all ranks must raise, and faults on one rank."""
+"""Instruments of the contracts: counted collectives, errors that all ranks must raise, and faults on one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words_of(error: BaseException | None) -> str | None:
 @contextlib.contextmanager
 def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
     """Check that the block raises `kind` on every rank, with all `words` in its message."""
-    gathered(None)  # what came before has ended on all ranks: an error here may end it where it has not
+    gathered(None)  # earlier work has ended on all ranks: an error here could interrupt it
     caught: BaseException | None = None
     try:
         yield
@@ -48,7 +48,7 @@ def raises_alike(kind: type[BaseException], *words: str) -> Iterator[None]:
 
 
 class Probed:
-    """A lock in whose place it is; says when it is held."""
+    """A wrapper of a lock that reports when it is held."""
 
     def __init__(self, lock: Any, held: Callable[[], None]) -> None:
         self._lock, self._held = lock, held
@@ -66,15 +66,15 @@ class Probed:
         self._lock.release()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lock, name)  # `release`, and what a condition asks of its lock
+        return getattr(self._lock, name)  # `release`, and attributes that a condition needs
 
 
 class Locks:
-    """The locks of commlib: which are held, and what is done while one is held for the first time.
+    """The locks of commlib: records those that are held, and runs actions while one is held for the first time.
 
     Attributes:
         held: The names of those that were held.
-        armed: What is still to be done within a lock, by its name.
+        armed: Pending actions within a lock, by its name.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Locks:
 
 
 def _places_of(lock: Any) -> Iterator[tuple[Any, str]]:
-    """Yield what has a lock of the process, a module or an object in one, and the name of its attribute."""
+    """Yield each owner of a lock of the process, a module or an object in one, and the name of the attribute."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "commlib":
             continue
@@ -160,7 +160,7 @@ class _Once:
 
 @contextlib.contextmanager
 def failing_allocation() -> Iterator[None]:
-    """Let the next tensor that is made in the block fail for want of memory, on one rank."""
+    """Let the next allocation of a tensor in the block run out of memory, on one rank."""
     with contextlib.ExitStack() as stack:
         if is_victim():
             once, error = threading.Event(), MemoryError("no memory, says the test")

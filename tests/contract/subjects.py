@@ -1,7 +1,7 @@
-"""What the contracts are held against: an algorithm with settings small enough for a test, and something to train.
+"""The subjects of the contracts: an algorithm with settings small enough for a test, and models to train.
 
-Nothing here knows an algorithm by its name. Settings are found from the constructor's signature, the optimizer from
-`Algorithm.optimizer_type`, and what may be expected from `Algorithm.channel` and `Algorithm.limits`.
+Nothing here depends on an algorithm's name. Settings are derived from the constructor's signature, the optimizer from
+`Algorithm.optimizer_type`, and the expectations from `Algorithm.channel` and `Algorithm.limits`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.thin import fast
 
 #: KiB-sized buckets, so that even these models have several.
 SMALL_BUCKET_MB = 0.002
-#: Of what `wrap` makes: only a rank that hangs is waited for so long.
+#: Timeout passed to `wrap`: only reached if a rank hangs.
 TIMEOUT_S = 40.0
 
 #: One algorithm of each kind of channel. What holds for all algorithms is tested with these in the fast part.
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
 
     @staticmethod
     def inputs(step: int, rank: int) -> tuple[Any, ...]:
-        """Return what the forward of a step takes on a rank."""
+        """Return the inputs of the forward of a step on a rank."""
         return (data(step, rank, 5, 8),)
 
 
@@ -69,7 +69,7 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def inputs(step: int, rank: int) -> tuple[Any, ...]:
-        """Return what the forward of a step takes on a rank."""
+        """Return the inputs of the forward of a step on a rank."""
         return (data(step, rank, 4, 3, 7, 7),)
 
 
@@ -192,7 +192,7 @@ class Subject:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._started: list[Training] = []  # lest a rank that is done ends one in which its peers are at work
+        self._started: list[Training] = []  # kept, so that a finished rank does not end one that its peers use
         self.cls: type[Algorithm] = _class_of(name)
         self.channel: Any = self.algorithm().channel
         self.limits: dict[str, str] = {**_limits_of(self.channel), **self.cls.limits}
@@ -203,7 +203,7 @@ class Subject:
 
     @property
     def on_gradients(self) -> bool:
-        """Whether gradients are communicated, so that replicas stay alike."""
+        """Whether gradients are communicated, so that replicas stay identical."""
         return isinstance(self.channel, Gradients)
 
     @property
@@ -213,7 +213,7 @@ class Subject:
 
     @property
     def runs_by_clocks(self) -> bool:
-        """Whether what a step brings depends on when messages come, or on what was measured."""
+        """Whether the result of a step depends on the arrival times of messages, or on measurements."""
         return "two_runs_are_alike" in self.limits
 
     @property
@@ -223,7 +223,7 @@ class Subject:
 
     @property
     def exactness(self) -> str:
-        """What it may do to the optimisation, now and later: one that chooses others says how far it may go."""
+        """Its effect on the optimisation, now and later: an algorithm that chooses others declares its limit."""
         algorithm = self.algorithm()
         return getattr(algorithm, "allow", algorithm.exactness)
 
@@ -259,10 +259,10 @@ class Training:
     """A wrapped model that is trained.
 
     Args:
-        subject: Says with which algorithm.
-        model: What to wrap.
-        optimizer: What steps are made with.
-        options: For `commlib.wrap`. Also `given`, what is passed as `optimizer`.
+        subject: The algorithm.
+        model: The model to wrap.
+        optimizer: The optimizer that makes the steps.
+        options: For `commlib.wrap`. Also `given`, the value passed as `optimizer`.
     """
 
     def __init__(self, subject: Subject, model: Any, optimizer: Any, **options: Any) -> None:
@@ -278,7 +278,7 @@ class Training:
         return replica_of(self.model).engine
 
     def rebuild_weights(self) -> None:
-        """Make the buckets of rounds over weights anew, as the engine does where parameters change. Collective."""
+        """Rebuild the buckets of rounds over weights, as the engine does if parameters change. Collective."""
         engine = self.engine
         for channel in engine.channels:
             if isinstance(channel, WeightChannel):
@@ -307,13 +307,13 @@ class Training:
         return flat(self.model)
 
     def assert_sound(self) -> None:
-        """Check that weights are finite, and alike on all ranks where they are to be. Collective."""
+        """Check that weights are finite, and identical on all ranks if required. Collective."""
         assert torch.isfinite(self.flat()).all(), "weights are not finite"
         if self.subject.on_gradients:
             assert spread(self.model) == 0, "replicas differ"
 
     def assert_trains_on(self, steps: int = 2) -> None:
-        """Check that training goes on, and that the ranks can be made alike. Collective."""
+        """Check that training continues, and that the ranks can be synchronized. Collective."""
         before = self.flat()
         self.steps(steps).assert_sound()
         assert not torch.equal(before, self.flat()), "nothing was learned"
@@ -324,7 +324,7 @@ class Training:
 def _limits_of(channel: Channel) -> dict[str, str]:
     """Return the contracts that the channel says cannot be kept; the use is refused."""
     if not channel.keeps_step:
-        return {"two_runs_are_alike": "what a step brings depends on when messages come"}
+        return {"two_runs_are_alike": "the result of a step depends on the arrival times of messages"}
     return {}
 
 

@@ -22,7 +22,7 @@ FAMILIES = (
     *("allreduce", "bytegrad", "topk", "powersgd", "onebit_adam", "local_sgd", "diloco", "decentralized"),
     *("async_averaging", "async_sgd"),
 )
-#: Contracts about what the algorithm's own code makes: all algorithms are held to them in the fast part.
+#: Contracts about results of the algorithm's own code: the fast part checks them for all algorithms.
 OWN = (
     *("replicas_alike", "nonfinite_step_without_a_scaler", "change_of_plan", "state_dict_is_plain", "join"),
     "falling_learning_rate",

@@ -1,4 +1,4 @@
-"""Every registered codec is held to what all codecs promise, on the CPU."""
+"""Every registered codec keeps the promises of all codecs, on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = Random(seed=11, step=3, rank=0, stage=1)
 
 
 def make(name: str, ratio: float = 0.1) -> Any:
-    """Make a codec with options that its constructor has; `ratio` is the part of the elements that are named."""
+    """Make a codec with options that its constructor has; `ratio` is the fraction of elements that are sent."""
     options = inspect.signature(by_name[name]).parameters
     found = {"ratio": ratio, "threshold": 1e-3, "kept": round(4096 * ratio)}
     return by_name[name](**{key: value for key, value in found.items() if key in options})
@@ -74,7 +74,7 @@ def mean_magnitude(x: Tensor, block: int) -> Tensor:
     return over_blocks(x, block, lambda piece: piece.abs().mean())
 
 
-#: What a block codec's docstring says of the error of an element, in float64, by its name on the wire.
+#: The error bound of an element from a block codec's docstring, in float64, by the codec's name on the wire.
 BOUNDS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "int8": lambda x, block: 0.5001 * largest(x, block) / 126,
     "int4": lambda x, block: 0.5001 * largest(x, block) / 6.9,
@@ -97,7 +97,7 @@ def test_the_whole_payload_is_written_and_the_same_twice(name: str) -> None:
     for numel in SIZES:
         x = values(numel)
         payload = encoded(codec, x)
-        assert torch.equal(payload, encoded(codec, x, fill=0x5A)), f"{numel}: bytes depend on what was there"
+        assert torch.equal(payload, encoded(codec, x, fill=0x5A)), f"{numel}: bytes depend on previous contents"
         assert torch.equal(payload, encoded(make(name), x)), f"{numel}: another object writes other bytes"
         got = decoded(codec, payload, numel)
         assert got.isfinite().all(), f"{numel}: decoded values are not finite"
@@ -233,4 +233,4 @@ def test_stochastic_rounding_follows_its_seed_alone(name: str) -> None:
     for out, seed in zip(outs, (1, 1, 2), strict=True):
         codec.encode(x, out, random=Random(seed=seed))
     assert torch.equal(outs[0], outs[1])
-    assert not torch.equal(outs[0], outs[2]), "another seed rounds alike"
+    assert not torch.equal(outs[0], outs[2]), "another seed rounds identically"

@@ -1,4 +1,4 @@
-"""Every driver is held to what rounds rely on: the order of collectives, errors, and that nothing is left behind."""
+"""Every driver meets the requirements of rounds: the order of collectives, errors, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Arrived:
 
 
 class Recorder(SimulatedTransport):
-    """Notes what is issued; the collective numbered `fails`, from 1, fails: at once, or when it is waited for."""
+    """Records issued collectives; number `fails`, from 1, fails: at once, or when it is waited for."""
 
     def __init__(self, fails: int = 0, at_once: bool = False) -> None:
         super().__init__(0, 2)
@@ -66,7 +66,7 @@ class Recorder(SimulatedTransport):
 
 
 def virtual() -> Driver:
-    """Make the simulator's driver, for two ranks that are alike."""
+    """Make the simulator's driver, for two identical ranks."""
     own = device("v100")
     links = Links(network("10gbps", nodes=2, gpus_per_node=1), NCCL, own)
     return VirtualDriver(links, Meter(own), own, np.ones(1), (), Roles.one(2))
@@ -127,7 +127,7 @@ def test_the_order_of_collectives_is_the_plans_whatever_is_ready_first(
         assert round_.error is None
         orders.append(transport.issued)
     assert sorted(orders[0]) == [1.0, 1.5, 2.0, 3.0, 3.5, 3.75]
-    assert all(order == orders[0] for order in orders), "the order depends on what was ready first"
+    assert all(order == orders[0] for order in orders), "the order depends on which bucket was ready first"
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -45,7 +45,7 @@ NOT_BY_FSDP = {
     "failed_backward_in_no_sync": "a backward that fails leaves it unable to go on",
     "expected_backward": "a backward that is refused leaves it unable to go on",
 }
-#: One of each channel: the others differ in what they do with a bucket.
+#: One of each channel: the others differ in the processing of a bucket.
 FIRST = ("topk", "diloco")
 _SECOND = "two_synchronised_backwards"
 ALGORITHMS = [name for name in FAMILIES if Subject(name).channel.has_rounds]

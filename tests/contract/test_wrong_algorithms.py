@@ -1,4 +1,4 @@
-"""The contracts catch what they are for: algorithms that are wrong in one thing break the one that names it."""
+"""The contracts catch their faults: an algorithm with one fault breaks the contract that names it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CAUGHT_BY = {
     **wrong_values.CAUGHT_BY,
 }
 NUM_RANKS = {"CountsTwoRanks": 3, "DividesByItsFirstGroup": 3, "LosesItsResidualWithTheGroup": 3}
-#: Sends what its peer does not expect there, at which Gloo may end the process before the contract can speak.
+#: Sends messages that its peer does not expect; Gloo may then end the process before the contract reports.
 MAY_DIE = ("AsksOnOneRankOnly",)
 
 
@@ -82,7 +82,7 @@ def test_every_class_has_wrong_algorithms_and_every_algorithm_a_class() -> None:
 
 
 def test_every_algorithm_that_repeats_itself_is_compared_with_its_equations() -> None:
-    """Where gradients are exact the contract compares them itself; what depends on the clock has no equations."""
+    """If gradients are exact, the contract compares them itself; algorithms that depend on clocks have no equations."""
     found = compared()
     for name in commlib.algorithms.list():
         subject = Subject(name)

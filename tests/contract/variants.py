@@ -1,4 +1,4 @@
-"""Options that change what an algorithm keeps, as algorithms of their own: held to the contracts like those."""
+"""Options that change an algorithm's state, as separate algorithms, which must keep the same contracts."""
 
 from __future__ import annotations
 

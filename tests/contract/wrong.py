@@ -1,4 +1,4 @@
-"""Algorithms that are wrong on purpose, each in one thing, beside the two right ones that they derive from."""
+"""Algorithms with one deliberate fault each, and the two correct ones that they derive from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlib.transport.base import Communication, Communicator
 
 
 class Careful(Algorithm):
-    """Averages what is left of gradients when they are rounded coarsely, and remembers the rest. Nothing is wrong."""
+    """Averages coarsely rounded gradients, and remembers the rounding errors. It has no fault."""
 
     exactness = "compensated"
 
@@ -69,7 +69,7 @@ class Careful(Algorithm):
 
 
 class CarefulWeights(Algorithm):
-    """Averages weights in every second step. Nothing is wrong."""
+    """Averages weights in every second step. It has no fault."""
 
     channel = Weights(period=2)
     keeps_mean = True
@@ -80,7 +80,7 @@ class CarefulWeights(Algorithm):
 
 
 class ForgetsItsResidual(Careful):
-    """Does not save what it remembers."""
+    """Does not save its residuals."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"worker": {}}
@@ -93,7 +93,7 @@ class ForgetsItsResidual(Careful):
 
 
 class FollowsTheLearningRate(Careful):
-    """Rescales what it owes by the learning rate, which nobody asked for."""
+    """Rescales its residuals by the learning rate, although not required."""
 
     def setup(self, context: Context) -> None:
         super().setup(context)
@@ -105,7 +105,7 @@ class FollowsTheLearningRate(Careful):
 
 
 class KeepsWhatIsNotFinite(Careful):
-    """Remembers NaN for ever."""
+    """Keeps NaN in its residuals."""
 
     def _keep(self, residual: Tensor, lost: Tensor) -> None:
         residual.copy_(lost)
@@ -190,7 +190,7 @@ class _Memo:
 
 
 class SavesAnObject(Careful):
-    """Saves what only pickle can load."""
+    """Saves objects that only pickle can load."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "memo": _Memo()}
@@ -208,7 +208,7 @@ class TrustsTheDefaultDtype(Careful):
 
 
 class IgnoresTheScaler(Careful):
-    """Remembers what was lost in the units of a loss scale that changes."""
+    """Remembers rounding errors in the units of a loss scale that changes."""
 
     def _scale(self, step: int) -> float:
         return 1.0
@@ -229,7 +229,7 @@ class SharesNothing(Careful):
 
 
 class CountsTwoRanks(Algorithm):
-    """Says that it is exact, and divides by two however many ranks there are."""
+    """Declares itself exact, and divides by two for any number of ranks."""
 
     exactness = "exact"
 
@@ -239,7 +239,7 @@ class CountsTwoRanks(Algorithm):
 
 
 class FillsGradients(Careful):
-    """Gives every parameter a gradient, also those that nobody used."""
+    """Gives every parameter a gradient, including unused ones."""
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield from super().communicate(bucket, comm)

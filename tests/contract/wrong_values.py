@@ -1,4 +1,4 @@
-"""Right algorithms of each class, made wrong in what they make of the ranks' values: a name for each pair of the two.
+"""Correct algorithms of each class, changed to give wrong values: a name for each pair of change and algorithm.
 
 `Tenfold` and `AllReduce` make `TenfoldAllReduce`, an attribute of this module.
 """
@@ -26,7 +26,7 @@ from commlib.algorithms.base import Attachment, Runner
 from commlib.transport.base import Communication, Communicator
 from tests.contract.wrong import Careful, CarefulWeights
 
-#: A right algorithm of each class, and the contract that catches what is wrong of it.
+#: A correct algorithm of each class, and the contract that catches the changed ones.
 CLASSES: dict[type[Algorithm], str] = {
     AllReduce: "mean_of_gradients",
     ByteGrad: "mean_within_8_bits",
@@ -57,7 +57,7 @@ def _changed(runner: Runner, attachment: Attachment, change: Callable[[Tensor], 
 
 
 class RankZero(Algorithm):
-    """Makes everyone's what rank 0 alone has."""
+    """Gives all ranks the values of rank 0."""
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         bucket.flat.mul_(0 if comm.rank else comm.world_size)  # so that the mean is rank 0's
@@ -90,7 +90,7 @@ class Tenfold(Algorithm):
 
 
 class Hasty(Algorithm):
-    """Adds a momentum of which it says nothing."""
+    """Adds an undeclared momentum."""
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield from super().communicate(bucket, comm)
@@ -101,7 +101,7 @@ class Hasty(Algorithm):
 
 
 class HidesItsMomentum(DGC):
-    """Says that its gradients have no momentum, and lets an optimizer add its own."""
+    """Declares that its gradients have no momentum, and lets an optimizer add its own."""
 
     has_momentum = False
 
@@ -110,12 +110,12 @@ class HidesItsMomentum(DGC):
 
 
 class AccumulatesItsMomentum(HidesItsMomentum):
-    """Says besides that a gradient which comes again counts as one."""
+    """Also declares that it accumulates gradients."""
 
     channel = Gradients()
 
 
-#: By name, the contract that catches it. DGC and DiLoCo have a momentum as it is; what runs by itself leaves no means.
+#: By name, the contract that catches it. DGC and DiLoCo already have a momentum; asynchronous exchange has no means.
 CAUGHT_BY: dict[str, str] = {
     "HidesItsMomentum": "steady_gradients",
     "AccumulatesItsMomentum": "nothing_is_lost",

@@ -1,4 +1,4 @@
-"""What the CUDA executor must give, byte for byte: the same cases on the CPU (emulated) and on a GPU (tests/gpu).
+"""Expected bytes of the CUDA executor: the same cases on the CPU (emulated) and on a GPU (tests/gpu).
 
 Every function takes the device that the tensors are on; the expected bytes are the NumPy reference's.
 """
@@ -406,7 +406,7 @@ def check_many_payloads(device: torch.device) -> None:
 
 
 def check_damage(device: torch.device) -> None:
-    """Damaged payloads: nothing outside is touched, what is in order elsewhere counts, and the device remembers."""
+    """Damaged payloads: nothing outside is written, valid elements are decoded, and the device records the error."""
     x, places = np.arange(1, 101, dtype=F32), 10
     good = reference_ops.sparse_payload(x, reference_ops.top_k(x, places), places)
     for place, index in ((0, 100), (9, 2**31), (5, 3), (0, 0xFFFFFFFF), (4, 93)):

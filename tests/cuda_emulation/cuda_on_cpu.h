@@ -1,9 +1,9 @@
-// What CUDA's language adds to C++, for the CPU: the threads of a block are fibers of one thread of the CPU, each running
-// until it meets a barrier or a warp's exchange; several blocks may run at once, each in a thread of the CPU. No GPU is
-// involved; this shows that the kernels' logic is right, not that a device runs them.
+// CUDA's additions to C++, for the CPU: the threads of a block are fibers of one CPU thread, each running until it
+// meets a barrier or a warp's exchange; several blocks may run at once, each in its own CPU thread. No GPU is involved:
+// this shows that the kernels' logic is correct, not that a device runs them.
 //
-// The order in which fibers run can be turned around: what depends on it lacks a barrier. Lanes of a warp that do not
-// all come to the same exchange, and blocks that wait for ever, end the process with a message.
+// The order in which fibers run can be reversed: a result that depends on it lacks a barrier. Lanes of a warp that do
+// not all reach the same exchange, and blocks that wait forever, end the process with a message.
 #pragma once
 
 #include <sched.h>
@@ -132,7 +132,7 @@ inline void resume(int thread) {
   setcontext(&fiber.first);
 }
 
-// Leaves `value` for the others, waits for all of them, and returns what they left.
+// Stores `value` for the other threads, waits for all of them, and returns their values.
 inline const std::uint64_t* meet(Meeting& meeting, int place, int kind, std::uint64_t value) {
   if (meeting.arrived == 0) meeting.kind = kind;
   if (meeting.kind != kind) give_up("the threads of a group are at different barriers");
@@ -281,7 +281,7 @@ inline void __threadfence() {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
-// A thread that looks for what another one has to write lets the others run.
+// A thread that polls a value of another thread lets the others run.
 inline void __nanosleep(unsigned) {
   sched_yield();
   ::emulation::machine.has_moved = true;

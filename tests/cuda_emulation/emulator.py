@@ -1,7 +1,7 @@
-"""The CUDA kernels on the CPU: compiled by g++ with cuda_on_cpu.h, launched with what cuda.py would pass to a GPU.
+"""The CUDA kernels on the CPU: compiled by g++ with cuda_on_cpu.h, launched with the arguments for a GPU.
 
-`emulated_cuda` puts this in the place of `cuda.launch`, so the executor's checks, grids and structs are those that a
-GPU would see. It shows that the kernels compute the right bytes; it is no run on a GPU.
+`emulated_cuda` replaces `cuda.launch` by this, so the executor's checks, grids and structs are those that a GPU would
+see. It shows that the kernels compute the right bytes; it does not replace a run on a GPU.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def places() -> dict[Kernel, tuple[str, int]]:
 
 
 class Launches:
-    """What was launched; in which order its threads run, and how many blocks at once."""
+    """The launches; the order of their threads, and the number of concurrent blocks."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []

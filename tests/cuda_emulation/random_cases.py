@@ -1,6 +1,6 @@
 """The CUDA executor against the CPU's on calls drawn at random: codec, options, types, sizes, chunks and values.
 
-Every output is poisoned before, twice in different ways: a byte that depends on what was there was not written.
+Every output is poisoned beforehand, twice in different ways: a byte that depends on the poison was not written.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Tensors:
         return self(name, filled)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Return all of them as bytes, after what is around them was looked at."""
+        """Return all tensors as bytes, after a check of the bytes around them."""
         for guarded in self._guarded.values():
             guarded.check()
         return {name: guarded.tensor.cpu().view(torch.uint8) for name, guarded in self._guarded.items()}
@@ -140,11 +140,11 @@ def compare(
     """Make a call with both executors; all tensors must have the same bytes afterwards, however they were poisoned.
 
     Args:
-        call: Takes the executor and what makes its tensors.
+        call: Takes the executor and the factory of its tensors.
         ours: The executor whose bytes are right, for tensors on the CPU.
         theirs: The one that is compared, for tensors on `device`.
         device: See above.
-        what: Names the call where it fails.
+        what: The name of the call in error messages.
 
     Returns:
         The bytes of each tensor.

@@ -1,8 +1,8 @@
 """Writes the golden files from the NumPy reference: python tests/golden/generate.py
 
-They are examples for writers of decoders, and hold the bytes fixed: a change here is a new version of a codec.
+They are examples for authors of decoders, and fix the bytes: a change here is a new version of a codec.
 input.f32 is the chunk (little-endian fp32; uint8_bagua and blocktopk take 0 for its NaN); <codec>.cmlb is its payload
-with the header of docs/reference/wire_format.md, and <codec>.f32 what that decodes to.
+with the header of docs/reference/wire_format.md, and <codec>.f32 its decoded values.
 """
 
 from __future__ import annotations

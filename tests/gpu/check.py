@@ -3,7 +3,7 @@
 First it unpacks wheels, builds the extension in place and compiles the kernels that are not in the cache. Then come
 the parts, each ended at its limit: bits (60 s), kernels (75 s), nccl (75 s), train (75 s), sanitize (45 s). Under --out
 it writes results.jsonl and a log for each part as they go, and after each part one archive of everything. A table is
-printed last. The exit status adds up what failed: 1 preparation, 2 bits, 4 kernels, 8 nccl, 16 train, 32 sanitize.
+printed last. The exit status is the sum of failures: 1 preparation, 2 bits, 4 kernels, 8 nccl, 16 train, 32 sanitize.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Check:
 
     Args:
         args: The command line.
-        work: A folder for what need not be kept.
+        work: A folder for temporary files.
     """
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
@@ -80,7 +80,7 @@ class Check:
     # -- preparation ---------------------------------------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        """Make ready what the parts need; return whether they can run."""
+        """Prepare the requirements of the parts; return whether they can run."""
         begin = time.monotonic()
         os.environ[results.PART_VARIABLE] = self.env[results.PART_VARIABLE] = "prepare"
         with (self.out / "prepare.log").open("wb") as log:
@@ -140,7 +140,7 @@ class Check:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def run_part(self, part: Part) -> None:
-        """Run a part to its end or its limit, and note what became of it."""
+        """Run a part to its end or its limit, and record the result."""
         begin = time.monotonic()
         os.environ[results.PART_VARIABLE] = self.env[results.PART_VARIABLE] = part.name
         print(f"-- {part.name}: at most {part.limit_s:g} s", flush=True)
@@ -162,7 +162,7 @@ class Check:
         report.archive(self.out, self.work / "made")
 
     def try_part(self, part: Part) -> None:
-        """Start what a part would run as far as it goes without a GPU, and print the plan."""
+        """Start the commands of a part as far as possible without a GPU, and print the plan."""
         os.environ[results.PART_VARIABLE] = self.env[results.PART_VARIABLE] = part.name
         begin = time.monotonic()
         print(f"\n{part.name}: at most {part.limit_s:g} s")
@@ -181,7 +181,7 @@ class Check:
         self.seconds[part.name] = time.monotonic() - begin
 
     def _run(self, commands: list[Command], log: IO[bytes], deadline: float) -> dict[str, int | None]:
-        """Run commands side by side, output to `log`; return exit codes, None for what the deadline ended."""
+        """Run commands side by side, output to `log`; return exit codes, None for commands ended by the deadline."""
         running: dict[str, subprocess.Popen[bytes]] = {}
         codes: dict[str, int | None] = {}
         for command in commands:

@@ -39,7 +39,7 @@ def choose_compiler() -> str | None:
 
 
 def compile_one(kernel: Kernel, architecture: str) -> tuple[str, int, str]:
-    """Return the kernel's name, the size of its machine code, and what went wrong."""
+    """Return the kernel's name, the size of its machine code, and the error message."""
     try:
         return kernel.call, len(cuda.cubin(kernel, architecture)), ""
     except CodecError as error:

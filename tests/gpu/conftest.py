@@ -1,4 +1,4 @@
-"""What a check on a GPU needs of pytest: results as they come, and shares of the tests for processes side by side."""
+"""pytest hooks for a check on a GPU: immediate results, and shares of the tests for parallel processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _text_of(report: pytest.TestReport) -> dict[str, str]:
-    """Return the end of what went wrong, or why a test was skipped."""
+    """Return the end of the error, or the reason of a skip."""
     if report.passed:
         return {}
     is_reason = report.skipped and isinstance(report.longrepr, tuple)

@@ -1,4 +1,4 @@
-"""What a check finds or makes on the machine before it runs: packages, the extension, and compiled kernels."""
+"""Requirements of a check on the machine, found or built: packages, the extension, and compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What the parts import, by the name of the package that brings it.
+#: Imports of the parts, with the package that provides each.
 NEEDED = {
     "torch": "torch",
     "numpy": "numpy",
@@ -23,7 +23,7 @@ NEEDED = {
     "typing_extensions": "typing-extensions",
     "rich": "rich",
 }
-#: What is needed where there is a GPU, or is only good to have.
+#: Packages required only with a GPU, and optional ones.
 ON_A_GPU = {"cupy_backends": "cupy-cuda13x"}
 #: Exit status of the compilation of kernels where there is no compiler.
 NO_COMPILER = 3
@@ -31,10 +31,10 @@ OPTIONAL = {"triton": "triton", "matplotlib": "matplotlib", "typer": "typer", "p
 
 
 def install_wheels(wheels: Path, site: Path) -> list[str]:
-    """Unpack all wheels of a folder into `site`, without their needs; return their names.
+    """Unpack all wheels of a folder into `site`, without dependencies; return their names.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: The folder has no wheels.
     """
     found = sorted(wheels.glob("*.whl"))
     if not found:

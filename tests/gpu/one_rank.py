@@ -29,12 +29,12 @@ _GUARD_S = 30.0
 #: How far losses may be from those of the CPU, in parts of them: of exact algorithms, and where a number that rounds in
 #: another way is sent as another code. Weights that only one rank holds have no less.
 _EXACT, _RELAXED = 1e-4, 5e-2
-#: Seconds for what comes after the algorithms, by the number of ranks.
+#: Seconds for the checks after the algorithms, by the number of ranks.
 _RESERVE_S = {1: 2.0, 2: 20.0}
 _RESERVE_OF_MORE_S = 9.0
 #: MiB of a bucket where ranks share a device: each waits for its slice of it in every collective.
 _SHARED_CAP_MB = 0.008
-#: What trains on the CPU alone and says so on CUDA.
+#: Algorithms that train on the CPU only and raise on CUDA.
 _ON_CPU_ONLY = ("hogwild",)
 _FIRST = (
     *("allreduce", "bytegrad", "ef_quantized", "topk", "powersgd", "diloco", "local_sgd", "signsgd", "onebit_adam"),
@@ -43,11 +43,11 @@ _FIRST = (
 
 
 class Rank:
-    """What the checks share.
+    """State shared by the checks.
 
     Args:
-        device: Where the models are.
-        backend: As the results name it.
+        device: The device of the models.
+        backend: Its name in the results.
     """
 
     def __init__(self, device: torch.device, backend: str) -> None:
@@ -59,7 +59,7 @@ class Rank:
             self._options["bucket_cap_mb"] = _SHARED_CAP_MB
 
     def hold(self, name: str, check: Callable[[], dict[str, Any]], shown: bool = True) -> bool:
-        """Run a check on all ranks; rank 0 notes what became of it (`shown`: for the table). Return if all passed."""
+        """Run a check on all ranks; rank 0 records the result (`shown`: for the table). Return if all passed."""
         begin = time.monotonic()
         facts, words = {}, None
         try:
@@ -141,7 +141,7 @@ class Rank:
         for rank in range(self.world_size):
             (loss_of(expected, 2, rank) / self.world_size).backward()
         model = commlib.wrap(build(), "allreduce", **options)
-        for step in range(3):  # the first ones wait for what they measure
+        for step in range(3):  # the first ones wait for measurements
             model.zero_grad()
             if step == 2 and self.device.type == "cuda":
                 torch.cuda._sleep(500_000_000)
@@ -204,7 +204,7 @@ class Rank:
 
 
 def _trained(subject: Subject, **options: Any) -> tuple[Training, torch.Tensor, Any]:
-    """Train; return the training, its losses [STEPS] on the CPU, and what was saved on the way."""
+    """Train; return the training, its losses [STEPS] on the CPU, and the state saved on the way."""
     training = subject.start(**options)
     losses = [_step(training) for _ in range(SAVED_AFTER)]
     saved = saved_of(training)

@@ -1,4 +1,4 @@
-"""What a check on a GPU runs: its parts in their order, each with its limit and its commands."""
+"""The parts of a check on a GPU, in their order, each with its limit and its commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.gpu.machine import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-#: And what each is not for: a damaged payload may name an element twice, and which value it then has is undefined.
+#: Options that exclude tests: a damaged payload may name an element twice, and its value is then undefined.
 SANITIZERS = {"memcheck": (), "racecheck": ("-k", "not damaged")}
 _SANITIZER_OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "9")
 _MOST_SHARES = 8
@@ -31,11 +31,11 @@ class Command:
     """One process of a part.
 
     Attributes:
-        name: In the log and where it fails.
+        name: In the log and in failures.
         argv: Program and arguments.
         stage: Commands of one stage run side by side, one stage after the other.
         env: Added to the environment.
-        tried_with: What is appended, in place of a run, where there is no GPU; None where nothing is to be tried.
+        tried_with: Arguments to append for a trial without a GPU; None for no trial.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Part:
         name: As on the command line.
         limit_s: Seconds after which it is ended.
         status: Its bit in the exit status.
-        commands: What it runs.
+        commands: Its commands.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Part:
 
 
 def parts(work: Path) -> list[Part]:
-    """Return all parts, in their order; what they write besides results goes to `work / "made"`."""
+    """Return all parts, in their order; their output other than results goes to `work / "made"`."""
     made = work / "made"
     return [
         Part("bits", 60, 2, _bits(work)),

@@ -1,8 +1,8 @@
-"""Ranks that are not there: a transport on one device whose collectives take time, as a network's do.
+"""Simulated ranks: a transport on one device whose collectives take time, as a network's do.
 
-What the other ranks would send is made of what this one sends, by operations that round alike on every device. On CUDA
-a collective runs on a stream of its own, in order, after a while; until then its outputs hold bytes that no right
-result has, so who does not wait for it computes with those.
+The data of the other ranks is computed from this rank's, by operations that round identically on every device. On CUDA
+a collective runs on a separate stream, in order, after a delay. Until then its outputs hold bytes that no correct
+result has, so that code which does not wait for it computes with those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commlib.transport.base import AllGather, AllReduce, AllToAll, Broadcast, Ex
 from commlib.transport.simulated import SimulatedTransport
 
 NUM_RANKS = 4
-#: What each pretended rank's numbers are, in ours: powers of two, so that products are exact.
+#: The factor from our numbers to those of each simulated rank: powers of two, so that products are exact.
 _FACTORS = (1.0, 0.5, -0.25, 2.0)
 _DELAYS = (200_000, 0, 1_000_000, 50_000, 3_000_000)  # clock cycles
 _POISON = 0xCB
@@ -44,7 +44,7 @@ class PretendedTransport(SimulatedTransport):
         self.num_issued = 0
 
     def issue(self, request: Request) -> Work:
-        """Begin a collective; what it needs is taken now, its outputs are poisoned now and filled later."""
+        """Begin a collective; its inputs are copied now, its outputs are poisoned now and filled later."""
         if request.size == 1 or request.is_empty():
             return super().issue(request)
         self.bytes_sent += request.wire_bytes()
@@ -75,12 +75,12 @@ class StreamWork:
         torch.cuda.current_stream().wait_event(self._event)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Refuse: on CUDA nobody asks when a work ends."""
+        """Raise: no code asks for the end time of a work on CUDA."""
         raise NotImplementedError("the host does not wait for works on a stream")
 
 
 def carry_out(request: Request, delay: Callable[[], None]) -> None:
-    """Do on the current stream what a collective does, `delay` between taking the inputs and giving the outputs."""
+    """Run a collective on the current stream, with `delay` between reading the inputs and writing the outputs."""
     results = list(_results(request))
     for tensor, _ in results:
         tensor.reshape(-1).view(torch.uint8).fill_(_POISON)  # of tensors that lie in one piece, as a request's do
@@ -90,7 +90,7 @@ def carry_out(request: Request, delay: Callable[[], None]) -> None:
 
 
 def _results(request: Request) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each output with what it is to hold."""
+    """Yield each output with its expected contents."""
     match request:
         case AllReduce(tensor=tensor, op="sum"):
             yield tensor, _sum(tensor, request.size)

@@ -1,4 +1,4 @@
-"""What is left of a check on a GPU: one small archive, and a table."""
+"""Results of a check on a GPU: one small archive, and a table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def shortened(argv: Sequence[str]) -> str:
 
 
 def archive(out: Path, made: Path) -> list[str]:
-    """Pack the results, the logs and what the parts made into one file of at most MOST_BYTES; return what is left out.
+    """Pack results, logs and other output of the parts into one file of at most MOST_BYTES; return the omitted files.
 
-    Logs are cut at their beginning; of what does not fit the largest is left out first.
+    Logs are cut at their beginning; if the files do not fit, the largest is omitted first.
     """
     for log in out.glob("*.log"):
         data = log.read_bytes()
@@ -49,7 +49,7 @@ def archive(out: Path, made: Path) -> list[str]:
 
 
 def table(found: Iterable[Mapping[str, Any]], seconds: Mapping[str, float]) -> str:
-    """Return the figures by part, then what failed or was skipped, then one line for each part."""
+    """Return the figures by part, then failures and skips, then one line for each part."""
     rows = list(found)
     names = list(dict.fromkeys([*seconds, *(row["part"] for row in rows)]))
     lines: list[str] = []
@@ -68,7 +68,7 @@ def table(found: Iterable[Mapping[str, Any]], seconds: Mapping[str, float]) -> s
 
 
 def _shortcomings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for what failed and was skipped in a part, the failures first, the first ones of each."""
+    """Return a line on failures and skips in a part, failures first, with the first ones of each."""
     lines = []
     for outcome in (results.FAILED, results.SKIPPED):
         found = [row for row in rows if row["outcome"] == outcome]
@@ -93,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 def _first_line(row: Mapping[str, Any]) -> str:
-    """Return the line that says most: of a traceback, the last one that names the error."""
+    """Return the most informative line: of a traceback, the last one that names the error."""
     lines = [line.strip() for line in str(row.get("text", "")).splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("E  ")] or lines[-1:]
     return errors[0].removeprefix("E").strip()[:_MOST_CHARS] if errors else ""

@@ -19,7 +19,7 @@ def add(name: str, outcome: str, **facts: Any) -> None:
     """Append one result, in a single write.
 
     Args:
-        name: What was checked or measured.
+        name: The check or measurement.
         outcome: PASSED, FAILED or SKIPPED.
         facts: Figures and texts that JSON can hold.
     """

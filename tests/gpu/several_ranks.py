@@ -1,10 +1,10 @@
-"""Several ranks on one device: every algorithm beside its run on the CPU, a resume, a close, and a rank that is killed.
+"""Several ranks on one device: every algorithm against its run on the CPU, a resume, a close, and a killed rank.
 
 python -m tests.gpu.several_ranks --ranks 2 --device cuda --seconds 40
 
-NCCL refuses two ranks of one host on one device. Here each rank says that it is on a host of its own (NCCL_HOSTID) and
-talks over loopback. What NCCL answers to that is a result; where it refuses, the ranks start again with Gloo. The
-algorithms are taken one after the other until the time is over, families first.
+NCCL refuses two ranks of one host on one device. Here each rank declares a separate host (NCCL_HOSTID) and
+communicates over loopback. Whether NCCL accepts this is a result; if it refuses, the ranks start again with Gloo. The
+algorithms run one after the other until the time is over, families first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from tests.gpu import results
 
-#: Exit status of ranks whose backend does not work, and what they print where it does.
+#: Exit status of ranks whose backend does not work, and the line that they print if it does.
 REFUSED, WORKS = 5, "the backend works"
-#: What rank 0 prints of a check that failed.
+#: Printed by rank 0 for a failed check.
 FAILED = "failed on this or another rank:"
 #: Ranks that share a device take turns on it, so the fewer times NCCL's kernels wait for each other the better.
 FEW_KERNELS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_RAS_ENABLE": "0"}

@@ -1,12 +1,12 @@
 """The CUDA executor on a GPU, against the NumPy reference, byte for byte. Skipped where there is no GPU.
 
-`scripts/gpu_check` runs these tests and all others that need a GPU. By themselves they run where torch has CUDA:
+`scripts/gpu_check` runs these tests and all others that need a GPU. To run only these, where torch has CUDA:
 
-    pip install 'cupy-cuda13x>=14'          # or cupy-cuda12x; `commlib doctor` says what is missing
+    pip install 'cupy-cuda13x>=14'          # or cupy-cuda12x; `commlib doctor` lists missing packages
     scripts/test tests/gpu -v
 
 The cases are those of tests/unit/test_cuda_emulated.py. NVIDIA's compute-sanitizer finds accesses outside of tensors,
-races in shared memory, and reads of what was never written (torch's allocator is turned off, so that tensors do not
+races in shared memory, and reads of uninitialized memory (torch's allocator is turned off, so that tensors do not
 share blocks of memory):
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1

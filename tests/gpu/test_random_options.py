@@ -19,7 +19,7 @@ pytestmark = [
 #: Elements at most: enough for many tiles that look back at each other.
 MOST = 400_000
 DRAWS = 12
-#: Draws per test, so that what a test costs is not pytest's.
+#: Draws per test, so that pytest's overhead does not dominate.
 PER_TEST = 6
 
 

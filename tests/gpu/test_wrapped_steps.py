@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-#: By name: algorithms whose every operation rounds alike on a GPU and on the CPU, as their factors are powers of two.
+#: By name: algorithms whose operations round identically on GPU and CPU, since their factors are powers of two.
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "allreduce": commlib.algorithms.AllReduce,
     "allreduce-bf16": lambda: commlib.algorithms.AllReduce(wire_dtype="bf16"),

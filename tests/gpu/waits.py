@@ -1,4 +1,4 @@
-"""What makes the host wait for the device: found by torch's debug mode, and in a trace of the driver's calls."""
+"""Finds synchronizations of the host with the device, by torch's debug mode and in a trace of the driver's calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _REGION = "commlib region"
-#: Calls of the runtime that return when the device has come somewhere, beside all whose name has "Synchronize" in it.
+#: Calls of the runtime that wait for the device, in addition to all with "Synchronize" in their names.
 _WAITS = ("cudaMemcpy", "cudaMemset", "cudaFree", "cudaFreeHost")
 
 

@@ -1,7 +1,7 @@
-"""Training whose every number is the same on every device, so that a GPU's steps can be held to the CPU's, bit by bit.
+"""Training with identical numbers on every device, so that a GPU's steps can be compared with the CPU's, bit by bit.
 
-A gradient is a tensor of the data, and the optimizer multiplies by powers of two alone: what a fused multiply-add would
-round in another way is exact.
+A gradient is a tensor of the data, and the optimizer multiplies by powers of two only: products are exact, so that a
+fused multiply-add gives the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 50
 
 
 class Given(nn.Module):
-    """Parameters whose gradients are what the forward is given."""
+    """Parameters whose gradients are the inputs of the forward."""
 
     def __init__(self) -> None:
         super().__init__()

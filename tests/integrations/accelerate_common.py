@@ -1,4 +1,4 @@
-"""What the tests of accelerate share: an accelerator on a pooled rank, and a training loop. All runs on the ranks."""
+"""Common code of the accelerate tests: an accelerator on a pooled rank, and a training loop. All runs on the ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if tests.IS_COLLECTING:  # which would take seconds: everything that needs Light
     pl = DDPStrategy = CommlibStrategy = StatsCallback = tests.Placeholder("lightning", (), {})
 else:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what happens at its import is not ours to judge
+        warnings.simplefilter("ignore")  # warnings of its import are not tested
         import lightning.pytorch as pl
         from lightning.pytorch.strategies import DDPStrategy
 
@@ -71,7 +71,7 @@ def own_loader(batch: int = 4) -> DataLoader[Any]:
 
 
 class Module(pl.LightningModule):
-    """A small network that records what each of its steps is made of; ranks begin with different weights.
+    """A small network that records the losses and gradients of its steps; ranks begin with different weights.
 
     Attributes:
         losses: Of each call of `training_step`.
@@ -150,14 +150,14 @@ def trainer(strategy: Any, folder: Path | str | None = None, **options: Any) -> 
 
 @contextlib.contextmanager
 def run_on_rank() -> Iterator[None]:
-    """What every test here runs in: torchrun's environment, and none of Lightning's hints as errors."""
+    """The context of every test here: torchrun's environment, and Lightning's hints not as errors."""
     with torchruns_environment(), warnings.catch_warnings():
         for hint in HINTS:
             warnings.filterwarnings("ignore", message=hint)
         yield
 
 
-#: Advice that Lightning gives as warnings, and what it does itself that torch would have it do in another way.
+#: Lightning's hints that are warnings, and torch's warnings about Lightning's own code.
 HINTS = (
     ".*torch.jit.script_method. is deprecated.*",  # at inductor's import
     ".*grad attribute of a Tensor that is not a leaf.*",  # torch.compile looks at it

@@ -1,4 +1,4 @@
-"""Runs the Ray examples one after the other in one small local cluster: what `test_ray.py` starts.
+"""Run the Ray examples one after the other in one small local cluster; started by `test_ray.py`.
 
 python -m tests.integrations.ray_script FOLDER      leaves FOLDER/<run>.losses and FOLDER/<run>/digits/checkpoint_*
 """

@@ -79,7 +79,7 @@ def test_other_numbers_of_ranks() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", of_each_kind(commlib.algorithms.list()))
 def test_every_algorithm_trains_as_by_wrap(name: str) -> None:
-    """What `prepare` wraps goes as what `commlib.wrap` does, bit for bit but where it depends on clocks."""
+    """`prepare` gives the results of `commlib.wrap`, bit for bit unless they depend on clocks."""
     subject = Subject(name)
     options = {"bucket_cap_mb": 0.002, "timeout": 30}
     accelerator = new_accelerator(subject.algorithm(), use=options)
@@ -127,7 +127,7 @@ def test_no_sync_and_trigger_sync_in_backward_as_with_ddp() -> None:
 
 
 class PretendedGpus:
-    """Lets accelerate believe that there are several devices: what it refuses on the CPU, DDP and `Join` do there."""
+    """Makes accelerate assume several devices: it refuses uneven inputs on the CPU, but DDP and `Join` accept them."""
 
     multi_device = True
 

@@ -1,4 +1,4 @@
-"""What accelerate saves and loads with commlib: resumed bit for bit, whole or refused, with consensus weights."""
+"""Checkpoints of accelerate with commlib: resumed bit for bit, complete or refused, with consensus weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dropping(Mlp):
 
 
 class Run:
-    """One training: an accelerator, and what it has prepared."""
+    """One training: an accelerator, and the objects that it has prepared."""
 
     def __init__(self, algorithm: Any, seed: int = 7, subject: Subject | None = None, **options: Any) -> None:
         self.accelerator = new_accelerator(algorithm, use=BUCKETS if algorithm is not None else None, **options)

@@ -38,7 +38,7 @@ def test_digits_match_ddp_bit_for_bit_and_learn(precision: str, tmp_path: Path) 
     assert losses(tmp_path / "log") == losses(tmp_path / "log_ddp")
 
 
-@pytest.mark.slow  # what it is made of is in test_accelerate_checkpoint.py
+@pytest.mark.slow  # test_accelerate_checkpoint.py tests its parts
 @pytest.mark.parametrize("algorithm", ["topk", "allreduce", "local_sgd"])
 def test_digits_resume_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
     def run(name: str) -> None:

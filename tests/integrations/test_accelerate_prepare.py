@@ -1,9 +1,12 @@
-"""What `use` and `prepare` take, in which order, and what they refuse."""
+"""Arguments of `use` and `prepare`: accepted objects and orders, and refused ones."""
 
 from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.integrations.accelerate_common import assert_equal, epoch, loader, ms
 from tests.multi.common import Mlp, assert_replicas_identical, data, raises_on_every_rank, seeded
 from tests.multi.pool import on_ranks, spawn_ranks
 
+ROOT = Path(__file__).parents[2]
 ORDERS = ("model-optimizer", "optimizer-model", "model, optimizer", "optimizer, model")
 
 
@@ -142,7 +146,7 @@ def test_models_that_are_not_trained_stay_bare() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_second_training_after_free_memory_as_with_ddp(precision: str) -> None:
-    """The user keeps his model, and prepares it again with another optimizer, as a trainer does."""
+    """The user keeps the model, and prepares it again with another optimizer, as a trainer does."""
     results = []
     for algorithm in ("allreduce", None):
         accelerator = new_accelerator(algorithm, mixed_precision=precision)
@@ -325,3 +329,20 @@ def test_one_process_without_a_group_trains_as_with_accelerate_alone(tmp_path: A
     (rank,) = spawn_ranks(alone, 1, str(tmp_path), timeout=60)
     assert rank.returncode == 0, rank.output
     assert "went well" in rank.output
+
+
+def test_processes_that_accelerate_does_not_see_are_refused(tmp_path: Path) -> None:
+    """Without accelerators and `cpu=True`, accelerate uses one process in each that torchrun starts."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "from commlib.integrations import accelerate\n"
+        "accelerate.use(Accelerator())\n"
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env.pop("ACCELERATE_USE_CPU", None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "ConfigError: use: WORLD_SIZE is 2, but accelerate uses one process" in done.stderr
+    assert "pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true" in done.stderr

@@ -1,4 +1,4 @@
-"""Training in Lightning: beside its own DDP bit for bit, every algorithm, every kind of optimization."""
+"""Training in Lightning: bit for bit equal to its own DDP, every algorithm, every kind of optimization."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ WAYS: dict[str, tuple[type[common.Module], dict[str, Any]]] = {
 }
 
 
-#: What the fast part has of them: ways that differ in what commlib does.
+#: The ways in the fast part: those that differ in commlib's behavior.
 CHOSEN = ("plain", "accumulate submodules", "clip by norm", "bf16-mixed", "16-mixed", "lbfgs")
 
 
@@ -94,7 +94,7 @@ def test_allreduce_is_ddp_bit_for_bit(way):
 
 @on_ranks(2)
 def test_ranks_really_have_data_of_their_own_and_begin_with_rank_0s_weights():
-    """Else that two runs are alike would say little."""
+    """Otherwise the equality of two runs would prove little."""
     with common.run_on_rank():
         mine, _ = common.fit(common.Module(), common.strategy())
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -275,7 +275,7 @@ def test_every_algorithm_trains_and_leaves_all_ranks_the_same_model(name):
 
 
 def trained_by_hand(subject: Subject, epochs: int) -> nn.Module:
-    """Do what the trainer does, without it: a loop over `commlib.wrap`."""
+    """Train as the trainer does, without it: a loop over `commlib.wrap`."""
     module = Subjected(subject)
     for parameter in module.parameters():
         dist.broadcast(parameter.data, 0)
@@ -296,7 +296,7 @@ def trained_by_hand(subject: Subject, epochs: int) -> nn.Module:
 def test_every_algorithm_goes_the_way_of_a_plain_loop_bit_for_bit(name):
     subject = Subject(name)
     if subject.runs_by_clocks:
-        pytest.skip("no two runs of it are alike")
+        pytest.skip("two runs of it differ")
     with common.run_on_rank():
         expected = trained_by_hand(subject, 2)
         got = Subjected(subject)
@@ -324,7 +324,7 @@ def test_gradients_that_are_kept_while_another_network_is_trained_are_refused_wh
 
 
 class Ordered(common.Module):
-    """Notes what the optimizer's step sees of clipping and hooks."""
+    """Records the effects of clipping and hooks at the optimizer's step."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)

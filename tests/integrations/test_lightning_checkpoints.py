@@ -75,7 +75,7 @@ def resumes(name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
 def test_every_algorithm_resumes_bit_for_bit(name, tmp_path):
-    """Those that go by clocks go on; no two runs of theirs are alike."""
+    """Those that depend on clocks only continue; two of their runs differ."""
     run_ranks(resumes, 2, name, str(tmp_path / "run"))
 
 
@@ -210,7 +210,7 @@ def test_another_world_size_is_refused_where_it_is_not(tmp_path, world_size):
 
 
 class Warnings(logging.Handler):
-    """Collects what commlib warns of."""
+    """Collects commlib's warnings."""
 
     def __enter__(self) -> list[str]:
         self.found: list[str] = []

@@ -15,7 +15,7 @@ from tests.multi.test_examples import EXAMPLES, losses, torchrun, train
 
 
 def script(*args: str | Path) -> str:
-    """Run a script with plain `python`, as a user does, and return what it printed."""
+    """Run a script with plain `python`, as a user does, and return its output."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }

@@ -1,4 +1,4 @@
-"""What surrounds training in Lightning: evaluation, several fits, ends and failures, options, statistics, launchers."""
+"""Lightning outside of training steps: evaluation, several fits, ends and failures, options, statistics, launchers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_after_fit_the_module_is_as_it_was_and_holds_the_consensus():
 
 
 def leave() -> None:
-    """Do what the end of a process does: Lightning asks rank 0 of SIGTERM before every batch, in the default group."""
+    """Destroy the default group, as at process exit: before every batch Lightning asks rank 0 in it for SIGTERM."""
     dist.destroy_process_group()
 
 
@@ -219,7 +219,7 @@ def uneven_loader() -> DataLoader[Any]:
 
 @on_ranks(2, timeout=40)
 def test_a_rank_that_runs_out_of_data_is_named_at_once():
-    """Lightning's DDP waits until the process group's timeout, and blames nobody."""
+    """Lightning's DDP waits until the process group's timeout, and names no rank."""
     with common.run_on_rank():
         options = {"data": uneven_loader(), "use_distributed_sampler": False}
         is_longer = dist.get_rank() == 0
@@ -390,7 +390,7 @@ def test_statistics_are_in_tensorboards_file(tmp_path):
 
 
 class WrapsItself(common.Module):
-    """Wraps a part of itself, for a strategy that knows nothing of commlib."""
+    """Wraps one of its submodules, for a strategy without commlib."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -399,7 +399,7 @@ class WrapsItself(common.Module):
 
 
 class Remembers(pl.loggers.Logger):
-    """A logger that keeps what it is given."""
+    """A logger that keeps its inputs."""
 
     name, version = "test", "1"
 

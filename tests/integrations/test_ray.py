@@ -1,4 +1,4 @@
-"""Ray Train: the example beside the plain one, equal bit for bit, and resumed from Ray's checkpoints."""
+"""Ray Train: the example and the plain one, equal bit for bit, and resumed from Ray's checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_model_that_ray_has_prepared_for_ddp_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The folder of what `ray_script` leaves; the cluster has ended."""
+    """The folder with the output of `ray_script`; the cluster has ended."""
     folder = tmp_path_factory.mktemp("ray")
     paths = os.pathsep.join([str(REPOSITORY), str(EXAMPLES)])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}

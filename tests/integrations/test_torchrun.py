@@ -1,4 +1,4 @@
-"""Jobs that torchrun starts again: ranks meet on a store that has an earlier life in it, and go on as if unbroken."""
+"""Jobs that torchrun restarts: ranks meet on a store with entries of an earlier life, and continue identically."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def life(store: dist.TCPStore, count: int, *args: str, doomed: bool = False) -> 
 
 
 def saved(folder: pathlib.Path) -> dict[str, Any]:
-    """Return all that the last checkpoint has, by path, but for what was measured."""
+    """Return the contents of the last checkpoint, by path, without measurements."""
     (last,) = folder.glob("step-*")
     whole = folder / "whole.pt"
     dcp_to_torch_save(last, whole)
@@ -78,7 +78,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def check_restart(algorithm: str, how: str, folder: pathlib.Path) -> None:
-    """A rank that ends in one life is nothing in the next, which ends with what an unbroken run ends with."""
+    """A rank that ends in one life does not affect the next, which gives the result of an uninterrupted run."""
     options = ["--algorithm", algorithm, "--steps", "9", "--every", "4", "--device", "cpu"]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     broken = [*options, "--checkpoint", str(folder / "broken"), "--fail", f"1:6{how}"]
@@ -134,7 +134,7 @@ def test_torchrun_starts_the_example_again(fail: str, tmp_path: pathlib.Path) ->
 
 
 def launched(*args: str) -> str:
-    """Run the example under torchrun on two ranks, and return what it wrote."""
+    """Run the example under torchrun on two ranks, and return its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""commlib in `transformers.Trainer`: what it does under DDP, it does the same with commlib, bit for bit."""
+"""commlib in `transformers.Trainer`: the same results as under DDP, bit for bit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-#: What the fast part has of them: ways that differ in what commlib does.
+#: The ways in the fast part: those that differ in commlib's behavior.
 CHOSEN = ("accumulation", "epochs_that_end_unevenly", "reentrant_checkpointing", "evaluated")
 
 
@@ -110,7 +110,7 @@ def test_prediction_and_generation_are_ddps(tmp_path: Path) -> None:
         expected, got = (run.trainer.predict(data) for run in runs)
         assert (got.predictions == expected.predictions).all()
         assert got.metrics["test_loss"] == expected.metrics["test_loss"]
-        if dist.get_rank() == 1:  # by itself: no forward communicates
+        if dist.get_rank() == 1:  # on one rank: no forward communicates
             prompt = data[0]["input_ids"][None, :4]
             texts = [run.trainer.model.generate(prompt, max_new_tokens=5, do_sample=False) for run in runs]
             assert torch.equal(*texts)

@@ -29,7 +29,7 @@ def as_a_script(script: str, *options: str) -> None:
 
 
 def train(script: str, output: Path, *options: str, steps: int = 12) -> tuple[list[dict[str, Any]], bytes]:
-    """Run a script on two ranks; returns what it logged, without what depends on the clock, and the model's file."""
+    """Run a script on two ranks; return its log, without entries that depend on the clock, and the model's file."""
     own = ("--output", str(output), "--steps", str(steps), "--every", "4", "--batch", "2")
     run_ranks(as_a_script, 2, script, *own, *options)
     return logs_of(output / f"checkpoint-{steps}"), (output / "model.safetensors").read_bytes()

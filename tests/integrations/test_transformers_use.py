@@ -1,4 +1,4 @@
-"""How commlib's `transformers.Trainer` is put to use: its classes, its logs, what it refuses."""
+"""Use of commlib's `transformers.Trainer`: its classes, its logs, and refused arguments."""
 
 from __future__ import annotations
 

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: What a trainer takes itself; all else belongs to `TrainingArguments`.
+#: Arguments of the trainer itself; all others belong to `TrainingArguments`.
 _OF_TRAINER = (
     *("train_dataset", "eval_dataset", "data_collator", "processing_class", "model_init", "callbacks"),
     *("compute_loss_func", "compute_metrics", "optimizers", "optimizer_cls_and_kwargs", "wrap_options"),
 )
 
-#: What a log of training has that depends on the clock, or on commlib alone.
+#: Entries in a log of training that depend on the clock, or on commlib only.
 _CLOCKS = ("train_runtime", "_per_second", "_preparation_time", "comm/", "eval_runtime", "test_runtime")
 
 
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
-    """Give this rank the environment that torchrun makes, and accelerate, which keeps what it found, a fresh start."""
+    """Give this rank the environment that torchrun makes, and reset accelerate, which caches its environment."""
     from accelerate.state import AcceleratorState, GradientState
 
     own = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "OMP_NUM_THREADS": "1"}
@@ -49,7 +49,7 @@ def launched() -> Iterator[None]:
 
 
 class Callback:
-    """As `transformers.TrainerCallback`, which a test's module does not import: what is not defined does nothing."""
+    """As `transformers.TrainerCallback`, which a test's module does not import: undefined events do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("on_"):
@@ -69,7 +69,7 @@ def tiny_model(**changes: Any) -> Any:
 
 
 def examples(count: int = 48, length: int = 12, seed: int = 5) -> list[dict[str, Any]]:
-    """Make windows of a repeating text, of which some labels do not count, as many in each as chance says."""
+    """Make windows of a repeating text, with a random number of ignored labels in each."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, 64, (97,), generator=generator).repeat(4)
     found = []
@@ -81,7 +81,7 @@ def examples(count: int = 48, length: int = 12, seed: int = 5) -> list[dict[str,
 
 
 def uneven_examples(count: int = 48) -> list[dict[str, Any]]:
-    """Make windows of different lengths, with a column that no model knows."""
+    """Make windows of different lengths, with a column that no model uses."""
     lengths = [5 + 3 * (idx % 4) for idx in range(count)]
     windows = [examples(1, length, seed=idx)[0] for idx, length in enumerate(lengths)]
     return [{**window, "source": "made up"} for window in windows]
@@ -107,7 +107,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
 @dataclass
 class Run:
-    """What a training run did on this rank."""
+    """The results of a training run on this rank."""
 
     trainer: Any
     logs: list[dict[str, float]] = field(default_factory=list)
@@ -120,8 +120,8 @@ def make(folder: Path, algorithm: Any = None, *, base: Any = None, model: Any = 
     Args:
         folder: Where it saves.
         algorithm: As in `commlib.wrap`; None takes DDP.
-        base: The class, where it is not the usual one.
-        model: What is trained.
+        base: The class, if not the default.
+        model: The model to train.
         changes: Arguments of the trainer, and all others of `TrainingArguments`.
     """
     import transformers
@@ -148,7 +148,7 @@ def train(folder: Path, algorithm: Any = None, *, resume: Any = None, **changes:
 
 
 def result_of(trainer: Any) -> Run:
-    """Return what a trainer did, without what depends on the clock."""
+    """Return the results of a trainer, without entries that depend on the clock."""
     logs = [{k: v for k, v in log.items() if not any(w in k for w in _CLOCKS)} for log in trainer.state.log_history]
     return Run(trainer, logs, {name: value.detach().clone() for name, value in trainer.model.state_dict().items()})
 

@@ -1,6 +1,6 @@
-"""What errors advise, followed: for each message a function that meets the error, and then does what the message says.
+"""The advice of error messages, followed: for each message a function that triggers the error, then follows the advice.
 
-`tests/unit/test_advice.py` checks that every message of the library with an advice has one.
+`tests/unit/test_advice.py` checks that every message of the library that gives advice has one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def made(**given: Any) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def trains(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2, loss: Any = mlp_loss) -> None:
-    """Train; the weights move, and replicas are alike after `synchronize`."""
+    """Train; the weights change, and replicas are identical after `synchronize`."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(steps):
         model.zero_grad()

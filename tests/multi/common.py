@@ -71,7 +71,7 @@ class OneParameter(nn.Module):
 
 
 class Averaging:
-    """A wrapper of an optimizer that is none of torch's: it averages the weights after each step of the inner one."""
+    """An optimizer wrapper that is not a torch optimizer: it averages the weights after each step of the inner one."""
 
     def __init__(self, base: torch.optim.Optimizer, *, changes: bool = True) -> None:
         self.base = base
@@ -185,7 +185,7 @@ def assert_replicas_identical(
 
 @dataclass
 class Trace:
-    """What a training run did on this rank."""
+    """The record of a training run on this rank."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -259,10 +259,10 @@ def check_like_ddp(
     trainer: Callable[..., Trace] = train,
     exact: bool | None = None,
 ) -> Any:
-    """Train the same model in DDP and through `wrap` on the same data; both must go the same way.
+    """Train the same model in DDP and through `wrap` on the same data; both must give the same results.
 
-    Bit-equal (`exact`; by default with at most two ranks) or within 1e-6; gradients are None on the same parameters;
-    replicas have the same bits on all ranks. Returns the wrapped model.
+    Bit-equal (`exact`; by default with at most two ranks) or within 1e-6; the same parameters have no gradient;
+    replicas are bit-identical on all ranks. Returns the wrapped model.
     """
     original = seeded(build)
     oracle = ddp(copy.deepcopy(original), **(ddp_options or {}))
@@ -271,7 +271,7 @@ def check_like_ddp(
     model = wrap(original, **(wrap_options or {}))
     got = trainer(model, loss_of, steps)
     assert_same_trace(got, expected, exact=is_exact() if exact is None else exact)
-    assert_replicas_identical(model, buffers=False)  # a step leaves each rank what its own batch made of them
+    assert_replicas_identical(model, buffers=False)  # after a step each rank has the buffers of its own batch
     return model
 
 
@@ -299,7 +299,7 @@ def mean_gradients(build: Callable[[], nn.Module], loss_of_rank: Callable[[nn.Mo
 @contextlib.contextmanager
 def raises_on_every_rank(kind: type[BaseException], *words: str, group: Any = None) -> Iterator[None]:
     """Check that the block raises `kind` on every rank, each with all `words` (case ignored) in its message."""
-    dist.barrier(group=group)  # what came before has ended on all ranks: an error here may end it where it has not
+    dist.barrier(group=group)  # earlier work has ended on all ranks: an error below may abort it where it has not
     caught: BaseException | None = None
     try:
         yield

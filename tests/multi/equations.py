@@ -26,7 +26,7 @@ def against_equations(*classes: type[Algorithm]) -> Callable[[F], F]:
 
 
 def classes_of(makers: Iterable[Callable[[], Algorithm]]) -> set[type[Algorithm]]:
-    """Return the classes of what these make."""
+    """Return the classes of the algorithms that these make."""
     return {type(make()) for make in makers}
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of the fault and shutdown tests run: small training scripts with one thing going wrong.
+"""The scripts of the fault and shutdown tests: short training runs in which one thing goes wrong.
 
-Each is a user's script: it sets up the default group, wraps a model and trains. Errors are left to end the process with
-a traceback, as they would.
+Each is like a user's script: it sets up the default group, wraps a model and trains. Errors are not caught, so they end
+the process with a traceback.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.waiting import eventually
 
 VICTIM = 1
 GOOD_STEPS = 3
-#: Until the tests take a rank for one that hangs.
+#: The time after which the tests consider a rank to hang.
 HANG_S = 90.0
-#: The timeout where nothing may wait for it: what does is a hang.
+#: The timeout where nothing may wait for it: a rank that does has hung.
 LONG_S = 150.0
-#: The timeout where it is waited for: longer than a busy machine may stand still, as the steps before must succeed.
+#: The timeout where tests wait for it: longer than a busy machine may stall, as the steps before must succeed.
 SHORT_S = 10.0
 
 
@@ -61,13 +61,13 @@ def report(**facts: object) -> None:
 
 
 def report_error(error: Exception) -> None:
-    """Report what a rank was told, and when, by the clock that all ranks share."""
+    """Report the error of a rank, and its time by the clock that all ranks share."""
     ranks = sorted(getattr(error, "ranks", ()))
     report(event="error", kind=type(error).__name__, message=str(error), ranks=ranks, at_s=time.monotonic())
 
 
 def report_later(act: Callable[[], object]) -> None:
-    """Report what a further use of the model says, once the communication has ended."""
+    """Report the error of a further use of the model, after the communication has ended."""
     try:
         act()
     except RuntimeError as later:
@@ -103,10 +103,10 @@ def come_together(what: str) -> None:
 
 
 def train_into_trap(kind: str, algorithm: str = "allreduce") -> None:
-    """Train; the victim runs into `kind` in the middle of a backward. The others report what they were told.
+    """Train; `kind` happens on the victim in the middle of a backward. The others report their errors.
 
-    With an `algorithm` that ends in ", exchanged" small all-to-alls are exchanges too, as those of large buckets are.
-    The error is raised on, so that the process ends as a user's would.
+    With an `algorithm` that ends in ", exchanged", small all-to-alls are exchanges too, like those of large buckets.
+    The error is raised again, so that the process ends as a user's would.
     """
     import commlib
     import commlib.errors
@@ -311,7 +311,7 @@ def destroy_the_group(way: str) -> None:
 
 
 def ask_a_destroyed_group() -> None:
-    """Train, end the default group, and ask for what needs it."""
+    """Train, destroy the default group, and access members that need it."""
     import commlib
     from commlib.replica import replica_of
     from commlib.transport.groups import NODE_VARIABLE

@@ -18,7 +18,7 @@ from tests.costs import COSTS, PROCESSES
 from tests.multi.rank_worker import ForkJob
 
 ROOT = Path(__file__).resolve().parents[2]
-# How long a process that is ended may take to write what it has to say.
+# How long a terminated process may take to write its last output.
 _LAST_WORDS_S = 2.0
 
 

@@ -13,7 +13,7 @@ from commlib.kernels import reference_ops
 from tests.multi.common import Mlp, data, seeded, sgd
 from tests.multi.relaxation_references import BalancedExchange, ByName, Floats, QuantizedReference
 
-#: Maps the round, what each rank sends by name, and the names in each bucket, to the average.
+#: Maps the round, the values of each rank by name, and the names in each bucket, to the average.
 Average = Callable[[int, Sequence[ByName], Sequence[Sequence[str]]], ByName]
 
 
@@ -24,7 +24,7 @@ def mean(_: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) ->
 
 
 class OuterReference:
-    """Replicas that train each on its own, and what the outer optimizer makes of their common weights.
+    """Replicas that train independently, and their common weights, which the outer optimizer updates.
 
     Args:
         world_size: The number of replicas.
@@ -34,8 +34,8 @@ class OuterReference:
         average: How differences to the common weights are averaged.
         warm_up: Steps with averaged gradients.
         delay: Steps that a round takes.
-        mixing: What a replica keeps of its own when a delayed result comes; None adds the result's difference to the
-            copy.
+        mixing: The share of its own weights that a replica keeps when a delayed result arrives; None adds the
+            result's difference to the copy.
         inner: Makes a replica's own optimizer.
     """
 
@@ -162,12 +162,12 @@ def _named(v: Floats, indices: Any) -> Floats:
 
 
 class SparseAverage:
-    """The mean of a few elements of each rank: error feedback decays, takes the differences; what is sent leaves it.
+    """The mean of a few elements per rank; error feedback decays, adds the differences and subtracts the sent values.
 
     Args:
         world_size: The number of replicas.
-        compress: Maps values [numel] of a bucket to what arrives of them.
-        error_decay: What of the error feedback is kept.
+        compress: Maps values [numel] of a bucket to the values that arrive.
+        error_decay: The share of the error feedback that is kept.
     """
 
     def __init__(self, world_size: int, compress: Callable[[Floats], Floats], error_decay: float) -> None:
@@ -175,7 +175,7 @@ class SparseAverage:
         self.errors: list[ByName] = [{} for _ in range(world_size)]
 
     def __call__(self, _: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
-        """Return the mean of what all ranks send of each bucket."""
+        """Return the mean of the values that all ranks send, bucket by bucket."""
         averaged: ByName = {}
         for names in buckets:
             cuts = np.cumsum([len(by_rank[0][name]) for name in names])[:-1]
@@ -197,12 +197,12 @@ class SparseAverage:
 
 
 class BalancedAverage(SparseAverage):
-    """The same by regions: what is sent is what of the largest elements is in the sum.
+    """The same by regions: those chosen elements of a rank that are in the mean count as sent.
 
     Args:
         world_size: The number of replicas.
-        ratio: The part of a bucket's elements that each rank chooses.
-        error_decay: What of the error feedback is kept.
+        ratio: The fraction of a bucket's elements that each rank chooses.
+        error_decay: The share of the error feedback that is kept.
     """
 
     def __init__(self, world_size: int, ratio: float, error_decay: float) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a test tell each other, so that one goes on when another has come to a place, not after a while."""
+"""Notices between the ranks of a test: one continues when another has reached a point, not after a fixed time."""
 
 from __future__ import annotations
 

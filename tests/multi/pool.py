@@ -32,10 +32,10 @@ NUM_RANKS = 4
 _MOST_LOOPS = 6
 #: How long hung ranks may take to write their stacks, on a machine that is busy with other tests.
 _STACKS_S = 30.0
-#: What the stack of a rank's main thread, which is written last, ends with: where a process begins, or where it is cut.
+#: The ends of the stack of a rank's main thread, which is written last: the first frame of a process, or a cut.
 _STACK_ENDS = ("in _run_module_as_main\n", "  ...\n")
-# When pooled ranks count as hung: far beyond the longest job, as a shared machine may stand still for many seconds.
-# Their group has the same timeout, so what would only end by waiting that out is found as before.
+# When pooled ranks count as hung: far longer than the longest job, as a shared machine may stall for many seconds.
+# Their group has the same timeout, so a job that would end only after that timeout is still found.
 _HANG_S = 120.0
 # How long ranks may go on once one of them has failed: enough to fail in their turn, not to wait out a timeout.
 _GRACE_S = 15.0
@@ -72,7 +72,7 @@ class PooledRank:
         self.process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> str:
-        """Return what the process has written."""
+        """Return the stacks that the process has written."""
         return self.stack_path.read_text() if self.stack_path.exists() else "(no stack)"
 
     def kill(self) -> None:
@@ -83,7 +83,7 @@ class PooledRank:
 class RankPool:
     """Processes that run functions as the ranks of a job; restarted when a job hangs or breaks them.
 
-    `NUM_RANKS` of them from the start; a job of more ranks adds what it needs, for the rest of the session.
+    `NUM_RANKS` of them from the start; a job with more ranks adds the missing ones, for the rest of the session.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class RankPool:
         return outcomes
 
     def _judge(self, outcomes: dict[int, Outcome], ranks: Sequence[PooledRank], job: Job) -> None:
-        """Raise what the outcomes call for; break the pool where a rank hangs or died."""
+        """Raise the error that the outcomes require, if any; break the pool if a rank hangs or died."""
         __tracebackhide__ = True
         failed = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.kind == "error"}
         words = [
@@ -229,7 +229,7 @@ def on_ranks(
             try:
                 run_ranks(body, world_size, timeout=timeout, kwargs=kwargs)
             except RankError:
-                POOL.kill()  # what the failed test left behind in the ranks must not fail the next one
+                POOL.kill()  # leftovers of the failed test in the ranks must not fail the next one
                 raise
 
         own = list(inspect.signature(body).parameters.values())
@@ -244,7 +244,7 @@ def on_ranks(
 
 
 class RankExit(NamedTuple):
-    """How a process of its own ended: exit code (negative: signal), and what it wrote."""
+    """The end of a separate process: exit code (negative: signal) and output."""
 
     rank: int
     returncode: int
@@ -252,7 +252,7 @@ class RankExit(NamedTuple):
 
 
 class RankProcesses:
-    """Processes of their own, one per rank, that a test may signal and wait for."""
+    """Separate processes, one per rank, that a test may signal and wait for."""
 
     def __init__(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], store_port: int) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -303,7 +303,7 @@ class RankProcesses:
         return "\n".join([f"ranks {list(ranks)} did not exit within {timeout} s", *logs])
 
     def close(self) -> None:
-        """Kill what is left and remove the logs."""
+        """Kill the remaining processes and remove the logs."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -313,7 +313,7 @@ class RankProcesses:
 
 @contextlib.contextmanager
 def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> Iterator[RankProcesses]:
-    """Start one process per rank that runs `fn(*args)`; whatever is left at the end of the block is killed.
+    """Start one process per rank that runs `fn(*args)`; those that remain at the end of the block are killed.
 
     `fn` calls `rank_worker.default_group_from_env()` itself. The store lives in the test process, as torchrun's does
     in its agent, so that no rank's death takes it away.

@@ -1,9 +1,9 @@
-"""What runs inside a rank's process: either a pooled rank that serves jobs, or a rank of its own for one function.
+"""The program of a rank's process: either a pooled rank that serves jobs, or a separate rank for one function.
 
     python -m tests.multi.rank_worker <fd>     forks a process for each function that arrives on the socket <fd>
 
-A pooled rank is one whose function is `serve`. A forked process returns from here when its function has, and leaves the
-interpreter's own exit untouched, so that tests of shutdown see what a user's script would. Nothing that is imported
+A pooled rank is one whose function is `serve`. A forked process returns from here when its function has, and does not
+change the interpreter's exit, so that shutdown tests see the same exit as a user's script. Nothing that is imported
 before the fork has threads.
 """
 
@@ -50,7 +50,7 @@ class Job(NamedTuple):
 
 
 class ForkJob(NamedTuple):
-    """One function to run in a process of its own; without a log, what it writes goes where the forker's goes."""
+    """One function to run in a separate process; without a log, its output goes where the forker's output goes."""
 
     module: str
     qualname: str
@@ -91,12 +91,12 @@ def import_torch() -> None:
     warnings.simplefilter("error")
     # A future change of torch's own C++ logging, not of anything that runs here.
     warnings.filterwarnings("default", message=".*TORCH_CPP_LOG_LEVEL.*")
-    # What torch 2.11 says of itself, once a process, whatever a program does.
+    # Warnings that torch 2.11 emits once per process, whatever a program does.
     warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
     warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
     # A plugin that imports a name from its former place.
     warnings.filterwarnings("ignore", message="commlib.algorithms.families.policy has moved")
-    # What an algorithm loses with an optimizer is not what tests are about that use the two together.
+    # Tests that combine an algorithm and an optimizer do not examine the loss of that combination.
     warnings.filterwarnings("ignore", message=".* more loss than all-reduce with")
 
 
@@ -204,11 +204,11 @@ _left: set[threading.Thread] = set()
 
 
 def left_behind() -> list[str]:
-    """Return words on threads of communication that a job has left, now that nobody holds a model of its any more."""
+    """Return a description of communication threads that a job has left running, after its models were released."""
     new = {thread for thread in threading.enumerate() if thread.name.startswith("commlib-")} - _left
 
     def are_gone() -> bool:
-        gc.collect()  # what the job left to run was given up meanwhile
+        gc.collect()  # objects that the job left in use may be free by now
         return not any(thread.is_alive() for thread in new)
 
     for thread in new:
@@ -221,9 +221,9 @@ def left_behind() -> list[str]:
 
 
 def freeze_new_modules() -> None:
-    """Spare all later collections what modules hold that have been imported since the last time.
+    """Exclude the objects of modules that were imported since the last call from all later collections.
 
-    What was frozen before may be garbage now, such as a trainer that a library had remembered, and the model in it.
+    Objects that were frozen before may be garbage now, such as a trainer that a library kept, and its model.
     """
     global _num_modules
     if len(sys.modules) != _num_modules:
@@ -270,7 +270,7 @@ def serve(fd: int, stack_path: str) -> None:
 def serve_forks(fd: int) -> None:
     """Fork a process for every job on the socket `fd` until that closes; returns in each of them too.
 
-    Answers with pairs of process id and exit code, which is None when the process has just been started.
+    Answers with pairs of process id and exit code, or None in its place for a process that has just been started.
     """
     die_with_parent()
     connection = Connection(fd)

@@ -62,7 +62,7 @@ class QuantizedReference:
         self.numels = numels
         self.offsets = dict(zip(numels, np.cumsum([0, *numels.values()])[:-1].tolist(), strict=True))
         self.worker = [{name: np.zeros(n, np.float32) for name, n in numels.items()} for _ in range(world_size)]
-        # What each rank's encodings of sums lost: zero wherever another rank owns the element.
+        # The errors of each rank's encodings of sums: zero wherever another rank owns the element.
         self.owner = [{name: np.zeros(n, np.float32) for name, n in numels.items()} for _ in range(world_size)]
 
     def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]], beta: float = 1.0) -> ByName:
@@ -81,7 +81,7 @@ class QuantizedReference:
         starts = [min(rank * chunk, numel) for rank in range(self.world_size + 1)]
         workers = [self._take(self.worker[rank], names) for rank in range(self.world_size)]
         owners = [self._take(self.owner[rank], names) for rank in range(self.world_size)]
-        for rank in range(self.world_size):  # a change of the plan: what was another rank's chunk is the worker's now
+        for rank in range(self.world_size):  # after a new plan: errors of chunks of other ranks go to the worker
             foreign = owners[rank].copy()
             foreign[starts[rank] : starts[rank + 1]] = 0
             if foreign.any():
@@ -207,7 +207,7 @@ class BalancedExchange:
     def __call__(
         self, names: tuple[str, ...], values: Sequence[Floats], chosen: Sequence[npt.NDArray[np.int64]]
     ) -> tuple[Floats, list[npt.NDArray[np.int64]]]:
-        """Return the mean of the chosen values of the bucket of these names; which elements of each rank are in it."""
+        """Return the mean of the chosen values of the bucket of these names, and the elements of each rank in it."""
         size, numel, count = self.world_size, len(values[0]), len(chosen[0])
         regions = self.regions.setdefault(names, [numel * owner // size for owner in range(size + 1)])
         fitting: list[list[int]] = [[] for _ in range(size)]
@@ -258,13 +258,13 @@ class BalancedReference(SparseReference):
 
 
 class EF21Reference:
-    """EF21-SGDM as its paper has it, with each rank's part of the estimate kept as such.
+    """EF21-SGDM as in its paper, with each rank's part of the estimate stored separately.
 
     Args:
-        compress: Maps (values [numel], step, bucket) to what arrives of them.
+        compress: Maps (values [numel], step, bucket) to the values that arrive.
         world_size: The number of ranks.
         numels: Elements of each parameter.
-        weight: Of a new gradient in the momentum.
+        weight: The weight of a new gradient in the momentum.
         is_sent: Whether the parameters of these names are compressed; the others get the momentum of their mean.
     """
 
@@ -304,11 +304,11 @@ class EF21Reference:
 
 
 class QuantizedEF21Reference:
-    """EF21-SGDM whose estimates' means are compressed too: error feedback on both sides, of how the momenta change.
+    """EF21-SGDM that also compresses the means: error feedback on both sides, for the changes of the momenta.
 
     Args:
         average: Averages the changes, with feedback.
-        weight: Of a new gradient in the momentum.
+        weight: The weight of a new gradient in the momentum.
     """
 
     def __init__(self, average: QuantizedReference, weight: float) -> None:
@@ -317,7 +317,7 @@ class QuantizedEF21Reference:
         self.estimate = {name: np.zeros(n, np.float32) for name, n in average.numels.items()}
 
     def step(self, step: int, by_rank: Sequence[ByName], buckets: Sequence[Sequence[str]]) -> ByName:
-        """Return the estimate after one step, and check what the paper says of it."""
+        """Return the estimate after one step, and check its invariant from the paper."""
         changes = []
         for momentum, gradients in zip(self.momentum, by_rank, strict=True):
             changes.append({name: (gradients[name] - momentum[name]) * self.weight for name in momentum})

@@ -1,11 +1,11 @@
-"""Runs whose checkpoints and results are recorded: every algorithm, with the options that change what it keeps.
+"""Runs whose checkpoints and results are recorded: every algorithm, with the options that change its state.
 
-    python -m tests.multi.saved_runs --write [names]    records runs that are new, or those that are named, as they are
+    python -m tests.multi.saved_runs --write [names]    records new runs, or the named runs in their current form
 
 The model's gradients need no sum over more than one element, and optimizers' square roots are rounded correctly
-(`ExactSquareRoots`), so a run without matrix products repeats itself bit for bit on every processor with fused
-multiply-adds. `golden/runs/<name>.pt.gz` has for each rank what is saved after
-`SAVED_AT` steps, and the weights after `NUM_STEPS`.
+(`ExactSquareRoots`), so a run without matrix products gives the same bits on every processor with fused
+multiply-adds. `golden/runs/<name>.pt.gz` holds for each rank the state after `SAVED_AT` steps, and the weights after
+`NUM_STEPS`.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Run(NamedTuple):
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether what a step brings does not depend on when messages come."""
+        """Whether the result of a step does not depend on when messages arrive."""
         return self.algorithm().channel.keeps_step
 
     @property
     def has_products(self) -> bool:
-        """Whether the algorithm multiplies matrices, in which each kind of processor sums in an order of its own."""
+        """Whether the algorithm multiplies matrices, where the order of sums depends on the kind of processor."""
         return self.name in ("powersgd", "demo")
 
 
@@ -192,7 +192,7 @@ class Training:
                 self.optimizer.step()
 
     def save(self) -> dict[str, Any]:
-        """Return copies of what is saved by hand."""
+        """Return copies of the states that a user saves."""
         communication = commlib.state_dict(self.model)  # first: it takes results that are under way
         states = (communication, self.model.state_dict(), self.optimizer.state_dict())
         return copy.deepcopy(dict(zip(("communication", "model", "optimizer"), states, strict=True)))
@@ -224,7 +224,7 @@ def training(run: Run) -> Iterator[Training]:
 
 
 def record(names: list[str]) -> list[dict[str, Any]]:
-    """Run, and return what is recorded of this rank, for each name."""
+    """Execute each of these runs, and return the records of this rank."""
     found = []
     for name in names:
         with training(RUNS[name]) as run:

@@ -1,4 +1,4 @@
-"""What an error advises works: each is met, and its advice followed, on two ranks."""
+"""The advice of error messages works: each error is triggered, and its advice followed, on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine does for algorithms: several collectives per bucket, warm-up, rounds over weights and optimizer
+"""The engine's support for algorithms: several collectives per bucket, warm-up, rounds over weights and optimizer
 state, rounds in the background, state and resume; and `allreduce` with its options, against plain references."""
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ AVERAGING = ["async_averaging", "passive_gossip"]
 NAMES = [*AVERAGING, "async_sgd", "async_sgd of gradients", "async_sgd with int8"]
 
 
-#: What these are made with, whatever a test asks for: not all of its options exist for them.
+#: Options that replace those of a test: these algorithms do not have all of them.
 OPTIONS: dict[str, dict[str, Any]] = {
     "async_sgd": {"period": 1},
     "async_sgd of gradients": {"period": 1, "push": "gradients"},
@@ -291,7 +291,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(found.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(found.target)
 
 
-# --- Hogwild, and what is refused ------------------------------------------------------------------------------------
+# --- Hogwild, and refused configurations -----------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -326,7 +326,7 @@ def test_hogwild_refuses_ranks_that_do_not_share_a_machine() -> None:
     def elsewhere(nbytes: int, token: bytes) -> tuple[str | None, str | None]:
         path, error = make_file(nbytes, token)
         with open(str(path), "r+b") as file:
-            file.write(bytes(len(token)))  # what another machine would find under this name
+            file.write(bytes(len(token)))  # the content of this name on another machine
         return path, error
 
     hogwild._make_file = elsewhere

@@ -31,7 +31,7 @@ WAYS = [QUIET[0], QUIET[1], LOUD[0], QUIET[2], QUIET[3], LOUD[1]]
 NUM_STARTS = 200
 
 
-# --- what the ranks run ----------------------------------------------------------------------------------------------
+# --- scripts of the ranks --------------------------------------------------------------------------------------------
 
 
 def run(name: str, way: str) -> None:
@@ -76,7 +76,7 @@ def train_until_interrupted(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def facts(ranks: list[RankExit], event: str) -> list[dict[str, Any]]:
-    """Return what the ranks reported. A rank whose peer failed first may not come to its own end."""
+    """Return the reports of the ranks. A rank whose peer failed first may not reach its own end."""
     lines = [line for rank in ranks for line in rank.output.splitlines() if f'"event": "{event}"' in line]
     return [json.loads(line.partition("REPORT ")[2]) for line in lines]
 

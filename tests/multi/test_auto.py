@@ -1,4 +1,4 @@
-"""`algorithm="auto"`: what it chooses, alike on all ranks, when it chooses anew, and that training goes on."""
+"""`algorithm="auto"`: its choice, identical on all ranks, when it chooses again, and that training continues."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_the_choice_and_is_bit_identical() -> None:
     got = train(resumed, lambda m, s: mlp_loss(m, s + 6), 4, own)
     assert_same_trace(got, rest, exact=True)
 
-    tuner_of(resumed)._expected_s = 10.0  # what was saved is enough to choose anew
+    tuner_of(resumed)._expected_s = 10.0  # the saved state is enough to choose again
     train(resumed, mlp_loss, 45, own)
     assert tuner_of(resumed).choice is not None
     assert tuner_of(resumed).choice.predicted_s  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,6 +1,6 @@
-"""Whoever dies, stops, leaves or gives up is named by every other rank, at once and alone, whatever they wait for.
+"""A rank that dies, stops, leaves or gives up is named by all others, at once and alone, whatever they wait for.
 
-"At once" is before any timeout: those are longer than a test takes a rank for one that hangs.
+"At once" is before any timeout: timeouts are longer than the time after which a test considers a rank to hang.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check(
 
 
 def train_until_killed(algorithm: str, victim: int, last_step: int) -> None:
-    """Train; the victim is killed after some steps. What does not wait in training does in `synchronize`."""
+    """Train; the victim is killed after some steps. Some algorithms wait only in `synchronize`."""
     rank = default_group_from_env(timeout_s=LONG_S)
     for build in (sgd, lambda model: commlib.optim.FrozenVarianceAdam(model.parameters(), lr=0.01)):
         model = seeded(Mlp)
@@ -118,7 +118,7 @@ def test_every_algorithm_names_a_killed_rank_and_nobody_else(algorithm: str) -> 
     victim = chance.randrange(world_size)
     script = train_until_killed
     exits = check(script, world_size, algorithm, victim, chance.randrange(1, 12), accused=(victim,))
-    for exit_ in exits:  # also what comes later says so
+    for exit_ in exits:  # later errors say so, too
         later = facts(exit_, "later")
         assert (later["kind"], later["ranks"]) == ("PeerFailure", [victim]), later
 
@@ -222,7 +222,7 @@ def all_reduce_beside(busy: tuple[int, ...], ending: str) -> None:
     transport.complete(requests("all_reduce", comm), "the first collective")
     tell("here")
     if rank == VICTIM:
-        await_told("here", others())  # where the collective is not over yet, what happens next ends it
+        await_told("here", others())  # the next line ends the collective if it is not over yet
         ENDINGS[ending](transport)
         return
     if rank in busy:
@@ -279,7 +279,7 @@ ENDINGS: dict[str, Callable[[TorchTransport], None]] = {
     ("world_size", "busy", "ending", "words"),
     [
         (4, (3,), "killed", "was killed"),
-        (5, (0, 2), "killed", "was killed"),  # whoever would see a connection to the victim break is busy
+        (5, (0, 2), "killed", "was killed"),  # ranks that would see the victim's connections break are busy
         (4, (), "killed, with a child", "was killed"),
         (4, (3,), "left", "rank 1 left"),
         (4, (3,), "script over", "rank 1 left"),
@@ -539,7 +539,7 @@ def test_a_wrap_that_ranks_missed_does_not_poison_the_next() -> None:
         transport.close()
 
 
-# --- what is said at set-up ------------------------------------------------------------------------------------------
+# --- errors at set-up ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""What a round costs in Python: calls on the communication thread, and checks of arguments."""
+"""The cost of a round in Python: calls on the communication thread, and checks of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`commlib.Checkpoint` and the state of ranks: what is saved at any step goes on bit for bit, for every algorithm."""
+"""`commlib.Checkpoint` and the state of ranks: a run saved at any step continues bit for bit, for every algorithm."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_asynchronous_save_is_of_its_moment() -> None:
         assert torch.equal(resumed.steps(3).flat(), expected), name
 
 
-#: One of each kind: no state, residuals, weights of their own, rounds that begin anew, memory in common, a server.
+#: One of each kind: no state, residuals, weights of their own, rounds that start again, shared memory, a server.
 KINDS = ("allreduce", "topk", "bytegrad", "diloco", "decentralized", "hogwild", "async_sgd")
 
 

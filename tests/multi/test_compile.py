@@ -116,7 +116,7 @@ def test_compiled_models_train_as_in_ddp(way: str) -> None:
 
 
 class CompiledInside(SubjectMlp):
-    """An ordinary module to whoever wraps it. Its gradients come in the compiled order, which makes the buckets."""
+    """An ordinary module from the outside. Its gradients arrive in the compiled order, which determines the buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_models_compiled_by_inductor_train_as_in_ddp(way: str) -> None:
     check_compiled(way, "inductor")
 
 
-# --- What a training loop does besides ------------------------------------------------------------------------------
+# --- Other features of training loops -------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -336,7 +336,7 @@ def test_a_model_that_was_compiled_before_the_one_inside_was_wrapped() -> None:
 
 
 class Layer(nn.Linear):
-    """A class of the user's: torch compiles none of its own by itself."""
+    """A user-defined class: torch does not compile its own modules individually."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.tanh(super().forward(inputs))

@@ -166,7 +166,7 @@ def test_a_compiled_model_is_unwrapped_and_stays_compiled() -> None:
             train(model, mlp_loss, 2)
             assert commlib.unwrap(model) is model
             model.load_state_dict(dict(zip(model.state_dict(), seeded(Mlp).state_dict().values(), strict=True)))
-            got = train(model, mlp_loss, 3)  # each rank by itself
+            got = train(model, mlp_loss, 3)  # each rank alone
         assert_same_trace(got, train(seeded(Mlp), mlp_loss, 3), exact=True)
         with pytest.raises(ConfigError, match="not wrapped"):
             commlib.stats(model)

@@ -140,7 +140,7 @@ class Replicas:
 
 
 def compress(codec: str, values: Floats) -> Floats:
-    """Decode what each row is encoded to."""
+    """Encode and decode each row."""
     reference = BLOCK_CODECS[codec]
     rows = [reference.decode(reference.encode(row.astype(np.float32)), len(row)) for row in values]
     return np.stack(rows).astype(np.float64)
@@ -422,7 +422,7 @@ def test_the_distance_to_the_mean_shrinks_as_the_spectral_gap_predicts(name: str
 @on_ranks(3, 4)
 @pytest.mark.parametrize(("method", "drift"), [("choco", 1e-12), ("dcd", 0.02)])
 def test_compressed_differences_lead_to_the_mean_as_well(method: str, drift: float) -> None:
-    """Far below what the codes of the values themselves could tell apart. DCD lets the mean move by C's errors."""
+    """Far below the resolution of codes of the values themselves. In DCD the errors of C move the mean."""
     model, optimizer = still(LowPrecisionDecentralized(method=method, overlap=False))
     first = everyones(model)
     for _ in range(25):

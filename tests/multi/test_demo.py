@@ -88,13 +88,13 @@ class Chunks:
 class Reference:
     """DeMo in float64, all ranks in one process.
 
-    fp32 may choose the other of two components that are all but equal, and round to the other bf16; so the reference is
-    told what each rank has kept, and checks that it may.
+    fp32 may choose the other of two nearly equal components, and round to the other bf16 value; so the reference takes
+    the components that each rank has kept, and checks that they are valid.
 
     Args:
-        shapes: Of the parameters.
-        decay: Of the momentum.
-        kept: Components of a chunk that are sent.
+        shapes: The shapes of the parameters.
+        decay: The decay of the momentum.
+        kept: The number of components of a chunk that are sent.
         chunk: The largest side of a chunk.
     """
 
@@ -125,8 +125,8 @@ class Reference:
         least = np.sort(magnitudes)[-self.kept :][0]
         is_sent = np.abs(sent - components) <= 2.0**-8 * magnitudes + close
         is_kept = np.abs(sent) <= close
-        assert is_sent[magnitudes > least + close].all(), f"{name}: a component of the largest is not sent"
-        assert is_kept[magnitudes < least - close].all(), f"{name}: a component beside the largest is sent"
+        assert is_sent[magnitudes > least + close].all(), f"{name}: one of the largest components is not sent"
+        assert is_kept[magnitudes < least - close].all(), f"{name}: a component other than the largest is sent"
         assert (is_sent | is_kept).all(), f"{name}: a component is neither kept nor sent"
         assert np.sum(~is_kept) <= self.kept, f"{name}: too many components are sent"
 

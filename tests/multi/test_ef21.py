@@ -1,4 +1,4 @@
-"""EF21-SGDM in place of error feedback, against a NumPy reference that keeps what the paper keeps."""
+"""EF21-SGDM in place of error feedback, against a NumPy reference with the state of the paper."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_sparse_gradients_follow_the_equations(case: str) -> None:
 @on_ranks(1, 3, slow=(2, 4))
 @pytest.mark.parametrize("case", QUANTIZED)
 def test_quantized_gradients_follow_the_equations(case: str) -> None:
-    """Bit for bit, through a change of the plan: what an owner lost of a chunk that is another's now is owed by it."""
+    """Bit for bit, also when the plan changes: the former owner of a chunk then adds its errors as a worker."""
     make, codec, weight = QUANTIZED[case]
     average = QuantizedReference(BLOCK_CODECS[codec], dist.get_world_size(), numels(), feedback=True)
     check(make(), QuantizedEF21Reference(average, weight), bucket_cap_mb=SMALL_BUCKET_MB)
@@ -111,7 +111,7 @@ MAKE: dict[str, Callable[[], Algorithm]] = {
     "ef_quantized": lambda: EFQuantized(compress=EVERYTHING, ef21=0.5),
     "signsgd": lambda: SignSGD(compress=EVERYTHING, ef21=0.5),
 }
-#: Those whose estimate of a gradient that stays is right in a few dozen rounds.
+#: Those whose estimate of a constant gradient is correct after a few dozen rounds.
 FAST = ["topk", "randomk", "ef_quantized"]
 
 
@@ -232,7 +232,7 @@ def test_a_rank_that_has_joined_early_changes_nothing_of_its_own(name: str) -> N
             optimizer.step()
         before = copy.deepcopy(commlib.state_dict(model)["state"])
     after = commlib.state_dict(model)["state"]
-    for parameter, (_, error) in before["worker"].items():  # what is averaged in full precision has a common momentum
+    for parameter, (_, error) in before["worker"].items():  # without compression the momentum is common
         assert torch.equal(after["worker"][parameter][1], error), parameter
         assert torch.equal(after["momentum"][parameter][1], before["momentum"][parameter][1]), parameter
     model.zero_grad()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def torchrun(script: str, *args: str | int | pathlib.Path, where: Sequence[str] = ()) -> str:
-    """Run a script on two ranks as a user does, and return what it printed; `where` is put before the command."""
+    """Run a script on two ranks as a user does, and return its output; `where` is a prefix of the command."""
     command = [*where, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120"}
     done = subprocess.run(
@@ -76,7 +76,7 @@ def losses(path: pathlib.Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
-    """Two epochs through commlib, never interrupted; the folder and what was printed."""
+    """Two uninterrupted epochs with commlib; the folder and the output."""
     folder = tmp_path_factory.mktemp("digits")
     printed = torchrun("train_digits.py", "--epochs", 2, "--losses", folder / "log", "--checkpoint", folder / "state")
     return folder, printed
@@ -214,7 +214,7 @@ def test_sharded_islands_learn_and_resume_bit_for_bit(tmp_path):
     assert run(24, "resumed") == whole
     assert [row["step"] for row in whole] == [12, 24]
     assert whole[1]["bits"] < whole[0]["bits"] < 8.0  # of a byte that is not predicted at all
-    # torch's own averages between the islands, of gradients in every step, begin alike.
+    # torch's own averages of gradients between the islands, in every step, start similarly.
     encoded = ("--algorithm", "allreduce", "--weights", "int8", "--gradients", "int8")
     assert run(12, "encoded", *encoded)[0]["bits"] == pytest.approx(whole[0]["bits"], rel=0.1)
     assert run(12, "hsdp", "--algorithm", "hsdp")[0]["bits"] == pytest.approx(whole[0]["bits"], rel=0.1)

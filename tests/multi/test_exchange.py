@@ -1,4 +1,4 @@
-"""Point to point: exchanges of the transport, what is made of them, and what happens when a peer goes."""
+"""Point to point: exchanges of the transport, operations built on them, and the failure of a peer."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_callbacks_come_after_the_data() -> None:
 
 @on_ranks(2, 3, 4)
 def test_all_to_alls_large_and_small_and_exchanges_under_way_together() -> None:
-    """Chunks of a megabyte are exchanged, small ones are Gloo's; each ends with what every rank sent."""
+    """Chunks of a megabyte use exchanges, small ones use Gloo; all give the values that the ranks sent."""
     with connected() as (transport, comm):
         size, works, outputs = comm.world_size, [], []
         for turn, chunk in enumerate((1 << 18, 3, 1 << 13, 1 << 18)):
@@ -283,9 +283,9 @@ def reports(rank: RankExit, event: str) -> list[dict[str, Any]]:
     ],
 )
 def test_a_fault_before_a_round_of_neighbours(kind: str, algorithm: str) -> None:
-    """Four ranks: those beside the victim see it at once, the one opposite through them; all name it.
+    """Four ranks: the victim's neighbours see the fault at once, the opposite rank through them; all name the victim.
 
-    A victim that fails in its own code has a round under way, whose end it may report itself while it exits.
+    A victim that fails in its own code has a round in progress, and may report the end of that round while it exits.
     """
     kinds = ["PeerFailure"] if kind == "die" else ["PeerTimeout", "PeerFailure"]
     whom = rf"rank {VICTIM} (was killed|did not arrive|ended)"

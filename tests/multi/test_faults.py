@@ -1,6 +1,6 @@
-"""A rank that dies, stops, stalls or fails: every other rank is told what, where and whom, and can exit.
+"""A rank that dies, stops, stalls or fails: every other rank reports the fault, its place and the rank, and can exit.
 
-Where a rank ends, the timeout is longer than a test takes a rank for one that hangs: who waits for it fails the test.
+Where a rank ends, the timeout exceeds the time after which a test considers a rank hung: waiting for it is a failure.
 """
 
 from __future__ import annotations

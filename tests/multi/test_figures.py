@@ -1,4 +1,4 @@
-"""What `commlib.stats` says is true for every algorithm, and nothing of the user's process changes beside the model."""
+"""`commlib.stats` is correct for every algorithm, and only the model changes in the user's process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def counting() -> Iterator[Counter]:
 
 
 def check_bytes(found: Callable[[], float], counter: Counter, at: str) -> None:
-    """Compare once what is under way is over: a payload is counted by the one just before it is by the other."""
+    """Compare after pending work has ended: one counts a payload just before the other does."""
     assert eventually(lambda: abs(found() - counter.nbytes) <= 0.5), f"{at}: {found()}, not {counter.nbytes}"
 
 
@@ -195,7 +195,7 @@ def check_plain_numbers(stats: Stats) -> None:
     assert stats.as_dict().keys() == {key.removeprefix("comm/") for key in found}
 
 
-# --- what is compared with what --------------------------------------------------------------------------------------
+# --- baselines of comparisons ----------------------------------------------------------------------------------------
 
 
 class Lookup(nn.Module):
@@ -376,11 +376,11 @@ def test_a_single_candidate_trains_and_resumes_as_if_it_had_been_named() -> None
     assert commlib.stats(resumed).rounds == STEPS
 
 
-# --- what is the user's ----------------------------------------------------------------------------------------------
+# --- state of the user's process -------------------------------------------------------------------------------------
 
 
 def of_the_user() -> dict[str, Any]:
-    """Return what in this process is not commlib's to change."""
+    """Return the state of this process that commlib must not change."""
     return {
         "torch's generator": torch.get_rng_state().tolist(),
         "NumPy's": [str(each) for each in np.random.get_state()],

@@ -134,7 +134,7 @@ def pattern(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 
 
 class Formats(nn.Module):
-    """Parameters in many memory formats; their gradients are what they are multiplied with, plus `pull` times them."""
+    """Parameters in many memory formats; the gradient of each is its factor plus `pull` times its value."""
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, permuted: bool = True, without: tuple[str, ...] = ()
@@ -196,8 +196,8 @@ def noloco_distance(period: int, outer_lr: float, outer_momentum: float) -> floa
 
 
 def expected_distance(name: str, parameter: Tensor) -> tuple[float, float]:
-    """Return from where to where weights go along the pattern, in learning rates."""
-    if name == "dgc" and not MATRICES("", parameter):  # what is sent has no momentum left, as all is sent
+    """Return the least and largest distance that weights move along the pattern, in learning rates."""
+    if name == "dgc" and not MATRICES("", parameter):  # all is sent, so no momentum is left
         momenta = [sum(0.9**k for k in range(step + 1)) for step in range(STEPS)]
         return 2 * sum(momenta), 2 * sum(momenta)
     if name in ("onebit_adam", "qadam", "zero_one_adam"):
@@ -484,7 +484,7 @@ def test_state_resumes_in_another_format(name: str, permuted: bool) -> None:
             commlib.load_state_dict(other, state)
         return
     commlib.load_state_dict(other, state)
-    # What an owner lost of elements that another rank owns now is the worker's: times N, rounded once.
+    # A former owner's errors, of elements that another rank owns now, go to its worker: times N, rounded once.
     owed, before = owed_by_this_rank(commlib.state_dict(other), other), owed_by_this_rank(state, model)
     for n, each in before.items():
         torch.testing.assert_close(owed[n], each, rtol=1e-6, atol=1e-7)

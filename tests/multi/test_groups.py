@@ -147,7 +147,7 @@ def test_one_rank_alone() -> None:
 
 @on_ranks(2)
 def test_wrapping_works_over_a_new_group_after_one_rank_failed_alone() -> None:
-    """A rank that waited in vain for its peer has one more attempt behind it; over a new group both start afresh."""
+    """A rank whose peer did not arrive has made one more attempt; over a new group both start from the beginning."""
     import commlib.errors
 
     path = [tempfile.mkdtemp()]

@@ -16,7 +16,7 @@ from tests.multi.rank_worker import default_group_from_env
 from tests.multi.test_blame import facts
 from tests.multi.test_sharded import Net, fsdp, momentum, train, wrapped
 
-#: Islands are ranks 0 and 1, and ranks 2 and 3: 1 is 0's mate, and in 3's group.
+#: The islands are ranks 0 and 1, and ranks 2 and 3: rank 1 shares an island with rank 0, and a group with rank 3.
 VICTIM = 1
 #: How long FSDP2's own collectives wait.
 FSDP_S = 25.0
@@ -70,7 +70,7 @@ def test_ranks_whose_mate_is_gone_are_not_blamed(kind: str, how: str) -> None:
         found = facts(exit_, "error")
         assert set(found["ranks"]) <= {VICTIM}, found
     assert f"rank 0: rank 1, which holds other shards of this rank's model, {how}" in exits[0].output
-    assert len(logged(exits[2])) <= 1, "of what comes from all sides one line is enough"
+    assert len(logged(exits[2])) <= 1, "one line is enough for reports from several ranks"
 
 
 def test_a_rank_whose_mate_is_stopped_is_told_and_not_blamed() -> None:
@@ -79,6 +79,6 @@ def test_a_rank_whose_mate_is_stopped_is_told_and_not_blamed() -> None:
     assert (peer["kind"], peer["ranks"]) == ("PeerTimeout", [VICTIM]), peer
     assert "rank 0: rank 1, which holds other shards of this rank's model, does not answer" in exits[0].output
     assert facts(exits[0], "error")["kind"] == "RuntimeError", "FSDP2's own, by its group's limit"
-    waited = facts(exits[2], "error")  # for rank 0, which waits for its mate
+    waited = facts(exits[2], "error")  # for rank 0, which waits for rank 1
     assert waited["ranks"] == [], waited
-    assert len(logged(exits[2])) <= 1, "of what comes from all sides one line is enough"
+    assert len(logged(exits[2])) <= 1, "one line is enough for reports from several ranks"

@@ -44,7 +44,7 @@ def test_nothing_is_said_of_what_keeps_up_or_loses_little_or_where_the_class_is_
     assert not said(algorithm="bytegrad")
     assert not said(algorithm="local_sgd")  # 7 %
     assert not said(algorithm="diloco")  # 16 % after 8 rounds, but it catches up
-    assert not said(algorithm=TopK(ratio=0.5))  # sends far more than what was measured
+    assert not said(algorithm=TopK(ratio=0.5))  # sends far more than the measured setting
     assert not said("ignore")
 
 

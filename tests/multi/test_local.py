@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo against references in one process; what they save, send and refuse."""
+"""Local SGD and DiLoCo against references in one process; their saved state, traffic and errors."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02)
 
 
-# The algorithm; what makes the average on so many ranks, or its codec and whether errors are fed back; the outer
-# optimizer; the reference's other options.
+# The algorithm; a function from the number of ranks to the average, or its codec and whether errors are fed back; the
+# outer optimizer; the reference's other options.
 Case = tuple[Callable[[], Algorithm], Callable[[int], Average] | tuple[str, bool] | None, Any, dict[str, Any]]
 
 CASES: dict[str, Case] = {
@@ -434,7 +434,7 @@ RESUMED_FAST = ("local_sgd, 4 bits", "hierarchical_local_sgd", "streaming_diloco
 
 
 def saved_of(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
-    communication = commlib.state_dict(model)  # first: it takes what is in the background
+    communication = commlib.state_dict(model)  # first: it takes results from the background
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), communication))
 
 
@@ -457,7 +457,7 @@ def test_a_resumed_run_is_bit_identical(name: str, stop_after: int) -> None:
     saved = saved_of(whole, optimizer)
     rest = train(whole, lambda m, s: mlp_loss(m, s + stop_after), 12, optimizer)
     model, own = resumed(RESUMED[name](), saved)
-    again = saved_of(model, own)[2]  # also what was loaded and not used yet
+    again = saved_of(model, own)[2]  # includes loaded state that was not used yet
     assert again["state"].keys() == saved[2]["state"].keys()
     got = train(model, lambda m, s: mlp_loss(m, s + stop_after), 12, own)
     assert_same_trace(got, rest, exact=True)

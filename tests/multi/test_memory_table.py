@@ -1,4 +1,4 @@
-"""The columns "extra memory" of docs/reference/algorithms.md: what every algorithm really keeps."""
+"""The columns "extra memory" of docs/reference/algorithms.md: the memory that every algorithm keeps."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make(call: str) -> Any:
 
 
 def names_of(algorithm: Any, size: int, per_node: int) -> dict[str, float]:
-    """Return what the letters of the page stand for here."""
+    """Return the values of the page's variables in this test."""
     parameters = list(Model().parameters())
     numel = sum(p.numel() for p in parameters)
     names = {"n": numel, "N": size, "L": per_node, "s": sum(sum(p.shape) for p in parameters)}
@@ -112,8 +112,8 @@ def storages() -> dict[int, int]:
 def kept_by(algorithm: Any, expected: float, tolerance: float) -> int:
     """Return the bytes that an algorithm keeps beyond the model, the optimizer's state and one flat buffer.
 
-    What a round in the background holds only while it ends is not kept, so there they may take a while to be as
-    expected.
+    Memory that a round in the background holds only until it ends does not count, so the bytes may take a while to be
+    as expected.
     """
     before = storages()
     model = seeded(Model)
@@ -146,10 +146,10 @@ def kept_by(algorithm: Any, expected: float, tolerance: float) -> int:
 
 
 def wrong_rows(own: list[tuple[str, str]]) -> list[str]:
-    """Return the rows of the page that are not what this rank measures."""
+    """Return the rows of the page that differ from the measurements of this rank."""
     found = []
     gc.collect()
-    gc.freeze()  # what was there before, for good: `storages` sees the rest only, in a hundredth of the time
+    gc.freeze()  # earlier objects, permanently: `storages` sees the rest only, in a hundredth of the time
     for call, formula in own:
         algorithm = make(call)
         per_node = dist.get_world_size() // 2 if has_nodes((call, formula)) else 1

@@ -1,4 +1,4 @@
-"""A state that was saved with other options: taken over, the ranks alike, or refused with nothing changed."""
+"""A state that was saved with other options is loaded, with identical ranks, or refused without changes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MATRICES = CompressionPolicy(min_dims=2)
 FIRST = CompressionPolicy(skip=("second*", "third*"))
 EVERYTHING = CompressionPolicy()
 
-#: By what differs: two sets of options, each of which goes on from the other's state.
+#: By difference: two sets of options, each of which continues from the other's state.
 TAKEN: dict[str, tuple[Make, Make]] = {
     "what dgc makes sparse": (lambda: DGC(0.25, compress=MATRICES), lambda: DGC(0.25, compress=FIRST)),
     "what topk with ef21 makes sparse": (
@@ -73,7 +73,7 @@ TAKEN: dict[str, tuple[Make, Make]] = {
 SGD = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
-#: By what differs: the options of the saved run, those of the one that refuses its state, and words of the error.
+#: By difference: the options of the saved run, those of the one that refuses its state, and words of the error.
 REFUSED: dict[str, tuple[Make, Make, str]] = {
     "the chunks of demo": (DeMo, lambda: DeMo(chunk=8), "DeMo.chunk: expected 64"),
     "no ef21": (TopK, lambda: TopK(ef21=0.5), "without EF21"),
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Make, Make, str]] = {
 }
 
 #: By option: other values than the defaults and the small settings of `tests.contract`. None: it is not varied here, as
-#: it needs several nodes, or says nothing of what is kept.
+#: it needs several nodes, or does not affect the state.
 ALTERNATIVES: dict[str, list[Any] | None] = {
     "averaging": [0.5],
     "bits": [4],
@@ -168,12 +168,12 @@ def variants_of(name: str) -> list[Optioned]:
     found = []
     for option, values in ALTERNATIVES.items():
         for value in values or () if option in inspect.signature(Subject(name).cls).parameters else ():
-            with contextlib.suppress(ConfigError):  # not beside its other options
+            with contextlib.suppress(ConfigError):  # not valid with its other options
                 found.append(Optioned(name, {option: value}))
     return found
 
 
-#: A number of steps after which every algorithm here has made rounds, and no replica is as another.
+#: A number of steps after which every algorithm here has made rounds, and all replicas differ.
 STEPS = 6
 
 

@@ -15,7 +15,7 @@ from tests.multi.common import Mlp, mlp_loss, seeded, train
 from tests.multi.pool import on_ranks
 
 PREFIX = "commlib: "
-#: What each algorithm's buckets go through, in a step that communicates.
+#: The phases of each algorithm's buckets in a step that communicates.
 PHASES = {
     "allreduce": {"gather", "encode", "all_reduce", "decode"},
     "bytegrad": {"gather", "encode", "all_to_all", "all_gather", "decode"},

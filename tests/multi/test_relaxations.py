@@ -100,7 +100,7 @@ def check(
 ) -> Any:
     """Train, and compare every gradient of every step with the reference: equal bits, or relative to the largest.
 
-    `workers_of` makes the gradients of what the reference takes for ranks from those of all ranks.
+    `workers_of` maps the gradients of all ranks to those of the reference's ranks.
     """
     stays_local = dist.get_world_size() == 1 and algorithm.channel.idle_alone
     model = wrap(seeded(Mlp), algorithm=algorithm, bucket_cap_mb=bucket_cap_mb)
@@ -296,7 +296,7 @@ def follow_state(model: nn.Module, reference: PowerSGDReference) -> None:
             reference.q[name] = owner["factors"][name][1].numpy().astype(np.float64)
             error = owner["errors"][name][1].numpy().astype(np.float64)
             for own in ranks:
-                if name in own["owed"]:  # what the last plan's owner has of it
+                if name in own["owed"]:  # the error that the last plan's owner has
                     error += own["owed"][name][1].numpy().reshape(error.shape)
             assert np.allclose(error / num, reference.errors[worker][name], rtol=0, atol=1e-5 * np.abs(error).max())
             reference.errors[worker][name] = error / num
@@ -358,7 +358,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 @pytest.mark.slow  # the contracts of plans hold the same with plans that are given
 @on_ranks(3)
 def test_residuals_go_with_their_parameters_when_the_plan_changes() -> None:
-    """Planning tries several plans: what an owner lost of a chunk that is another's now is owed by it as a worker."""
+    """Planning tries several plans: the former owner of a chunk then adds its errors as a worker."""
     reference = QuantizedReference(BLOCK_CODECS["int4"], dist.get_world_size(), numels(), feedback=True)
     model = check(EFQuantized(compress=EVERYTHING), reference, bucket_cap_mb=None, steps=700)
     assert commlib.stats(model).plan == "planned"
@@ -565,8 +565,8 @@ def test_across_nodes_nothing_is_lost_in_the_long_run(name: str) -> None:
     assert commlib.stats(model).plan == "planned"
     scale = max(np.abs(value).max() for value in true.values())
     for parameter, value in true.items():
-        # What is still owed is a few rounds' worth: the largest wait until an element is sent. One bit sends a large
-        # element at the mean magnitude of its neighbours, so it owes more.
+        # The error is that of a few rounds: the longest wait until an element is sent. One bit sends a large element as
+        # the mean magnitude of its neighbours, so its error is larger.
         owed_rounds = np.abs(total[parameter] - rounds * value).max() / scale
         assert owed_rounds < (60 if name == "signsgd" else 12), (parameter, owed_rounds)
     assert_replicas_identical(model)
@@ -663,7 +663,7 @@ def test_residuals_are_rescaled_with_feedback_only() -> None:
 
 @on_ranks(2)
 def test_one_instance_configures_several_models() -> None:
-    """What is remembered of one model is nothing to the other."""
+    """The state of one model does not affect the other."""
     algorithm = EFQuantized(compress=EVERYTHING)
     alone = train(wrap(seeded(Mlp), algorithm=EFQuantized(compress=EVERYTHING)), mlp_loss, 6)
     first = wrap(seeded(Mlp), algorithm=algorithm)

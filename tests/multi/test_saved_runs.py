@@ -26,7 +26,7 @@ def check(names: list[str]) -> None:
 
 
 def goes_on(run: Run, recorded: dict[str, Any]) -> None:
-    """Load what was saved, and make the steps that are left."""
+    """Load the saved state, and make the remaining steps."""
     with training(run) as resumed:
         resumed.load(recorded["saved"])
         assert_same(resumed.weights(), flat(recorded["saved"]["model"]), exact=True)
@@ -39,7 +39,7 @@ def goes_as_it_went(run: Run, recorded: dict[str, Any]) -> None:
     """Make all steps."""
     with training(run) as whole:
         whole.steps(0, SAVED_AT)
-        whole.save()  # which takes what is in the background
+        whole.save()  # which takes results from the background
         whole.steps(SAVED_AT, NUM_STEPS)
         assert_same(whole.weights(), recorded["weights"], exact=not run.has_products)
 

@@ -97,7 +97,7 @@ def wrapped(model: Any, mesh: DeviceMesh, algorithm: Any, optimizer: Any, **opti
 
 
 class Pair:
-    """A sharded model under commlib beside the whole model, trained in full precision on the data of all."""
+    """A sharded model under commlib, and the whole model trained in full precision on the data of all ranks."""
 
     def __init__(self, mesh: DeviceMesh, model: Any, num_places: int, width: int = WIDTH, **options: Any) -> None:
         self.model = model
@@ -174,7 +174,7 @@ def without_root(model: Any, mesh: DeviceMesh) -> Any:
 
 @on_ranks(4)
 def test_gradients_that_fsdp_makes_at_the_very_end_of_backward() -> None:
-    """In a callback of its own, which comes after the first output's, for what has no input with a gradient."""
+    """In a separate callback after that of the first output, for modules whose inputs have no gradient."""
     mesh = mesh_of(2, 2)
     cases: dict[str, tuple[Any, Any]] = {
         "the loss in an outer module": (WithLoss(fsdp(seeded(Net).double(), mesh)), lambda m, at: m(at)),
@@ -198,7 +198,7 @@ def test_gradients_that_fsdp_makes_at_the_very_end_of_backward() -> None:
 
 @on_ranks(4)
 def test_parameters_that_an_evaluation_has_left_gathered() -> None:
-    """`wrap` finds the sharded ones, and what is written into these reaches the next forward."""
+    """`wrap` finds the sharded parameters, and values written into these reach the next forward."""
     mesh = mesh_of(2, 2)
     model, inputs = fsdp(seeded(Net).double(), mesh, reshard_after_forward=False), batch(0, 0).double()
     optimizer = momentum(model)
@@ -290,14 +290,14 @@ WEIGHTS = ("local_sgd", "post_local_sgd", "diloco", "streaming_diloco", "decentr
 
 
 def on_weights(name: str) -> Any:
-    if name == "streaming_diloco":  # what is in a fragment depends on sizes, which are others in shards
+    if name == "streaming_diloco":  # the contents of a fragment depend on sizes, which differ in shards
         return commlib.algorithms.StreamingDiLoCo(period=4, fragments=1, delay=1)
     return settings(name)
 
 
 @on_ranks(4)
 def test_algorithms_on_weights_are_those_of_whole_models() -> None:
-    """Each island trains as one rank does that has its data; its weights are that rank's."""
+    """Each island trains like one rank with the same data, and has the weights of that rank."""
     mesh = mesh_of(2, 2)
     groups = [dist.new_group([0, 1])]
     rank = dist.get_rank()
@@ -529,7 +529,7 @@ def loss_of_layers(model: nn.Module, step: int, place: int) -> Tensor:
 
 @on_ranks(4)
 def test_copies_of_a_part_in_an_island_stay_alike() -> None:
-    """Whatever is compressed beside them, and however plans are made."""
+    """Whatever else is compressed, and however plans are made."""
     mesh = mesh_of(2, 2)
     for name in ("bytegrad", "qsgd", "topk", "low_precision_decentralized", "sparse_loco"):
         model = sequence_parallel(seeded(Layers), mesh)
@@ -605,7 +605,7 @@ def test_each_rank_resumes_with_its_own_buffers() -> None:
 
 
 class Shifted(nn.Module):
-    """A layer beside a buffer."""
+    """A layer and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ VARIANTS: dict[str, Callable[[], algorithms.Algorithm]] = {
 
 
 def make(name: str) -> algorithms.Algorithm:
-    """Return an algorithm whose every step after the first few is alike."""
+    """Return an algorithm whose steps after the first few are identical."""
     if name in VARIANTS:
         return VARIANTS[name]()
     cls = algorithms.get(name)
@@ -68,7 +68,7 @@ def test_simulated_bytes_are_those_of_real_ranks() -> None:
         algorithm = make(name)
         channel = algorithm.channel
         if not channel.has_rounds or getattr(channel, "in_background", False):
-            continue  # what they have sent at a step's end depends on time
+            continue  # their traffic at the end of a step depends on timing
         if getattr(channel, "varies", False) and dist.get_world_size() % 2:
             continue  # one of the ranks rests, each time another one
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What libraries and methods do to a model's class, its copies and its forward gives what it gives without commlib."""
+"""Changes by libraries and methods to a model's class, copies and forward have the same effect as without commlib."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def measured() -> dict[str, Any]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_bytes_on_the_wire_are_those_of_the_formula(measured: dict[str, Any], name: str) -> None:
-    """Within 3 % of the formula plus what that many collectives of another size send beyond theirs."""
+    """Within 3 % of the formula plus the overhead of that many collectives, which is measured at another size."""
     formula, collectives = EXPECTED[name]
     messages = sum(count * measured["messages"][verb] for verb, count in collectives.items())
     own = measured["algorithms"][name]

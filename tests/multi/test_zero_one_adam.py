@@ -256,7 +256,7 @@ def test_a_checkpoint_between_rounds_is_resumed_bit_for_bit() -> None:
 
 
 def gathered_ranks(own: dict[str, Any]) -> dict[str, Any]:
-    """Return what torch.distributed.checkpoint makes of what each rank has written."""
+    """Return the state that torch.distributed.checkpoint assembles from the states of the ranks."""
     whole: dict[str, Any] = {}
     for each in gathered(own):
         whole |= each

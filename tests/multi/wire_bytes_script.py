@@ -1,7 +1,7 @@
-"""One rank of test_wire_bytes.py, on an emulated host: trains with every algorithm and counts what it sends.
+"""One rank of test_wire_bytes.py, on an emulated host: trains with every algorithm and counts the sent bytes.
 
 Rank 0 prints one JSON object: by algorithm the bytes of a step by the interface's counter and by `commlib.stats`, and
-by verb what a collective sends beyond its formula: handshakes, headers, acknowledgements.
+by verb the bytes of a collective beyond its formula: handshakes, headers, acknowledgements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _kept: list[nn.Module] = []  # Communicators are taken down at exit, when all ra
 
 
 def sent_bytes() -> int:
-    """Return what this host's interface has sent, headers included."""
+    """Return the bytes that this host's interface has sent, including headers."""
     table = pathlib.Path("/proc/self/net/dev").read_text()
     found = re.search(rf"^\s*{os.environ['GLOO_SOCKET_IFNAME']}:(.*)$", table, re.MULTILINE)
     assert found is not None

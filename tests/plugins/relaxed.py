@@ -69,7 +69,7 @@ class Top16(TorchSparseCodec):
 
 
 class RelaxedMean(Algorithm):
-    """Every rank sends its gradient, encoded, to all others; what the encoding lost is added to the next one.
+    """Every rank sends its encoded gradient to all others; the encoding error is added to the next gradient.
 
         v_r = g_r + e_r,   g = 1/N sum_r C(v_r),   e_r <- v_r - C(v_r)
 

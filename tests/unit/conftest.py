@@ -1,4 +1,4 @@
-"""What the unit tests share."""
+"""Shared fixtures of the unit tests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.multi.advice import FOLLOWED
 PACKAGE = Path(commlib.__file__).parent
 TESTS = Path(__file__).parents[1]
 
-#: How a sentence, or the part of one, begins that says what to do.
+#: First words of a sentence or clause that gives advice.
 _VERBS = (
     "call choose freeze give leave load make materialise move name pass rename resume run slice train turn unwrap use "
     "wrap"
@@ -24,7 +24,7 @@ _ADVICE = re.compile(
     rf"(?:^|[.;:,] (?:or |and )?)({'|'.join(_VERBS.split())}|{'|'.join(_VERBS.title().split())}|Do not)\b"
 )
 _SPEAKERS = ("ConfigError", "CommlibError", "_log.warning", "_log.error")
-#: Errors of trainers, of kernels and of the simulator are tested with them; here is what a user of `wrap` meets.
+#: Errors that users of `wrap` can get. Those of trainers, kernels and the simulator have their own tests.
 _ROOMS = ("algorithms", "checkpoint", "engine", "sharding", "transport")
 _FILES = (
     "ddp_arguments.py",

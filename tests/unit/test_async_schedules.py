@@ -53,7 +53,7 @@ class Network:
         return connect
 
     def deliver(self, asking: int, answering: int) -> bool:
-        """Have a question answered, and the reply received; False if there is none."""
+        """Answer a question and receive the reply; False if there is no question."""
         questions = self.under_way.get((asking, answering))
         if not questions:
             return False
@@ -341,7 +341,7 @@ def test_async_sgd_with_int8_leaves_every_rank_with_what_the_owners_know(push: A
         for shard in runner._shards:
             server = ranks.runners[shard.owner]._server
             assert shard.version == server._replies[rank][-1].number > 20
-            # the zero gradient has been pushed, and is not answered yet: what came before is what the owner knows
+            # the push of the zero gradient is not answered yet: the previous reply is the owner's latest state
             assert torch.equal(shard.wire.received.buffer, server._replies[rank][-1].buffer)
             away = (shard.wire.received.flat - torch.cat([w.detach() for w in server.weights])).abs().max()
             assert away < 1.0
@@ -448,9 +448,9 @@ def test_async_sgd_rests_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
 def test_async_sgd_alone_is_adam(options: dict[str, bool]) -> None:
-    """One rank: what comes back at the end of the next step is what its own optimizer has done before.
+    """One rank: the update received at the end of the next step equals that of its own optimizer.
 
-    The server's optimizer is of the same implementation, so that a fused one is as fast there, and the bits are equal.
+    The server uses the same implementation of the optimizer: a fused one is as fast there, and the bits are equal.
     """
 
     def make(parameters: Any) -> torch.optim.Optimizer:
@@ -611,7 +611,7 @@ class CopyOf(NamedTuple):
 
 
 class ReferenceRank:
-    """One rank's weights, its copies, and what it wants, in float64."""
+    """The weights, copies and requests of one rank, in float64."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = weights.astype(np.float64)
@@ -777,7 +777,7 @@ def test_a_published_copy_stays_whole_while_it_is_held() -> None:
         assert latest.number == 4
         assert all(torch.equal(each, tensor) for each, tensor in zip(latest.tensors, tensors, strict=True))
     with published.holding(lambda copies: copies[0]) as oldest:
-        assert oldest is held, "what is held can be had by others too"
+        assert oldest is held, "a copy that is held can be taken by others too"
     published.give_back(held)
     published.publish(tensors, 5)
     assert len(published._copies) == 3, "buffers are used again"

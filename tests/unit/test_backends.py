@@ -1,4 +1,4 @@
-"""Works that nothing ends are abandoned; when works are ended follows from what is known of the peers."""
+"""Works that do not end are abandoned; the state of the peers determines when works are ended."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_abandoned_work_ends_its_wait_and_calls_back_once(connections: Connec
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Of the connections and of what is known of peers."""
+    """The clock of `backends` and `lifelines`."""
     made = Clock()
     monkeypatch.setattr(backends, "time", made)
     monkeypatch.setattr(lifelines, "time", made)

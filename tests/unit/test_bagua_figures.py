@@ -1,4 +1,4 @@
-"""The simulator against BAGUA's published figures, and what the fitted model does between and beyond them."""
+"""The simulator against BAGUA's published figures, and the fitted model between and beyond them."""
 
 import functools
 import itertools

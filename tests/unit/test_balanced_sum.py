@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Ranks:
-    """Ranks that average sparse tensors of `numel` elements in one process; counts what each sends."""
+    """Ranks that average sparse tensors of `numel` elements in one process, and count the bytes that each sends."""
 
     def __init__(self, size: int, numel: int, ratio: float) -> None:
         self.size, self.numel, self.codec = size, numel, TopK(ratio)
@@ -28,7 +28,7 @@ class Ranks:
 
     @property
     def regions(self) -> list[int]:
-        """Where regions begin and end, which all ranks must see alike."""
+        """The boundaries of the regions, which must be identical on all ranks."""
         found = [each.balanced.regions.tolist() for each in self.workspaces if each.balanced is not None]
         assert len(found) == self.size
         assert all(each == found[0] for each in found)
@@ -40,7 +40,7 @@ class Ranks:
         return torch.stack([each.residual for each in self.workspaces])
 
     def sum_up(self, values: Sequence[Tensor], **options: float) -> Tensor:
-        """Return the sum [numel] of one round, which all ranks must see alike, bit for bit."""
+        """Return the sum [numel] of one round, which must be bitwise identical on all ranks."""
         tensors = [each.clone() for each in values]
         rounds = [
             centralized_sparse(tensor, workspace, self.codec, comm, **options)
@@ -83,7 +83,7 @@ def test_what_came_in_is_what_went_out_and_the_residuals(size: int, skew: float)
     for step in range(40):
         values = whole_numbers(size, 997, step, skew=skew)
         if step >= 20:
-            values = [each.flip(0) for each in values]  # what was large is small now
+            values = [each.flip(0) for each in values]  # large values are small now
         values[-1][500:505] = -values[0][500:505]
         given += torch.stack(values).double().sum(0)
         got += ranks.sum_up([each * 1024 for each in values], scale=1024.0).double() / 1024
@@ -94,7 +94,7 @@ def test_what_came_in_is_what_went_out_and_the_residuals(size: int, skew: float)
 @pytest.mark.parametrize("size", [2, 5, 64])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 def test_a_rank_sends_six_numbers_of_each_choice_over_the_ranks(size: int, ratio: float) -> None:
-    """Beside 32 bytes for each other rank, and what rounding up to whole pairs and to 32 bytes takes."""
+    """In addition: 32 bytes for each other rank, and the rounding up to whole pairs and to 32 bytes."""
     numel = 20_000
     ranks = Ranks(size, numel, ratio)
     ranks.sum_up(whole_numbers(size, numel, 0))
@@ -147,7 +147,7 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_residual(bad: float, dtype:
 
 
 def test_a_rank_that_has_left_has_no_say() -> None:
-    """It sends zeros, keeps what it owes, and leaves the regions where they are."""
+    """It sends zeros, keeps its residual, and does not move the regions."""
     ranks = Ranks(2, 100, 0.1)
     ranks.sum_up(whole_numbers(2, 100, 0))
     owed, regions = ranks.residuals[1].clone(), ranks.regions

@@ -494,8 +494,8 @@ def test_the_bound_of_messages_sends_as_many_bytes(tmp_path):
     assert 0.5 < bound["wire_bytes"] / own["wire_bytes"] < 2
 
 
-def test_what_sends_by_itself_has_no_bound():
-    with pytest.raises(ValueError, match="PassiveGossip sends by itself"):
+def test_an_algorithm_that_sends_outside_of_rounds_has_no_bound():
+    with pytest.raises(ValueError, match="PassiveGossip sends outside of rounds"):
         bounds.bound_of(commlib.algorithms.get("passive_gossip")())
 
 
@@ -579,7 +579,7 @@ def test_step_refuses_a_network_for_a_model_that_computes(capsys: pytest.Capture
     assert args.rate.endswith("mbit")
 
 
-# --- what the simulator says beside measurements ---------------------------------------------------------------------
+# --- simulated next to measured values -------------------------------------------------------------------------------
 
 
 def test_simulated_speed_ups_stand_in_a_column_for_each_network_the_fastest_first():

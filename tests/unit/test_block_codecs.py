@@ -306,7 +306,7 @@ def test_large_tensors_that_are_written_past_the_caches(name: str, isa: str) -> 
     out = torch.full((numel + 32,), 7.0)[16:-16]
     native_codecs.decode(IDS[name], whole, out)
     piece, small = torch.empty(part), buffer(native_codecs.payload_bytes(IDS[name], part))
-    for first in range(0, numel - part, part):  # blocks do not depend on what else is in the tensor
+    for first in range(0, numel - part, part):  # blocks do not depend on the rest of the tensor
         native_codecs.encode(IDS[name], x[first : first + part], small)
         native_codecs.decode(IDS[name], small, piece)
         assert torch.equal(piece, out[first : first + part])

@@ -1,4 +1,4 @@
-"""The closing thread: what it ends, outside of what the collector interrupted, once, in time, and at the exit."""
+"""The closing thread ends things once, outside of the code that the collector interrupted, in time, and at exit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 30.0
 
 
 class Owner:
-    """Has what must be ended."""
+    """Owns a thing that must be ended."""
 
     def __init__(self, end: Callable[[], object], what: str = "a thing") -> None:
         self.finalizer = Finalizer(self, end, what)
@@ -199,7 +199,7 @@ def test_an_ending_that_hangs_is_named_and_left_behind(
     monkeypatch.setattr(closing, "LIMIT_S", WAIT_S)
     kept = Owner(lambda: None)  # as in the next `wrap`
     drain()
-    assert ended.is_set(), "the new thread takes over what was in the queue"
+    assert ended.is_set(), "the new thread takes over the queue"
     over.set()
     assert kept.finalizer.detach()
 

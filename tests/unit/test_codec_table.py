@@ -1,4 +1,4 @@
-"""The table of codecs, and what is held to it: the extension, the CUDA kernels, the classes, the page."""
+"""The table of codecs against the extension, the CUDA kernels, the classes and the page."""
 
 from __future__ import annotations
 

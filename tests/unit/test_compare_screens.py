@@ -1,4 +1,4 @@
-"""What `commlib compare` shows: screens of several widths, what it recommends, `auto`, families and pictures."""
+"""The output of `commlib compare`: screens of several widths, recommendations, `auto`, families and pictures."""
 
 import dataclasses
 import io
@@ -187,7 +187,7 @@ def test_the_optimizer_is_replaced(small):
     adam = report.Selection(small, ["10gbps"], optimizer="adam").get_workload()
     assert (adam.optimizer, SMALL.optimizer) == ("adam", "sgd")
     assert adam.optimizer_s == workloads.with_optimizer(SMALL, "adam").optimizer_s
-    assert report.Selection(small, ["10gbps"], optimizer="sgd").get_workload() == SMALL  # what was measured stays
+    assert report.Selection(small, ["10gbps"], optimizer="sgd").get_workload() == SMALL  # measured values stay
     other = run(
         "compare", "--workload", small, "--network", "10gbps", "--algorithms", "allreduce", "--optimizer", "lion"
     )

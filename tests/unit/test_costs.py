@@ -1,4 +1,4 @@
-"""The budget of ranks and processes: what counts, and what a session over it reports."""
+"""The budget of ranks and processes: which ones count, and the report of a session that exceeds it."""
 
 from __future__ import annotations
 

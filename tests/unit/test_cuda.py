@@ -87,7 +87,7 @@ def test_doctor_says_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 class FakeDriver:
-    """Keeps what a launch was given."""
+    """Records the arguments of each launch."""
 
     def __init__(self) -> None:
         self.loaded: list[bytes] = []

@@ -104,7 +104,7 @@ def test_nvcc_compiles(architecture: int, tmp_path: Path) -> None:
             continue
         assert "ld.global.v4." in body
         assert "st.global.v4.f32" in body
-    # [Note: exactness] in codec_math.h: every operation is rounded by itself, and denormals count.
+    # [Note: exactness] in codec_math.h: every operation is rounded separately, and denormals count.
     assert "fma." not in text
     assert ".ftz" not in text
     assert "div.approx" not in text

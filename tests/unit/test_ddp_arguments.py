@@ -1,4 +1,4 @@
-"""Every argument of `DistributedDataParallel` is taken by `commlib.wrap`, or refused with what to do instead."""
+"""Every argument of `DistributedDataParallel` is accepted by `commlib.wrap`, or rejected with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a class of algorithms declares is checked before it is used: authors of algorithms err here."""
+"""The declarations of an algorithm class are checked before use: authors of algorithms make mistakes here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commlib.errors import ConfigError
 
 
 class Mine(Algorithm):
-    """An algorithm with what a test declares."""
+    """An algorithm with the declarations of a test."""
 
     def __init__(self, states: Any = (), **declared: Any) -> None:
         self.states = states

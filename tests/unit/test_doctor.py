@@ -1,4 +1,4 @@
-"""`commlib doctor`: what it says, and when it ends with an error."""
+"""`commlib doctor`: its output, and when it exits with an error."""
 
 import json
 import subprocess

@@ -25,7 +25,7 @@ PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
 def given() -> dict[str, Any]:
-    """What the documents' Python takes as there, made anew for each block."""
+    """Return new values of the names that the Python in the documents assumes, for one block."""
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     return {"commlib": commlib, "torch": torch, "model": model, "optimizer": optimizer}
@@ -49,7 +49,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def run(page: list[Block]) -> None:
-    """Run the blocks of a page in their order; what one defines the next ones see."""
+    """Run the blocks of a page in order; the names that one defines are visible to the next ones."""
     if not any("init_process_group" in block.given + block.text for block in page):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     defined: dict[str, Any] = {}
@@ -143,7 +143,7 @@ def shown() -> list[tuple[Block, str]]:
 
 @pytest.fixture(scope="module")
 def problems() -> dict[str, str]:
-    """What is wrong with each command line: with those of the documents, and with those that are meant to be wrong."""
+    """The error of each command line, for those in the documents and for those that are wrong on purpose."""
     return command_line.problems([*(line for _, line in shown()), *WRONG])
 
 

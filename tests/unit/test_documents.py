@@ -32,7 +32,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to headings of a page end with, as GitHub makes them; and to what it takes from docstrings."""
+    """The anchors of the headings of a page, as GitHub makes them, and of the objects included from docstrings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found: set[str] = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
@@ -88,7 +88,7 @@ def test_algorithms_that_resume_in_another_world_size_are_those_that_the_page_na
     bullet = page.split("- **Another number of ranks**")[1].split("\n- ")[0].split("The others keep")[0]
     named = set(re.findall(r"`(\w+)`", bullet))
     portable = {name for name in commlib.algorithms.list() if commlib.algorithms.create(name).portable}
-    assert named == portable - {"auto"} | {"signsgd"}, "signsgd is, without feedback; auto is what it has chosen"
+    assert named == portable - {"auto"} | {"signsgd"}, "signsgd is, without feedback; auto is the algorithm it chose"
     assert commlib.algorithms.SignSGD(feedback=False).portable
 
 

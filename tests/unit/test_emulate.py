@@ -21,7 +21,7 @@ from tests.waiting import Clock
 SETTING = emulation.Setting(hosts=2, max_numel=200_000, compute_s=0.02, reps=2, block=2, timeout_s=120.0)
 
 needs_hosts = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
-# What a busy machine warns of is not what these tests are about.
+# Warnings of a busy machine are not the subject of these tests.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:emulated links are further than 2 %:UserWarning", "ignore:the emulated round trip is not:UserWarning"
 )
@@ -78,7 +78,7 @@ def test_a_run_that_failed_is_an_error_without_a_traceback(monkeypatch: pytest.M
 
 
 def test_a_block_ends_when_a_round_in_the_background_has_been_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next system is slowed by what is not its own: by a sixth, after `decentralized` at 200 Mbit/s."""
+    """Otherwise its traffic slows down the next system: by a sixth, after `decentralized` at 200 Mbit/s."""
     clock = Clock()
     for module in (emulation, silence, synthetic):
         monkeypatch.setattr(module, "time", clock)
@@ -161,7 +161,7 @@ def test_hosts_have_the_latency_that_was_asked_for() -> None:
     (found,) = emulation.emulate(workloads.get("vgg16"), [200e6], ["ddp"], setting)
     assert found.latency_us == 4000.0
     assert found.rtt_s > 7e-3
-    assert found.found["network"]["latency_us"] > 3000  # what the ranks themselves have probed
+    assert found.found["network"]["latency_us"] > 3000  # probed by the ranks themselves
     rows = {row.system: row for row in found.rows}
     # An all-reduce cannot take less than a round trip, from which calibration takes half a millisecond at most.
     assert rows["ddp"].step_s > setting.compute_s + 7.5e-3

@@ -178,7 +178,7 @@ def cluster() -> Iterator[EmulatedCluster]:
 
 @needs_hosts
 class TestCluster:
-    """What a running cluster does; one is shared by all."""
+    """Behaviour of a running cluster, which all tests share."""
 
     pytestmark = pytest.mark.filterwarnings(_MISS)  # this machine may be busy with other tests
 

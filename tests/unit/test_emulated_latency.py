@@ -1,4 +1,4 @@
-"""Latency of emulated hosts: packets are late by what was asked, none is lost, and a dead forwarder is an error."""
+"""Latency of emulated hosts: packets have the requested delay, none is lost, and a dead forwarder is an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.waiting import ENDLESS_S, LIMIT_S, eventually
 _MISSING = MISSING or latency.check_latency()
 needs_latency = pytest.mark.skipif(bool(_MISSING), reason="emulated latency needs " + "; ".join(_MISSING))
 _ROOT = Path(__file__).parents[2]
-# This machine may be busy with other tests; what is asserted here is asserted by its own limits.
+# This machine may be busy with other tests; the assertions here have their own limits.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:emulated links are further than 2 %:UserWarning", "ignore:the emulated round trip is not:UserWarning"
 )
@@ -55,13 +55,13 @@ def _in_order(pair: tuple[socket.socket, socket.socket], count: int) -> bool:
 
 @needs_latency
 class TestLatency:
-    """What a running cluster does; one is shared by all."""
+    """Behaviour of a running cluster, which all tests share."""
 
     @pytest.mark.parametrize("latency_us", [1000.0, 5000.0, 20_000.0])
     def test_a_round_trip_takes_at_least_twice_the_latency(self, cluster: EmulatedCluster, latency_us: float) -> None:
         cluster.set_latency(latency_us)
         cluster.calibrate()
-        # A packet is never early by more than what calibration takes off; a busy machine may make it late.
+        # A packet is never early by more than calibration subtracts; it may be late on a busy machine.
         assert cluster.latency_s >= 2e-6 * (latency_us - cluster._lateness_us)
         assert f"{2 * latency_us:.0f} us added" in str(cluster)
         assert cluster.latency_us == latency_us
@@ -304,7 +304,7 @@ def test_a_forwarder_that_may_have_lost_packets_ends(monkeypatch: pytest.MonkeyP
         forwarder.main()
 
 
-# -- what is missing --------------------------------------------------------------------------------------------------
+# -- missing requirements ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("latency_us", [-1.0, float("nan"), float("inf"), 1e9])

@@ -19,7 +19,7 @@ PLACES = {
 
 
 def found_in(source: str) -> Iterator[str]:
-    """Yield the module in which what a source uses should be."""
+    """Yield, for each restricted use in a source, the module in which it belongs."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "__del__":
             yield "transport/closing.py"

@@ -1,4 +1,4 @@
-"""scripts/gpu_check as far as it goes without a GPU: its plan, its limits, and what it does where something fails."""
+"""scripts/gpu_check as far as possible without a GPU: its plan, its limits, and its handling of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a check sets in this process is undone."""
+    """Undo the changes that a check makes to the environment of this process."""
     for name in (results.FILE_VARIABLE, results.PART_VARIABLE):
         monkeypatch.setenv(name, "")
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_train.py without a GPU: its systems, its rows, what it reads of a trace, and a real short run."""
+"""benchmarks/gpu_train.py without a GPU: its systems, its rows, the values read from a trace, and a real short run."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_times_on_a_gpu_are_the_device_s_behind_a_sleep(monkeypatch):
     assert medians == pytest.approx([2e-3, 5e-4])
     assert len(host_s) == 2
     assert len(slept) == 10
-    assert min(slept) >= 1e-4 * 1e9, "shorter than what the host needs to queue"
+    assert min(slept) >= 1e-4 * 1e9, "shorter than the host needs to queue"
 
 
 def test_goals_are_those_of_large_tensors():

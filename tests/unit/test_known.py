@@ -1,4 +1,4 @@
-"""What is known of losses with an optimizer: the table against the result files, and what is made of it."""
+"""The known losses with an optimizer: the table against the result files, and its use."""
 
 import ast
 import json
@@ -47,7 +47,7 @@ def test_every_figure_is_that_of_the_result_file(known):
 
 
 def test_whatever_was_measured_with_its_defaults_is_known():
-    """But `passive_gossip`, which is another algorithm since; and `allreduce`, beside which all others are."""
+    """Except `passive_gossip`, whose algorithm has changed since, and `allreduce`, the baseline of all others."""
     measured = set()
     for path in RESULTS.glob("final-loss*.json"):
         for row in rows_of(path.name):
@@ -78,7 +78,7 @@ def test_every_entry_speaks_of_what_was_measured():
     ("text", "kind", "loses"),
     [
         ("topk", "adam", True),
-        ("topk(ratio=0.001)", "adam", True),  # sends less than what was measured
+        ("topk(ratio=0.001)", "adam", True),  # sends less than the measured one
         ("topk(ratio=0.1)", "adam", False),  # more: not known
         ("topk(hierarchical=True)", "adam", True),
         ("topk", "sgd", False),

@@ -1,4 +1,4 @@
-"""Lifelines: what peers say and how they end, and who is to blame for what breaks."""
+"""Lifelines: the words of peers, how peers end, and which rank is to blame for a failure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_verdict_waits_for_the_word_that_comes_later(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(("word", "is_lost"), [(Word.LEFT, False), (Word.FAILED, True), (Word.GAVE_UP, True)])
 def test_a_rank_that_leaves_in_good_order_is_not_lost(ranks: Ranks, word: Word, is_lost: bool) -> None:
-    """What it has sent is still to be received."""
+    """The data that it has sent can still be received."""
     ranks.lines[1].close(word)
     assert eventually(lambda: ranks.lines[0].peers[1].ending is not None)
     assert list(ranks.lines[0].lost()) == ([1] if is_lost else [])
@@ -195,7 +195,7 @@ def test_nothing_is_left_by_close() -> None:
     gc.collect()
 
 
-# --- the verdict by itself -------------------------------------------------------------------------------------------
+# --- the verdict alone -----------------------------------------------------------------------------------------------
 
 
 def peer(*words: Word, killed: bool = False, at_s: float = 0.0) -> Peer:

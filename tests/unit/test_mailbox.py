@@ -32,7 +32,7 @@ class Meeting:
 
 
 class FakeTransport:
-    """The part of a transport that a mailbox uses."""
+    """The attributes of a transport that a mailbox uses."""
 
     timeout_s = LIMIT_S
 
@@ -311,8 +311,8 @@ def test_a_rank_that_gives_up_says_so_to_those_who_have_already_connected(hello:
 
 
 def test_strangers_that_say_nothing_or_little_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred of them, silent or dripping, were there before the peers; the peers are connected all the same."""
-    monkeypatch.setattr(connections, "_HELLO_S", ENDLESS_S)  # who waits for one of them waits in vain
+    """A hundred of them, silent or slow, connect before the peers; the peers are connected nevertheless."""
+    monkeypatch.setattr(connections, "_HELLO_S", ENDLESS_S)  # a wait for one of them never ends
     token, opened, over = b"t" * 16, [], threading.Event()
 
     def drip() -> None:
@@ -384,7 +384,7 @@ def test_no_thread_is_left_by_close_nor_by_garbage_collection() -> None:
 
 
 class Neighbourhood(FakeTransport):
-    """Knows what every rank says of its own address."""
+    """Knows the address that every rank reports."""
 
     def __init__(self, addresses: list[str]) -> None:
         super().__init__(0, Meeting(1))

@@ -76,7 +76,7 @@ def pack_one(src: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def reference(src: torch.Tensor, factor: float) -> torch.Tensor:
-    """What the kernels must give: one product in float32 (float64), one rounding, the canonical NaN in 16 bits."""
+    """Return the expected result: one product in float32 (float64), one rounding, the canonical NaN in 16 bits."""
     if factor == 1.0:
         return src.clone()
     compute = np.float64 if src.dtype == torch.float64 else np.float32
@@ -217,7 +217,7 @@ def test_denormals_are_kept_when_the_thread_flushes_them(isa):
 
 @pytest.fixture
 def no_forced_switch():
-    """A thread keeps the GIL until it gives it up by itself."""
+    """A thread keeps the GIL until it releases it voluntarily."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100.0)
     yield

@@ -55,7 +55,7 @@ class Mark:
 
 
 class Stream:
-    """The current stream: what it has been made to wait for."""
+    """The current stream: `waits` lists the things that it waits for."""
 
     waits: list[Any] = []  # noqa: RUF012
 
@@ -148,7 +148,7 @@ def issue(connection: NcclConnection, what: str = "all_reduce", waits: bool = Tr
 
 
 class Failures:
-    """What a watch reports."""
+    """Records the reports of a watch."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Exception, str]] = []
@@ -237,7 +237,7 @@ def test_an_end_starts_no_thread(connections: Connections, monkeypatch: pytest.M
 
 
 class Owner:
-    """What a transport is to its connections."""
+    """Owns connections, as a transport does."""
 
     def __init__(self, connections: Connections) -> None:
         self.owner = self  # so that it goes when the collector comes
@@ -245,7 +245,7 @@ class Owner:
 
 
 def test_connections_may_be_collected_while_a_collective_is_launched(connections: Connections) -> None:
-    """Their end lets go of what is launched in order, under the lock that is held there."""
+    """Their end releases the works launched in order, under the lock that is held during a launch."""
     connection, _ = connect(connections)
     dropped = Connections()
     other, backend = connect(dropped)
@@ -438,7 +438,7 @@ def test_a_group_of_sends_and_receives_is_closed_when_one_raises(connections: Co
 
 
 def launch(connection: NcclConnection, in_order: bool = True, waits: bool = True) -> Work:
-    """Issue as the transport does, on a stream of its own; `Stream.waits` is then what that was made to wait for."""
+    """Issue as the transport does, on a separate stream; `Stream.waits` then lists the waits of that stream."""
     Stream.waits = []
     act = lambda: NcclWork(connection.backend.allreduce(), connection, range(3), "a sum")  # noqa: E731
     made = nccl.launches.issue(connection, act, in_order)

@@ -64,7 +64,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> Floats:
 
 
 def compress(codec: BlockCodec, rows: Floats) -> Floats:
-    """Decode what each row is encoded to."""
+    """Encode and decode each row."""
     reference = BLOCK_CODECS[codec.name]
     return np.stack([reference.decode(reference.encode(row.astype(np.float32)), len(row)) for row in rows]).astype(
         float
@@ -193,7 +193,7 @@ def test_weights_of_two_bytes_reach_the_mean_within_their_rounding(step_size: fl
     for step in range(60):
         run([round_(step, tensor) for round_, tensor in zip(rounds, x, strict=True)])
     error = torch.stack([tensor.double() - mean for tensor in x]).abs().max()
-    drift = 0.03 if step_size is None else 0.0  # DCD lets the mean move by what was lost
+    drift = 0.03 if step_size is None else 0.0  # with DCD the mean moves by the encoding errors
     assert error <= 8 * torch.finfo(torch.bfloat16).eps * mean.abs().max() + drift
 
 

@@ -1,4 +1,4 @@
-"""Other packages' codecs: how they are found, what is refused, and that torch operations do all that a codec does."""
+"""Codecs of other packages: discovery, rejected ones, and torch operations as the implementation of a codec."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_own_codec_is_found_without_looking_for_packages(tmp_path: Path) -> N
         assert isinstance(block_codec("int8"), Int8)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- rejected codecs --------------------------------------------------------------------------------------------------
 
 
 def test_a_package_that_fails_is_named_and_breaks_no_other(relaxed: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_clash_names_both_packages(
     ]
     other = "commlib" if "int8" in names else "second"
     with plugins.on_path(*folders):
-        for _ in range(2):  # whoever asks next hears of it, too
+        for _ in range(2):  # the next caller gets the error too
             with pytest.raises(ConfigError, match=f"have the same {field}") as caught:
                 block_codec("two")
             assert {"first", other} <= set(str(caught.value).split("'")), caught.value
@@ -213,7 +213,7 @@ def test_an_algorithm_that_fails_is_named(tmp_path: Path) -> None:
             commlib.algorithms.get("failing")
 
 
-# --- what they do -----------------------------------------------------------------------------------------------------
+# --- operations of codecs ---------------------------------------------------------------------------------------------
 
 
 def test_chunks_are_those_of_pieces(relaxed: Path) -> None:

@@ -11,7 +11,7 @@ from commlib.engine.pace import Means, Pace
 
 
 def after(cycle: int, steps: int, bytes_at: dict[int, float], waits_at: dict[int, float] | None = None) -> Means:
-    """Return the means after steps of 2 seconds each; what is sent and waited at which of them, from 1 on."""
+    """Return the means after steps of 2 seconds each; bytes and waits are given by step, from 1 on."""
     found = Pace(cycle)
     sent = waited = 0.0
     for step in range(1, steps + 1):

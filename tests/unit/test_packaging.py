@@ -1,4 +1,4 @@
-"""The package: what it demands, what it ships, and how its build ends where there is no compiler."""
+"""The package: its requirements, its files, and its build without a compiler."""
 
 import importlib.metadata
 import os
@@ -25,7 +25,7 @@ BUILD_FILES = ["pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "csrc"]
 
 @pytest.fixture
 def source_tree(tmp_path):
-    """A copy of what the build needs, at a path with a space."""
+    """A copy of the files that the build needs, at a path with a space."""
     tree = tmp_path / "a copy"
     for name in BUILD_FILES:
         if (ROOT / name).is_dir():
@@ -56,7 +56,7 @@ def pins() -> dict[str, Version]:
 
 
 def requirements_of(name: str, extras: set[str]) -> list[Requirement]:
-    """What an installed package demands here, with these extras."""
+    """The requirements of an installed package on this machine, with these extras."""
     found = map(Requirement, importlib.metadata.requires(name) or [])
     environments = [{"extra": extra} for extra in ["", *sorted(extras)]]
     return [item for item in found if not item.marker or any(item.marker.evaluate(env) for env in environments)]

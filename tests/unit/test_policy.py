@@ -19,7 +19,7 @@ from commlib.errors import ConfigError
 
 
 def drive(stages: list[int], window: int, seed: int) -> list[tuple[int, int]]:
-    """Run a round with `stages[k]` collectives in task k, with events in a random order; return what was issued."""
+    """Run a round with `stages[k]` collectives in task k, with events in a random order; return the issue order."""
     rng = random.Random(seed)
     order = IssueOrder(len(stages), window)
     issued: list[tuple[int, int]] = []

@@ -22,7 +22,7 @@ ELSEWHERE = "another host's namespace"
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to stay so for a while does so for a shorter one."""
+    """Shorten the time for which a state must persist."""
     monkeypatch.setattr(presence, "CERTAIN_S", 0.05)
     monkeypatch.setattr(presence, "_RETRY_S", 0.01)
 

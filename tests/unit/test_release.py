@@ -31,7 +31,7 @@ import commlib.kernels.native
 print(Path(commlib.__file__).parent, Path(commlib.kernels.native.load().__file__).parent)
 """
 is_checkout = pytest.mark.skipif(
-    not (ROOT / ".git").exists(), reason="a release is made of a checkout; this is none (an unpacked source archive?)"
+    not (ROOT / ".git").exists(), reason="a release needs a checkout; this is not one (an unpacked source archive?)"
 )
 
 
@@ -92,7 +92,7 @@ def test_the_source_archive_is_small_and_keeps_what_may_be_run(sdist: Path) -> N
         assert bool(modes[name] & 0o100) == bool((ROOT / name).stat().st_mode & 0o100), name
 
 
-# --- what is looked at ------------------------------------------------------------------------------------------------
+# --- the checks of a release ------------------------------------------------------------------------------------------
 
 
 def metadata(**changes: str) -> str:

@@ -209,7 +209,7 @@ def test_what_a_backend_waits_for_holds_up_nobody_else(store: Any) -> None:
 
 def test_a_store_that_cannot_be_had_twice_is_taken_as_it_is() -> None:
     class Own(dist.Store):
-        """A user's, with what torch asks of one."""
+        """A user's store, with the methods that torch requires."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -109,17 +109,17 @@ def test_local_work_beside_backward_slows_it_by_the_devices_contention():
     without = run(
         model_of(numel, numel), network, TwoStages(), dataclasses.replace(slow, contention=0.0), bucket_cap_mb=1
     ).step_s
-    # Bucket 0 works 2 ms beside backward (its second collective waits for bucket 1's first), each costs half of that.
+    # Bucket 0 works 2 ms during backward (its second collective waits for bucket 1's first), each costs half of that.
     assert with_it - without == pytest.approx(0.5 * 2e-3, rel=1e-3)
 
 
 def test_ranks_of_a_processor_share_its_cores():
-    # Four ranks on two cores have half a core each. 1 ms of work takes 4 ms beside computation, which loses 2 ms of it.
+    # Four ranks on two cores have half a core each. 1 ms of work takes 4 ms during computation, which loses 2 ms.
     cpu = Device("cpu", 4.0, {"fp32": 1.0}, shares_compute=True, cores=2, ranks_per_machine=4)
     numel = 500_000
     network = dataclasses.replace(FOUR, bandwidth_gbps=8e6, latency_us=0.0)
     result = run(model_of(numel, numel), network, TwoStages(), cpu, bucket_cap_mb=1)
-    # Two works of bucket 0 beside backward: + 2 * 2 ms. After it: work of bucket 1, of both after their collectives, of
+    # Two works of bucket 0 during backward: + 2 * 2 ms. After it: work of bucket 1, of both after their collectives, of
     # bucket 1 again: 4 pieces of 2 ms (nothing computes). Gathers take 1 ms of the computation's own time.
     assert result.step_s == pytest.approx(0.031 + 2 * 1e-3 + 2 * 2e-3 + 4 * 2e-3, rel=1e-3)
 
@@ -127,7 +127,7 @@ def test_ranks_of_a_processor_share_its_cores():
 def test_the_processors_time_of_a_collective_is_lost_to_the_computation():
     cpu = Device("cpu", 1e15, {"fp32": 1e12}, shares_compute=True, cpu_s_per_byte=1e-9, cores=1)
     result = run(model_of(500_000, 500_000), device=cpu, bucket_cap_mb=1)
-    # 3 MB sent by bucket 0 beside backward cost 3 ms of it, although the link carries them in as long.
+    # 3 MB sent by bucket 0 during backward cost 3 ms of it, although the link takes the same time to carry them.
     assert result.step_s == pytest.approx(0.031 + 3e-3 + ring_s(500_000, num_flags=2), rel=1e-3)
 
 
@@ -187,7 +187,7 @@ def test_the_all_reduce_is_taken_that_the_library_takes_to_be_the_fastest():
     for nbytes in (64, 1 << 28):
         each = [seconds(nbytes, NODES, all_reduce=(name,), assumed_latency_us=None) for name in NCCL.all_reduce]
         assert seconds(nbytes, NODES, assumed_latency_us=None) == min(each)
-    # NCCL takes a hop for 14 us: at 20 ms it still makes a ring of what is large enough at 14 us, to its cost.
+    # NCCL assumes 14 us for a hop: at 20 ms it still uses a ring for sizes that suit one at 14 us, which is slower.
     near, far = (dataclasses.replace(FOUR, nodes=32, latency_us=us) for us in (14.0, 20_000.0))
     for nbytes, name in ((1 << 10, "tree"), (1 << 26, "ring")):
         for network in (near, far):
@@ -418,7 +418,7 @@ def test_4096_ranks_are_no_more_work_than_few(algorithm):
     def simulated(nodes):
         run(model_of(500_000, 500_000), Network("huge", nodes=nodes, gpus_per_node=8), algorithm, transport=NCCL)
 
-    simulated(4)  # which loads what it needs
+    simulated(4)  # the first call also loads modules
     assert num_calls(lambda: simulated(512)) < 1.5 * num_calls(lambda: simulated(4))
 
 

@@ -117,7 +117,7 @@ def test_ranks_that_ask_for_different_collectives_are_refused():
 
 
 class Funnel(Algorithm):
-    """Inside a node all send what they have to the first rank, whose link it has to pass."""
+    """Inside a node all ranks send their data to the first rank, through its link."""
 
     channel = Gradients(hierarchical=True)
 
@@ -167,13 +167,13 @@ def test_representatives_have_as_many_neighbours(name):
 
 
 def test_rounds_beside_the_forward_are_counted():
-    """The weights' buckets and copies, and what comes from the two neighbours."""
+    """The buckets and copies of the weights, and the data of the two neighbours."""
     overlapped = run(model_of((1000, 1000)), FOUR, Decentralized("ring"))
     assert overlapped.memory_bytes >= 4 * 4_000_000
     assert {span.lane for span in overlapped.spans} >= {"local work"}
 
 
-# --- what is counted again --------------------------------------------------------------------------------------------
+# --- repeated work ----------------------------------------------------------------------------------------------------
 
 
 def test_work_that_is_repeated_counts_as_much_as_when_it_is_done(monkeypatch):
@@ -240,7 +240,7 @@ def test_what_exchanges_cost_the_step():
         cheap, step_bytes=10**6, ask_bytes=3 * 10**6, take_bytes=6 * 10**6, beside_bytes=12 * 10**6
     )
     result = run(model_of((1000, 1000)), FOUR, Asking(costs), slow)
-    # 1 ms in every step; in three of them 3 ms and 6 ms, and half of 12 ms beside them.
+    # 1 ms in every step; once in three steps 3 ms and 6 ms, and half of 12 ms in the background.
     assert result.step_s == pytest.approx(0.031 + 0.001 + (0.003 + 0.006 + 0.006) / 3, rel=1e-6)
     assert result.memory_bytes == 77
 

@@ -106,7 +106,7 @@ MODULES = {
     "commlib.network": "simulation",
     "commlib.emulation": "emulation",
 }
-#: What is on the page for authors.
+#: The names on the page for authors.
 FOR_AUTHORS = {
     "commlib.algorithms": {
         *("Algorithm", "BucketView", "Context", "Channel"),
@@ -145,7 +145,7 @@ def test_every_algorithm_is_in_the_reference_under_its_name(site: Path) -> None:
 
 def test_the_page_of_the_command_line_says_what_the_commands_say() -> None:
     page = (DOCS / "reference" / "command_line.md").read_text(encoding="utf-8")
-    assert page == command_line.page(), "scripts/docs writes it anew"
+    assert page == command_line.page(), "scripts/docs writes it again"
 
 
 @pytest.mark.parametrize(

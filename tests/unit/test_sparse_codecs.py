@@ -101,7 +101,7 @@ def test_every_nan_is_the_same_on_the_wire(isa: str, kind: str, has_feedback: bo
     else:
         assert named.tolist() == places[:4].tolist()
         assert values.tolist() == [0x7FC00000] * 4
-    assert not residual.any(), "what is not finite leaves the residual as it was"
+    assert not residual.any(), "non-finite values do not change the residual"
 
 
 @pytest.mark.parametrize("numel", [0, 1, 17, 1000, LARGE])

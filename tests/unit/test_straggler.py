@@ -1,4 +1,4 @@
-"""The straggler benchmark: how its figures follow from what the ranks counted, and its picture."""
+"""The straggler benchmark: its figures as computed from the counters of the ranks, and its picture."""
 
 from __future__ import annotations
 

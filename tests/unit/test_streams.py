@@ -237,7 +237,7 @@ def test_what_a_watch_reports_from_its_thread_ends_the_communication() -> None:
 
 
 class Stage:
-    """A device whose moments are told; what is read before the host waited for it is an error."""
+    """A device with a simulated clock; reading a time before the host has waited for it is an error."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""What a wrapped model's structure tells before each forward: which buffers there are now."""
+"""The structure of a wrapped model gives the current buffers before each forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tests are distributed: what is slow, and what runs together."""
+"""The distribution of the tests: which ones are slow, and which ones run together."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_tests_of_a_group_run_together_and_others_alone() -> None:
 
 
 class Node:
-    """A process of xdist's that records what it is given, and may run a test once it knows the next."""
+    """A process of xdist that records the tests it is given, and may run a test once it knows the next."""
 
     def __init__(self) -> None:
         self.queue: list[int] = []

@@ -1,4 +1,4 @@
-"""Shrunk workloads, the models that train like them, and what the probe says of local work."""
+"""Shrunk workloads, the models that train like them, and the local work that the probe measures."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("operations")
 @pytest.mark.parametrize("algorithm", [ByteGrad(), TopK(ratio=0.01)])
 def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad | TopK) -> None:
-    """A device that is said to be ten times as fast makes the same work ten times as slow beside it."""
+    """Relative to a device with ten times the speed, the same work is ten times as slow."""
     cpu = torch.device("cpu")
     devices = DEVICE, scaled(DEVICE, 0.1)
     parameters = some_parameters([(1024, 1024)], algorithm)
@@ -158,7 +158,7 @@ def test_the_factor_of_local_work_is_relative_to_the_device(algorithm: ByteGrad 
 
 
 class OnlyGathers(Algorithm):
-    """Nothing is done with what is gathered."""
+    """Gathers data and does not use it."""
 
     def communicate(self, bucket: BucketView, comm: Communicator) -> Communication:
         yield comm.all_gather(torch.empty(4 * len(bucket.flat), device=bucket.flat.device), bucket.flat)
@@ -185,7 +185,7 @@ def test_local_work_leaves_the_algorithm_as_it_was() -> None:
 
 @pytest.mark.usefixtures("operations")
 def test_local_work_is_that_of_the_models_shapes() -> None:
-    """Launches cost nothing on this device, so that many small matrices take longer beside what it says."""
+    """Launches cost nothing on this device, so many small matrices take longer relative to its estimate."""
     device = Device(name="test", memory_gbytes_s=10.0, tflops={"fp32": 0.1}, launch_us=0.0)
     algorithm = PowerSGD(rank=2)
 
@@ -237,7 +237,7 @@ def request_of(verb: str, nbytes: int) -> Request:
 
 
 def seconds_of(request: Request, network: Network, profile: TransportProfile) -> float:
-    """What the simulator says: the library's own time, and the collective's."""
+    """The simulated time: that of the library itself, and that of the collective."""
     return profile.op_us_of[request.verb] * 1e-6 + Links(network, profile, DEVICE).cost(request).seconds
 
 
@@ -292,6 +292,6 @@ def test_the_rate_of_a_verb_does_not_depend_on_what_a_small_one_takes(fixed_s: f
     assert of.small_s == 0.007
     assert of.fixed_s == pytest.approx(found_s, abs=1e-9)
     assert of.whole_s == pytest.approx(fixed_s + nbytes / 25e6)
-    # Whichever rank measures, the requests are rank 0's, of which the simulator knows what they cost.
+    # Whichever rank measures, the requests are those of rank 0: the simulator knows their cost.
     assert isinstance(of.whole, Exchange)
     assert [peer for peer, _ in of.whole.sends] == [1, 3]

@@ -1,4 +1,4 @@
-"""What a system needs to DDP's loss: steps, rounds, bytes and time, from losses at the end of budgets."""
+"""The cost of a system to reach DDP's loss: steps, rounds, bytes and time, from losses at the end of budgets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Copies from and to a device that take their time: what is sent, answered and taken over is as without one.
+"""Slow copies from and to a device: sent, answered and received values are the same as without a device.
 
-The "device" is host memory. A copy from it takes the values of now, as a stream does, and writes them into the buffer
-only when its event is waited for; a copy to it is in order with what follows, and whoever changes its buffer before the
-event was waited for is found out.
+The "device" is host memory. A copy from it takes the current values, as a stream does, and writes them into the buffer
+only when its event is waited for. A copy to it is in order with later operations; a change of its buffer before the
+wait for the event is detected.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_a_gossips_question_waits_for_the_copies_of_the_answer_before(device: De
         answering.join(LIMIT_S)
         fetch.take([parameter], 0.5)
         fetch.drop()
-        own = 1.0  # what was published
+        own = 1.0  # the published value
         assert torch.equal(parameter.data, before + 0.5 * (partners - own))
     assert len(device.waited_on) >= 3
 

@@ -50,7 +50,7 @@ def lines_with_errors_by_pyright(folder: Path) -> list[int]:
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     printed = run_checker(folder, ["pyright", "--outputjson", "--pythonpath", sys.executable])
     found = json.loads(printed)["generalDiagnostics"]
-    # Strict: an error also where a type is not known. What the wrong lines do on top of being wrong is all the same.
+    # Strict: an unknown type is also an error. Further errors in the wrong lines do not matter.
     return sorted({each["range"]["start"]["line"] + 1 for each in found if each["severity"] == "error"})
 
 

@@ -1,4 +1,4 @@
-"""Weights that change while nothing is counted: what is looked at, and what is evidence."""
+"""Weights that change while no step is counted: the compared elements, and the evidence."""
 
 from __future__ import annotations
 

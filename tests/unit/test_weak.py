@@ -37,7 +37,7 @@ def _switching() -> Iterator[None]:
 
 
 def raises_beside_another_thread(look: Callable[[], object], add: Callable[[Thing], object], turns: int) -> bool:
-    """Look `turns` times while another thread adds, and drops what it has added; return whether that raised."""
+    """Look `turns` times while another thread adds and drops members; return whether that raised."""
     over, errors = threading.Event(), list[RuntimeError]()
 
     def keep_adding() -> None:
@@ -106,7 +106,7 @@ def test_a_table_has_the_keys_that_are_alive() -> None:
 
 
 def test_the_collector_may_come_while_a_copy_is_made() -> None:
-    """It removes what is dropped, and takes no lock for it."""
+    """It removes dropped members without taking a lock."""
     found, things = members(), [Thing() for _ in range(10)]
     found.add(*things)
     with found._lock:

@@ -1,4 +1,4 @@
-"""`wrap` in one process: its errors, its options and what the wrapped model offers, over a group of one rank."""
+"""`wrap` in one process: its errors, its options and the interface of the wrapped model, over a group of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user writes, for `test_types.py`: never run. Both checkers find an error in each line marked `# wrong`."""
+"""A user's script, for `test_types.py`: never run. Both checkers find an error in each line marked `# wrong`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ net = Net()
 optimizer = commlib.optim.FrozenVarianceAdam(net.parameters())
 model = commlib.wrap(net, "topk", optimizer=[optimizer], bucket_cap_mb=25, timeout=60)
 
-# What the model was, it still is.
+# The model keeps its type.
 assert_type(model, commlib.WrappedModel[Net])
 assert_type(model.module, Net)
 assert_type(model.module.own_method(2), str)
@@ -52,7 +52,7 @@ assert_type(model.state_dict(), dict[str, Any])
 torch.optim.SGD(model.parameters(), 0.1)
 assert_type(model.train(), commlib.WrappedModel[Net])
 
-# What it has gained.
+# Its new attributes.
 accumulate(model)
 assert_type(model.require_backward_grad_sync, bool)
 model.require_backward_grad_sync = False
@@ -61,7 +61,7 @@ with model.no_sync():
 with model.join(throw_on_early_termination=True):
     loss: Tensor = model(torch.ones(2, 2)).sum()
 
-# What it has not: no checker can tell that from a method of its own. `model.module` can.
+# A missing attribute: no checker can tell it from a method of the model. With `model.module` they can.
 assert_type(model.nope, Any)
 
 # A variable may keep its name, and a type may be found out.
@@ -107,7 +107,7 @@ except (commlib.CodecError, commlib.ConfigError, commlib.TransportError, commlib
     pass
 warnings.simplefilter("ignore", commlib.LossWarning)
 
-# What is wrong.
+# Errors.
 commlib.wrap(3)  # wrong
 commlib.wrap(net, timeot=3)  # wrong
 commlib.wrap(net, algorithm=3)  # wrong
