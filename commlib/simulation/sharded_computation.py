@@ -82,10 +82,10 @@ class ShardedComputation(Computation):
         return self._gathers.bytes_sent + self._reductions.bytes_sent
 
     def _ends_of_layers(self) -> list[float]:
-        """Return the ends of the layers' backwards, as in `Workload.ready_s`."""
-        weights = [layer.weight for layer in self.workload.layers]
+        """Return the ends of the layers' backwards, as in `Workload.ready_s`; rounding does not exceed the whole."""
+        weights, backward_s = [layer.weight for layer in self.workload.layers], self.workload.backward_s
         done = [*itertools.accumulate(reversed(weights))]
-        return [each / sum(weights) * self.workload.backward_s for each in reversed(done)]
+        return [min(each / sum(weights) * backward_s, backward_s) for each in reversed(done)]
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 

@@ -173,6 +173,18 @@ def test_bytes_are_those_of_the_payloads(ranks, weights, gradients, reshards, di
         assert simulated(sharding, network).wire_bytes == (ranks - 1) * expected
 
 
+@pytest.mark.parametrize("weight", [0.1, 0.3, 1 / 7, 1e12 / 3])
+def test_every_module_is_reduced_however_its_share_of_the_time_rounds(weight):
+    """Sums of the layers' weights from the first and from the last layer can differ in the last bit."""
+    layers = [dataclasses.replace(layer, weight=weight * (1 + idx / 3)) for idx, layer in enumerate(LAYERS)]
+    network = Network("one island", nodes=1, gpus_per_node=4)
+    for backward_s in (0.1, 0.7, 1 / 3):
+        workload = dataclasses.replace(SMALL, layers=tuple(layers), backward_s=backward_s)
+        sharding = Sharding(4, "int8", "int8")
+        expected = simulated(sharding, network).wire_bytes
+        assert simulated(sharding, network, workload).wire_bytes == expected
+
+
 def test_dtypes_of_gathers_and_reductions():
     network = Network("one island", nodes=1, gpus_per_node=4)
     block, root = payload_bytes(None, 4)
