@@ -23,7 +23,7 @@ from commlib.errors import ConfigError
 from commlib.sharding.collectives import EncodedAllGather, EncodedReduceScatter, GradientFeedback
 from commlib.sharding.differences import DifferenceAllGather
 from commlib.sharding.fsdp import ParameterGroup, Shard, parameter_groups
-from commlib.sharding.layout import Piece
+from commlib.sharding.layout import FULL_PRECISION, Piece
 from commlib.sharding.local import local_of, reshard
 from commlib.sharding.stats import Counts, ShardStats
 from commlib.transport import closing
@@ -36,9 +36,6 @@ _log = logging.getLogger("commlib")
 
 #: The class of a user's model.
 M = TypeVar("M", bound=nn.Module)
-
-#: The name that stands for no codec.
-FULL_PRECISION = "fp32"
 
 #: The sharded models of this process. A `Sharded` refers to its model, so FSDP2's modules hold it, not this table.
 _sharded: WeakTable[nn.Module, weakref.ref[Sharded]] = WeakTable(locks.lock("sharded models", is_of_process=True))

@@ -295,8 +295,8 @@ def candidates_of(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes
     """Return the candidates of the allowed class that can be used with an optimizer.
 
     If nodes have several ranks each, commlib's own candidates take their hierarchical form, where one exists. They
-    exclude algorithms that are known to lose with the optimizer, and algorithms made for another optimizer and not
-    measured with this one (`known.doubt`).
+    exclude algorithms that are known to lose with the optimizer, and those that are not exact and were not measured
+    with it (`known.doubt`).
 
     Raises:
         ConfigError: A candidate is not registered, two candidates have the same name, or no candidate remains.

@@ -60,9 +60,8 @@ def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: 
 
     Raises:
         ConfigError: The algorithm or an option is unknown; `use` was called before, or after models were prepared;
-            several processes were launched, but accelerate uses one;
-            FSDP, DeepSpeed, Megatron-LM, XLA, or tensor, context or sequence parallelism is on; regional compilation is
-            on; a DDP communication hook is set.
+            several processes were launched, but accelerate uses one; FSDP, DeepSpeed, Megatron-LM, XLA, or tensor,
+            context or sequence parallelism is on; regional compilation is on; a DDP communication hook is set.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(f"use: expected an accelerate.Accelerator, got {type(accelerator).__name__}")

@@ -332,6 +332,7 @@ def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
 def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
     """Return the columns in order of importance, with the baseline in the first row."""
     results = [comparison.ddp, *(row.result for row, _ in rows)]
+    losses_of_rows = [_loss(row) for row, _ in rows]
     names = [f"{'  ' * variant}{row.algorithm}{row.mark}" for row, variant in rows]
     first = comparison.baseline + "!" * (not comparison.fits(comparison.ddp))
     return [
@@ -339,7 +340,7 @@ def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) ->
         Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),
         Column("step ms", [_short(result.step_s * 1e3) for result in results]),
         Column("speed-up", ["1.00", *(f"{row.speedup:.2f}" for row, _ in rows)]),
-        Column("loss", ["", *(_loss(row) for row, _ in rows)]),
+        *([Column("loss", ["", *losses_of_rows])] if any(losses_of_rows) else []),
         Column("sent MB", [_short(result.wire_bytes / 1e6) for result in results]),
         Column("exposed ms", [_short(result.exposed_s * 1e3) for result in results]),
         Column("memory MB", [f"{result.memory_bytes / 1e6:,.0f}" for result in results]),

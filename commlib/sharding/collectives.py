@@ -173,6 +173,7 @@ class EncodedReduceScatter(_Allocating):
         nodes: Nodes | None = None,
     ) -> None:
         self._nodes = nodes
+        self._order: torch.Tensor | None = None  # of the rows, if the ranks of a node sum them first
         self._name = group.name
         self._what = f"the reduction of the gradients of {group.name!r}"
         self._transport_of = transport_of
@@ -206,8 +207,12 @@ class EncodedReduceScatter(_Allocating):
             reduction = exchanges.reduce_scatter(comm, layout, rows, row, divisor, feedback_of)
         else:
             comm.nodes, dtype = self._nodes, input_tensor.dtype
-            members = transport.members_of_nodes
-            reduction = exchanges.reduce_scatter_by_node(comm, layout, rows, row, divisor, dtype, members, feedback_of)
+            if self._order is None:
+                by_position = [rank for ranks in zip(*transport.members_of_nodes, strict=True) for rank in ranks]
+                self._order = torch.tensor(by_position, device=rows.device)
+            reduction = exchanges.reduce_scatter_by_node(
+                comm, layout, rows, row, divisor, dtype, self._order, feedback_of
+            )
         sent_bytes = 0.0
         for request in reduction:
             transport.complete(request, self._what)

@@ -6,7 +6,7 @@ tensors and, on meta tensors, in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -114,13 +114,13 @@ def reduce_scatter_by_node(
     row: torch.Tensor,
     divisor: float,
     dtype: torch.dtype,
-    members: Sequence[Sequence[int]],
+    order: torch.Tensor,
     feedback_of: Callable[[int], FeedbackOf] | None = None,
 ) -> Communication:
     """Sum the rows of a node in full precision, then as `reduce_scatter` between the nodes.
 
-    A rank sums the rows of all ranks at its place in their node. Each adapter carries the payloads once, not once per
-    rank of the node.
+    A rank sums the rows of all ranks at its position in their node. Each adapter carries the payloads once, not once
+    per rank of the node.
 
     Args:
         comm: The ranks; `comm.nodes` is set.
@@ -129,13 +129,12 @@ def reduce_scatter_by_node(
         row: [row_bytes] This rank's shard of the sum; written.
         divisor: Divides the sum.
         dtype: The dtype of all pieces. Sums within a node are accumulated in fp32 and rounded to it.
-        members: The ranks of each node.
+        order: [world_size] int64: the ranks by their position in the node, then by node.
         feedback_of: Returns the error feedback of the row of a node.
     """
     assert comm.nodes is not None
     local, across = comm.nodes
-    order = [node[place] for place in range(local.world_size) for node in members]
-    sent = rows[order]  # [ranks of a node, nodes, row_bytes]: the rows of each place
+    sent = rows.index_select(0, order)
     received = torch.empty_like(sent)
     yield local.all_to_all(received.view(-1), sent.view(-1))
     sums = _sum(received.view(local.world_size, -1), dtype).view(across.world_size, -1)

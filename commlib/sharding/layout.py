@@ -18,6 +18,8 @@ import torch
 
 from commlib.codecs.base import BlockCodec, Feedback
 
+#: The name that stands for no codec.
+FULL_PRECISION = "fp32"
 #: Sections of a payload begin at multiples of this number of bytes, as codecs require.
 _ALIGNMENT = 16
 

@@ -89,7 +89,7 @@ class VirtualDriver(Driver):
         waited_s: [num_clocks] Total time of waiting for rounds.
         adapter_bytes: Total bytes that have left a node.
         spans: Spans of the traced ranks.
-        inputs_after: A round at whose end the inputs of tasks are ready that are marked as ready; None for now.
+        inputs_after: If set, a task that is marked as ready starts when this round has ended.
     """
 
     _current: Round  # the round that advances

@@ -22,12 +22,10 @@ from commlib.codecs.base import BlockCodec
 from commlib.codecs.registry import block_codec
 from commlib.errors import ConfigError
 from commlib.network.model import DTYPES, Layer, Network, Workload
-from commlib.sharding.layout import Layout, Piece
+from commlib.sharding.layout import FULL_PRECISION, Layout, Piece
 from commlib.simulation.collectives import Islands
 
 META = torch.device("meta")
-#: The name that stands for no codec.
-FULL_PRECISION = "fp32"
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 #: State tensors of the optimizers, in sizes of the parameters.
 _NUM_STATES = {"sgd": 1, "adam": 2}
@@ -123,15 +121,14 @@ class ShardedModel:
         self.sharding = sharding
         self.islands = Islands.of(network, sharding.ranks)
         by_block: dict[str, list[Layer]] = {}
-        before_and_after = 0.0, 0.0
+        weights_of_root = [0.0, 0.0]  # before and after the first block
         rest: list[Layer] = []
         for layer in workload.layers:
             if (name := _block_of(layer.name)) is not None:
                 by_block.setdefault(name, []).append(layer)
                 continue
             rest.append(layer)
-            before, after = before_and_after
-            before_and_after = (before, after + layer.weight) if by_block else (before + layer.weight, after)
+            weights_of_root[bool(by_block)] += layer.weight
         if not by_block:
             raise ConfigError(f"shard: the workload {workload.name!r} has no blocks, such as 'layers.0'")
         self.root = Module("the root module", _shapes(rest))
@@ -140,9 +137,9 @@ class ShardedModel:
             workload,
             layers=(
                 *(_cut(layer, sharding.ranks) for layer in rest),
-                Layer("the root module, before the blocks", (), before_and_after[0]),
+                Layer("the root module, before the blocks", (), weights_of_root[0]),
                 *(_merged(name, layers, sharding.ranks) for name, layers in by_block.items()),
-                Layer("the root module, after the blocks", (), before_and_after[1]),
+                Layer("the root module, after the blocks", (), weights_of_root[1]),
             ),
             optimizer_s=workload.optimizer_s / sharding.ranks,
         )

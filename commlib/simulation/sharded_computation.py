@@ -23,12 +23,12 @@ from typing_extensions import override
 from commlib.engine.rounds.task import Round, Task
 from commlib.network.model import DTYPES, Device
 from commlib.sharding import exchanges
-from commlib.sharding.layout import Layout
+from commlib.sharding.layout import FULL_PRECISION, Layout
 from commlib.simulation.clock import VirtualDriver
 from commlib.simulation.collectives import SHARDS, ReduceScatter
 from commlib.simulation.computation import Computation
 from commlib.simulation.meter import Meter
-from commlib.simulation.sharded import FULL_PRECISION, META, Module, ShardedModel
+from commlib.simulation.sharded import META, Module, ShardedModel
 from commlib.transport.base import Communication, Communicator, Nodes, Request
 from commlib.transport.simulated import SimulatedTransport
 
@@ -225,8 +225,8 @@ class ShardedComputation(Computation):
                 yield from exchanges.reduce_scatter(self._comm, layout, rows, row, divisor)
             else:
                 dtype = DTYPES[self._model.sharding.reduce_dtype or self.workload.dtype]
-                members = np.arange(self._comm.world_size).reshape(self._comm.nodes.across.world_size, -1).tolist()
-                yield from exchanges.reduce_scatter_by_node(self._comm, layout, rows, row, divisor, dtype, members)
+                order = torch.empty(self._comm.world_size, dtype=torch.int64, device=META)
+                yield from exchanges.reduce_scatter_by_node(self._comm, layout, rows, row, divisor, dtype, order)
         meter.count(2 * layout.row_bytes)
 
     def _is_own_to_torch(self, codec: str) -> bool:

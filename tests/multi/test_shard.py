@@ -757,7 +757,11 @@ def test_a_dropped_model_ends_its_communicators_and_a_second_call_replaces_the_f
 def into_trap(kind: str, where: str) -> None:
     """Train; the victim runs into `kind` in a forward or a backward. The others report the error."""
     rank = default_group_from_env(timeout_s=LONG_S)
-    model = commlib.shard(fsdp(seeded(Net)), "int8", "int8", compress=ALL, timeout=TIMEOUTS_S[kind])
+    by_node = where == "backward on two nodes"
+    with on_nodes(lambda rank: rank // 2):
+        model = commlib.shard(
+            fsdp(seeded(Net)), "int8", "int8", compress=ALL, timeout=TIMEOUTS_S[kind], hierarchical=by_node
+        )
     for step in range(3):
         loss(model, step, rank).backward()
     come_together("trained")
@@ -780,9 +784,18 @@ def _trapped(output: Tensor, trap: Callable[[], None]) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize(("kind", "where"), [("die", "forward"), ("die", "backward"), ("stop", "backward")])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("die", "forward"),
+        ("die", "backward"),
+        ("stop", "forward"),
+        ("stop", "backward"),
+        ("die", "backward on two nodes"),
+    ],
+)
 def test_a_killed_or_stopped_rank_is_named_by_the_others(kind: str, where: str) -> None:
-    check(into_trap, 3, kind, where, kind="PeerFailure" if kind == "die" else "PeerTimeout")
+    check(into_trap, 4 if "nodes" in where else 3, kind, where, kind="PeerFailure" if kind == "die" else "PeerTimeout")
 
 
 def _rounded(model: nn.Module, reference: dict[str, Tensor] | None, codec: str) -> dict[str, Tensor]:

@@ -628,7 +628,7 @@ def test_collectives_stand_by_latency_with_what_was_simulated():
     ]
 
 
-def test_simulated_steps_of_shards_stand_beside_measured_ones():
+def test_simulated_steps_of_shards_are_compared_with_measured_ones():
     """The bytes of the waiting GPT are those that the interfaces counted, and a slow link takes their time."""
     place = {"hosts": 4, "ranks": 4, "rate": "50mbit", "model": "slept-gpt", "wire_bytes": 24.8e6}
     systems = ["fsdp", "shard(weights=int8,gradients=int8)", "shard(weights=int8,gradients=int8,feedback=True)"]

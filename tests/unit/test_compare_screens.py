@@ -153,6 +153,11 @@ def test_what_is_made_for_another_optimizer_and_was_not_measured_is_marked_too()
     assert "post_local_sgd" not in advice(compared("allreduce, post_local_sgd", workload=adam))
 
 
+def test_losses_have_a_column_only_if_a_row_has_one():
+    assert "loss" not in table_of(shown(compared("allreduce"), 80))[0]
+    assert "loss" in table_of(shown(compared("allreduce, bytegrad"), 80))[0]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_nothing_is_advised_that_was_not_measured_with_the_optimizer(optimizer):
     comparison = compared("all", workload=dataclasses.replace(SMALL, optimizer=optimizer))
