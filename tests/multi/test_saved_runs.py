@@ -30,6 +30,7 @@ def goes_on(run: Run, recorded: dict[str, Any]) -> None:
     with training(run) as resumed:
         resumed.load(recorded["saved"])
         assert_same(resumed.weights(), flat(recorded["saved"]["model"]), exact=True)
+        dist.barrier()  # the ranks of hogwild share their weights: none steps before all have compared them
         resumed.steps(SAVED_AT, NUM_STEPS)
         if run.repeats_itself:
             assert_same(resumed.weights(), recorded["weights"], exact=not run.has_products)
