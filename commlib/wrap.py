@@ -86,7 +86,7 @@ def wrap(
             `expect_backward` announced it: "warn" logs the first one, "error" raises `ConfigError` in backward.
         **ddp: Further arguments of `DistributedDataParallel`, such as `device_ids` and `find_unused_parameters`.
             Accepted if they request behaviour that commlib has anyway, refused otherwise (see
-            docs/reference/ddp_arguments.md).
+            docs/how-to/coming-from-ddp.md).
 
     Returns:
         `model` itself, typed as its own class and as a `WrappedModel`.

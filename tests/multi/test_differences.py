@@ -1,4 +1,4 @@
-"""What differs from DDP: the lines of docs/explanation/architecture.md that no other file tests."""
+"""Other differences from DDP: the lines of docs/how-to/coming-from-ddp.md that no other file tests."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from tests.multi.common import (
 from tests.multi.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
-SECTION = "## What differs from DDP"
+SECTION = "## Other differences"
 
 
 def lines_of_the_page() -> list[str]:
     """The bullets of the section, each as one line."""
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "coming-from-ddp.md").read_text(encoding="utf-8")
     section = page.split(SECTION)[1].split("\n## ")[0]
     return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", section)[1:]]
 
@@ -108,14 +108,6 @@ class OfItsOwn(nn.Module):
 def test_a_class_with_a_method_that_a_wrapped_model_needs_is_refused() -> None:
     with raises_on_every_rank(ConfigError, "'join'", "Rename"):
         wrap(OfItsOwn())
-
-
-@on_ranks(2)
-def test_join_is_refused_where_rounds_over_weights_wait() -> None:
-    model = seeded(Mlp)
-    wrap(model, algorithm="local_sgd", optimizer=sgd(model))
-    with raises_on_every_rank(ConfigError, "local_sgd", "steps"), model.join():
-        pass
 
 
 @on_ranks(2)
@@ -419,17 +411,6 @@ def test_an_optimizer_of_several_that_makes_no_step_is_told_of() -> None:
                 part.step()
             assert bool(records) is (step > 12)  # the eighth step of the first one alone
     assert "made no step while the others made 8" in records[0]
-
-
-@on_ranks(2)
-def test_names_of_ddp_in_a_state_are_refused() -> None:
-    model = wrap(seeded(Mlp))
-    state = {f"module.{name}": value for name, value in seeded(Mlp, seed=5).state_dict().items()}
-    for options in ({}, {"strict": False}):
-        with pytest.raises(ConfigError, match="removeprefix"):
-            model.load_state_dict(state, **options)
-    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    assert torch.equal(model.first.weight, seeded(Mlp, seed=5).first.weight)
 
 
 @on_ranks(2)

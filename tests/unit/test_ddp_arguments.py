@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import commlib
 from commlib import ddp_arguments
 from commlib.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 #: Those of torch 2.11 and of 2.13, whichever is installed.
 KNOWN = {
@@ -43,13 +41,6 @@ def test_every_argument_of_ddp_is_known() -> None:
     assert {*ddp_arguments.ARGUMENTS, *own} >= KNOWN - {"module"}
     assert not own & set(ddp_arguments.ARGUMENTS)
     assert list(ddp_arguments.DDPArguments.__annotations__) == list(ddp_arguments.ARGUMENTS)
-
-
-def test_the_documentation_has_each() -> None:
-    text = (ROOT / "docs" / "reference" / "ddp_arguments.md").read_text()
-    for name, argument in ddp_arguments.ARGUMENTS.items():
-        assert f"| `{name}` |" in text
-        assert argument.does in text
 
 
 @pytest.mark.parametrize(
