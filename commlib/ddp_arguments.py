@@ -113,7 +113,7 @@ ARGUMENTS: Mapping[str, Argument] = {
         "the gradients of a contiguous part of a bucket are always copied in one pass", _either, "Expected a bool"
     ),
     "forward_sync_buffers": Argument(
-        "same as `broadcast_buffers`",
+        "same as `broadcast_buffers`: with False, `wrap` does not copy buffers either; DDP does",
         lambda value, _: value is None or isinstance(value, bool),
         "Expected a bool or None",
     ),
