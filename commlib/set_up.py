@@ -12,6 +12,7 @@ from torch import nn
 from commlib import algorithms, ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
+from commlib.algorithms.known import OPTIMIZERS
 from commlib.engine import optimizer_state, optimizers
 from commlib.engine.buckets.slot import name_some
 from commlib.errors import ConfigError
@@ -155,8 +156,15 @@ def check_optimizer(
 
     Raises:
         ConfigError: The algorithm needs an optimizer, or one that holds all parameters, or one that trains at the point
-            that is evaluated.
+            that is evaluated, or one of the preset's kind.
     """
+    kind = None if optimizer is None else optimizers.kind_of(optimizer)
+    if algorithm.optimizer_kind not in (None, kind):
+        named = OPTIMIZERS[algorithm.optimizer_kind]
+        raise ConfigError(
+            f"optimizer: this preset of {algorithm.name!r} was measured with {named}; expected {named} for the hidden "
+            f"matrices, as in optimizer=[muon, adamw], got {optimizers.names_of(optimizer)}"
+        )
     algorithm.check_optimizer(optimizer, is_warming_up)
     needed = algorithm.channel.needs_optimizer
     if optimizer is None:

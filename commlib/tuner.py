@@ -43,7 +43,7 @@ from commlib.transport.base import Transport
 
 _log = logging.getLogger("commlib")
 
-#: commlib's own choice of candidates, in order of preference.
+#: commlib's own choice of candidates, in order of preference, before the presets.
 CANDIDATES = (
     *("allreduce", "bytegrad", "ef_quantized", "signsgd", "topk", "powersgd"),
     *("decentralized", "low_precision_decentralized", "local_sgd", "async_averaging"),
@@ -325,6 +325,7 @@ def _usable(auto: Auto, optimizer: torch.optim.Optimizer | None, has_nodes: bool
         and not (isinstance(each, Auto) or not each.channel.has_rounds)  # without rounds there are no buckets to plan
         and (optimizer is not None or not each.channel.needs_optimizer)
         and (each.optimizer_type is None or isinstance(optimizer, each.optimizer_type))
+        and each.optimizer_kind in (None, optimizers.kind_of(optimizer))
         and not (each.has_momentum and keeps_momentum(optimizer))
     ]
 
@@ -349,7 +350,8 @@ def preferred(candidates: Sequence[Algorithm], predicted_s: Mapping[str, float])
 
 def _own_candidates(has_nodes: bool) -> list[Algorithm]:
     forms = [hierarchical_form(name) if has_nodes else None for name in CANDIDATES]
-    return [form or algorithms.create(name) for form, name in zip(forms, CANDIDATES, strict=True)]
+    own = [form or algorithms.create(name) for form, name in zip(forms, CANDIDATES, strict=True)]
+    return [*own, *map(algorithms.create, algorithms.PRESETS)]
 
 
 def workload_of(parameters: Sequence[Parameter], times: Times) -> Workload:

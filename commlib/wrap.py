@@ -20,7 +20,7 @@ from commlib import ddp_arguments, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
-from commlib.algorithms.known import keeping_up, loses_with
+from commlib.algorithms.known import doubt, keeping_up, measured
 from commlib.ddp_arguments import DDPArguments
 from commlib.engine import optimizers
 from commlib.engine import state as checkpoints
@@ -66,8 +66,8 @@ def wrap(
 
     Args:
         model: The model, on its device. Modified in place.
-        algorithm: A registered name (`commlib.algorithms.list()`) or an `Algorithm` instance with options, which is
-            copied.
+        algorithm: A registered name (`commlib.algorithms.list()`), a preset (`commlib.algorithms.PRESETS`), or an
+            `Algorithm` instance with options, which is copied.
         optimizer: Required by algorithms that act on weights or optimizer state. If given, warm-ups, periods and
             schedules count its steps. With a list (Muon and AdamW), a step ends when each optimizer has made one. A
             proxy (such as accelerate's) is resolved to the optimizer that it wraps.
@@ -158,15 +158,19 @@ def _restore_copies(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 
 def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
-    """Warn the caller of `wrap` if the algorithm is known to learn much less with this optimizer."""
+    """Warn the caller of `wrap` if an algorithm of commlib learns much less with this optimizer, or was not measured."""
+    if optimizer is None or not type(algorithm).__module__.startswith("commlib."):
+        return  # authors of other algorithms measure those themselves
     kind = optimizers.kind_of(optimizer)
-    found = None if optimizer is None else loses_with(algorithm, kind)
-    catches_up = isinstance(algorithm.channel, Weights)  # infrequent averages lower the loss only after many steps
-    if found is not None and found.loss > _WARNED_OF and not catches_up:
+    if (found := measured(algorithm, kind)) is None:
+        reason = doubt(algorithm, kind)
+    else:
+        catches_up = isinstance(algorithm.channel, Weights)  # infrequent averages lower the loss only after many steps
+        reason = f"{found}, measured by `{found.command}`" if found.loss > _WARNED_OF and not catches_up else ""
+    if reason:
         text = (
-            f"{algorithm.name}: {found}, measured by `{found.command}`. Check the loss, or use an algorithm that "
-            f"matched all-reduce in these runs: {', '.join(keeping_up(kind))}. Warnings of the class "
-            "commlib.LossWarning can be ignored"
+            f"{algorithm.name}: {reason}. Check the loss, or use an algorithm that matched all-reduce in these runs: "
+            f"{', '.join(keeping_up(kind))}. Warnings of the class commlib.LossWarning can be ignored"
         )
         warnings.warn(text, LossWarning, stacklevel=3)
 

@@ -43,6 +43,7 @@ from commlib.algorithms.passive_gossip import PassiveGossip
 from commlib.algorithms.policy import CompressionPolicy, Units
 from commlib.algorithms.post_local_sgd import PostLocalSGD
 from commlib.algorithms.powersgd import PowerSGD
+from commlib.algorithms.presets import PRESETS, Preset
 from commlib.algorithms.qadam import QAdam
 from commlib.algorithms.qsgd import QSGD
 from commlib.algorithms.randomk import RandomK
@@ -56,6 +57,7 @@ from commlib.errors import ConfigError
 
 __all__ = [
     "DGC",
+    "PRESETS",
     "QSGD",
     "Algorithm",
     "AllReduce",
@@ -91,6 +93,7 @@ __all__ = [
     "PerElement",
     "PostLocalSGD",
     "PowerSGD",
+    "Preset",
     "QAdam",
     "RandomK",
     "SelfRunning",
@@ -112,12 +115,12 @@ ENTRY_POINT_GROUP = "commlib.algorithms"
 
 #: Files of this folder that are not algorithms.
 _SHARED = frozenset(
-    ("base", "channels", "compressed", "context", "known", "momentum", "neighbours", "outer", "policy", "state")
+    ("base", "channels", "compressed", "context", "known", "momentum", "neighbours", "outer", "policy", "presets", "state")
 )
 
 
 def list() -> builtins.list[str]:
-    """Return the sorted names that `wrap(..., algorithm=name)` accepts."""
+    """Return the sorted names of the registered algorithms. `wrap(..., algorithm=name)` accepts them and `PRESETS`."""
     return sorted({*_own_names(), *_entry_points()})
 
 
@@ -131,13 +134,15 @@ def get(name: str) -> type[Algorithm]:
         return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
     if name in _entry_points():
         return _checked(_load(_entry_points()[name]), name)
-    near = difflib.get_close_matches(str(name), list(), n=3, cutoff=0.5)
+    if name in PRESETS:
+        raise ConfigError(f"algorithm: {name!r} is a preset, which takes no options: {PRESETS[name]}")
+    near = difflib.get_close_matches(str(name), [*list(), *PRESETS], n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     raise ConfigError(f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}")
 
 
 def create(algorithm: str | Algorithm) -> Algorithm:
-    """Return `algorithm` itself, or an instance with default options of the algorithm with this name.
+    """Return `algorithm` itself, or the preset or, with default options, the algorithm with this name.
 
     Raises:
         ConfigError: The name is unknown, the argument is neither a name nor an `Algorithm`, or the class declares
@@ -150,6 +155,8 @@ def create(algorithm: str | Algorithm) -> Algorithm:
     if not isinstance(algorithm, str):
         shown = f"the class {algorithm.__name__}; pass an instance" if isinstance(algorithm, type) else repr(algorithm)
         raise ConfigError(f"algorithm: expected a name or an Algorithm instance, got {shown}")
+    if algorithm in PRESETS:
+        return create(PRESETS[algorithm].create())
     instance = get(algorithm)()
     check_declared(instance)
     instance.name = algorithm

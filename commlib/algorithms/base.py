@@ -151,6 +151,8 @@ class Algorithm(Recorded):
         has_momentum: Whether the gradients that it returns include momentum; its `setup` must then reject an optimizer
             with momentum.
         optimizer_type: Class of the optimizer that it requires; None if it works with any optimizer.
+        optimizer_kind: Kind of optimizer that `wrap` requires: "sgd", "adam" or "muon"; None if it works with any kind.
+            Set by presets.
         limits: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the
             channel are not listed. Such a use raises a `ConfigError` on all ranks.
         name: Set by `wrap`: the name under which it is registered (the file name for commlib's own), or else the class
@@ -165,6 +167,7 @@ class Algorithm(Recorded):
     keeps_mean: bool = False
     has_momentum: ClassVar[bool] = False
     optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
+    optimizer_kind: str | None = None
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
     name: str = ""
 

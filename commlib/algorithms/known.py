@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.algorithms.base import Algorithm
+from commlib.codecs import BlockCodec, SparseCodec
 from commlib.primitives.topology import Topology
 
 #: Relative increase of the validation loss over all-reduce's above which an algorithm counts as losing. It lies in a
@@ -35,7 +36,7 @@ class Known:
 
     Attributes:
         system: Name in the result file: the registered name and the given options.
-        optimizer: The optimizer's kind, "sgd" or "adam".
+        optimizer: The optimizer's kind, "sgd", "adam" or "muon". All-reduce is measured with the same optimizer.
         model: Name of the model in the benchmark.
         steps: Number of steps.
         loss: Validation loss relative to all-reduce's with the same seeds, minus 1: 0.32 is 32 % more.
@@ -61,13 +62,22 @@ class Known:
         return self.system.partition("(")[0]
 
     @property
+    def baseline(self) -> str:
+        """The name of all-reduce with the same optimizer in the result file."""
+        return "allreduce(optimizer=muon)" if self.optimizer == "muon" else "allreduce"
+
+    @property
+    def trained_with(self) -> str:
+        """The optimizer of the result file: a system can name another one."""
+        return "sgd" if self.optimizer == "sgd" else "adamw"
+
+    @property
     def command(self) -> str:
         """The command that measures it together with all-reduce."""
-        optimizer = OPTIMIZERS[self.optimizer].lower()
         return (
-            f"python benchmarks/convergence.py final --model {self.model} --optimizer {optimizer} --steps {self.steps} "
-            f"--ranks {self.ranks} --seeds {','.join(map(str, self.seeds))} "
-            f"--systems 'commlib:allreduce@1,commlib:{self.system}@1'"
+            f"python benchmarks/convergence.py final --model {self.model} --optimizer {self.trained_with} "
+            f"--steps {self.steps} --ranks {self.ranks} --seeds {','.join(map(str, self.seeds))} "
+            f"--systems 'commlib:{self.baseline}@1,commlib:{self.system}@1'"
         )
 
     def speaks_of(self, algorithm: Algorithm) -> bool:
@@ -83,6 +93,8 @@ class Known:
         )
 
     def _covers(self, name: str, measured: Any, value: Any) -> bool:
+        if name == "codec" and value is None:
+            return self.loss <= LOSES
         if name not in (*_SENDS_LESS_BELOW, *_SENDS_LESS_ABOVE):
             return value == measured
         sends_less = value < measured if name in _SENDS_LESS_BELOW else value > measured
@@ -106,12 +118,16 @@ def measured(algorithm: Algorithm, kind: str) -> Known | None:
     """Return the least favorable result of an algorithm with a kind of optimizer, or None without a measurement.
 
     Of several runs of one model the best one is used, since more steps can compensate for a slow start; of several
-    models the worst one. Results with AdamW stand in for Muon, as neither steps in proportion to gradients.
+    models the worst one. Without a result for Muon, one with AdamW stands in, as neither steps in proportion to
+    gradients. A preset's own kind takes precedence.
     """
-    found = [each for each in _known_with(kind) if each.speaks_of(algorithm)]
-    found.sort(key=_model)
-    best = [min(runs, key=_loss) for _, runs in groupby(found, key=_model)]
-    return max(best, key=_loss, default=None)
+    kind = algorithm.optimizer_kind or kind
+    for each_kind in _standing_for(kind):
+        found = [each for each in known_losses() if each.optimizer == each_kind and each.speaks_of(algorithm)]
+        if found:
+            found.sort(key=_model)
+            return max((min(runs, key=_loss) for _, runs in groupby(found, key=_model)), key=_loss)
+    return None
 
 
 def loses_with(algorithm: Algorithm, optimizer_kind: str) -> Known | None:
@@ -130,6 +146,7 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
 
     Either a result exceeds `LOSES`, or the algorithm is not exact and was not measured with the optimizer.
     """
+    optimizer_kind = algorithm.optimizer_kind or optimizer_kind
     found = measured(algorithm, optimizer_kind)
     if found is not None:
         return str(found) if found.loss > LOSES else ""
@@ -144,15 +161,16 @@ def doubt(algorithm: Algorithm, optimizer_kind: str) -> str:
 def keeping_up(optimizer_kind: str) -> list[str]:
     """Return the systems measured with an optimizer whose loss is at most `LOSES` in every run, the best first."""
     by_options: dict[str, list[Known]] = {}
-    for each in _known_with(optimizer_kind):
-        by_options.setdefault(f"{each.algorithm} {each.options}", []).append(each)
+    for each in known_losses():
+        if each.optimizer in _standing_for(optimizer_kind):
+            by_options.setdefault(f"{each.algorithm} {each.options}", []).append(each)
     worst = sorted((max(runs, key=_loss) for runs in by_options.values()), key=_loss)
     return [each.system for each in worst if each.loss <= LOSES]
 
 
-def _known_with(kind: str) -> list[Known]:
-    """Return the results with a kind of optimizer; those with "adam" for "muon", which was not measured."""
-    return [each for each in known_losses() if each.optimizer == ("adam" if kind == "muon" else kind)]
+def _standing_for(kind: str) -> tuple[str, ...]:
+    """Return the kinds of optimizer whose results apply to a kind, in order of precedence."""
+    return ("muon", "adam") if kind == "muon" else (kind,)
 
 
 def _option(algorithm: Algorithm, name: str) -> Any:
@@ -160,6 +178,8 @@ def _option(algorithm: Algorithm, name: str) -> Any:
     value = getattr(algorithm, name, None)
     if value is None:
         value = getattr(algorithm.channel, name, None)
+    if isinstance(value, BlockCodec | SparseCodec):
+        return value.name
     return type(value).__name__ if isinstance(value, Topology) else value
 
 

@@ -350,6 +350,7 @@ class _Racer:
 def _create(label: str) -> Algorithm:
     """Return the algorithm for a label of `commlib compare`."""
     ((_, algorithm),) = compare.candidates(label).items()
+    algorithm.optimizer_kind = None  # steps of a preset are measured with the workload's optimizer
     return algorithm
 
 

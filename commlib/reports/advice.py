@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from commlib.algorithms import PRESETS
 from commlib.algorithms.base import EXACTNESS
 from commlib.algorithms.known import LOSES, OPTIMIZERS
 from commlib.reports.families import without_auto
@@ -57,12 +58,23 @@ def misfits(comparison: Comparison) -> str:
     return f"! more than the {size}, even without activations, so is not advised: {', '.join(names)}."
 
 
+def presets_of(comparison: Comparison) -> str:
+    """Return what the presets among the rows stand for; "" without any."""
+    named = [(row.algorithm, PRESETS[row.algorithm]) for row in comparison.rows if row.algorithm in PRESETS]
+    if not named:
+        return ""
+    calls = "; ".join(f"{kept(name)}: {preset}" for name, preset in sorted(named, key=lambda each: each[0]))
+    return f"{calls}. With Muon for the hidden matrices, whose own computation is not simulated."
+
+
 def losses(comparison: Comparison) -> str:
     """Return the meaning of the column of losses and its marks; "" if all rows have the losses of all-reduce."""
     if not any(row.doubt or row.loss is not None for row in comparison.rows):
         return ""
     optimizer = OPTIMIZERS[comparison.workload.optimizer]
     text = f"loss: relative to all-reduce after the same number of steps, in small models with {optimizer}."
+    if any(row.algorithm in PRESETS for row in comparison.rows):
+        text = f"{text[:-1]} (presets: both with Muon)."
     marks = {row.mark[:1] for row in comparison.rows if row.doubt}
     meanings = {"*": f"* more than {LOSES:.0%}", "?": f"? not measured with {optimizer}"}
     shown = ", ".join(meaning for mark, meaning in meanings.items() if mark in marks)

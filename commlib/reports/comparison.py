@@ -23,7 +23,7 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, tables, targets
-from commlib.reports.advice import advice, losses, misfits
+from commlib.reports.advice import advice, losses, misfits, presets_of
 from commlib.reports.families import base_name, without_auto
 from commlib.reports.progress import progress_bar
 from commlib.reports.tables import Column
@@ -221,7 +221,12 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
         elif len(shardings) > 1:
             raise ConfigError("--weights and --gradients: expected one codec each with several islands of ranks")
         else:
-            named = compare.candidates(selection.algorithms, selection.exactness, several_per_node=case.has_nodes)
+            named = compare.candidates(
+                selection.algorithms,
+                selection.exactness,
+                several_per_node=case.has_nodes,
+                optimizer=workload.optimizer,
+            )
             named_on.append(named)
     points = 1 if output.plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
     comparisons = []
@@ -271,6 +276,8 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
+    if text := presets_of(comparison):
+        _say(text, console)
     if text := losses(comparison):
         _say(text, console)
     if text := misfits(comparison):

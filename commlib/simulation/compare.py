@@ -44,6 +44,7 @@ class Prediction:
         doubt: Why the loss should be checked before using it with the workload's optimizer; "" without a reason.
         loss: Measured loss with that optimizer relative to all-reduce's, minus 1; None if it was not measured.
         fits: Whether the device's memory holds `Result.total_bytes`.
+        optimizer: The kind of optimizer: the workload's, or a preset's.
     """
 
     algorithm: str
@@ -55,6 +56,7 @@ class Prediction:
     doubt: str = ""
     loss: float | None = None
     fits: bool = True
+    optimizer: str = ""
 
     @property
     def mark(self) -> str:
@@ -68,6 +70,7 @@ class Prediction:
             "algorithm": self.algorithm,
             "exactness": self.exactness,
             "made_for": self.made_for,
+            "optimizer": self.optimizer,
             "doubt": self.doubt,
             "loss": self.loss,
             "step_s": result.step_s,
@@ -145,13 +148,16 @@ class Comparison:
         }
 
 
-def candidates(text: str = "all", exactness: str = "any", *, several_per_node: bool = False) -> dict[str, Algorithm]:
+def candidates(
+    text: str = "all", exactness: str = "any", *, several_per_node: bool = False, optimizer: str | None = None
+) -> dict[str, Algorithm]:
     """Return algorithms by their label in tables.
 
     Args:
         text: "all", or names separated by commas, optionally with options: `allreduce, topk(ratio=0.001)`.
         exactness: The widest allowed class (`commlib.algorithms.base.EXACTNESS`).
         several_per_node: Whether "all" includes hierarchical forms.
+        optimizer: The workload's optimizer; with "adam", "all" includes the presets, whose Muon can replace it.
 
     Raises:
         ConfigError: A name, option or class is unknown, a named algorithm is wider than the class, or no algorithm
@@ -160,7 +166,7 @@ def candidates(text: str = "all", exactness: str = "any", *, several_per_node: b
     if exactness not in EXACTNESS:
         raise ConfigError(f"exactness: expected one of {', '.join(EXACTNESS)}, got {exactness!r}")
     is_all = text.strip() == "all"
-    found = _all(several_per_node) if is_all else dict(map(_parsed, _listed(text)))
+    found = _all(several_per_node, optimizer) if is_all else dict(map(_parsed, _listed(text)))
     allowed = EXACTNESS[: EXACTNESS.index(exactness) + 1]
     wider = {label: algorithm.exactness for label, algorithm in found.items() if algorithm.exactness not in allowed}
     if wider and not is_all:
@@ -172,7 +178,7 @@ def candidates(text: str = "all", exactness: str = "any", *, several_per_node: b
     return chosen
 
 
-def _all(several_per_node: bool) -> dict[str, Algorithm]:
+def _all(several_per_node: bool, optimizer: str | None) -> dict[str, Algorithm]:
     found: dict[str, Algorithm] = {}
     for name in algorithms.list():
         if name == "auto":  # selects one of the others
@@ -180,6 +186,8 @@ def _all(several_per_node: bool) -> dict[str, Algorithm]:
         found[name] = algorithms.create(name)
         if several_per_node and (form := hierarchical_form(name)) is not None:
             found[f"{name}(hierarchical=True)"] = form
+    if optimizer == "adam":
+        found |= {name: algorithms.create(name) for name in algorithms.PRESETS}
     return found
 
 
@@ -292,6 +300,7 @@ def compare(
             made_for=chosen[name].made_for,
             doubt=doubt(chosen[name], workload.optimizer),
             loss=None if (known := measured(chosen[name], workload.optimizer)) is None else known.loss,
+            optimizer=chosen[name].optimizer_kind or workload.optimizer,
         )
         for name, result in outcomes.items()
         if isinstance(result, Result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,16 @@ from tests.multi.test_auto import logged
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3)]
+
+
+class OfAnotherPackage(TopK):
+    """Measured by whoever wrote it."""
 
 
 def said(action: str = "always", *, algorithm: str | TopK = "topk", make=adamw) -> list[warnings.WarningMessage]:
@@ -44,8 +55,16 @@ def test_nothing_is_said_of_what_keeps_up_or_loses_little_or_where_the_class_is_
     assert not said(algorithm="bytegrad")
     assert not said(algorithm="local_sgd")  # 7 %
     assert not said(algorithm="diloco")  # 16 % after 8 rounds, but it catches up
-    assert not said(algorithm=TopK(ratio=0.5))  # sends far more than the measured setting
+    assert not said(algorithm=OfAnotherPackage(ratio=0.5))
     assert not said("ignore")
+    found = said(algorithm=TopK(ratio=0.5))  # sends far more than the measured setting
+    assert [str(each.message).partition(".")[0] for each in found] == (
+        ["topk: made for SGD, not measured with AdamW"] if dist.get_rank() == 0 else []
+    )
+    assert not said(algorithm="diloco_muon", make=muon)
+    for make, got in ((adamw, "got AdamW"), (lambda model: None, "got no optimizer")):
+        with pytest.raises(commlib.ConfigError, match=f"this preset of 'diloco' was measured with Muon; .* {got}"):
+            said(algorithm="diloco_muon", make=make)
 
 
 @on_ranks(2)
