@@ -27,6 +27,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Generic, TypeVar
 
 from commlib.elastic.views import (
     Claim,
@@ -54,7 +55,8 @@ _EXHAUSTIVE = 16
 #: How many times longer the service waits for silent members if most of them are silent.
 CUT_OFF = 3
 
-Connection = Hashable
+#: What identifies a connection for the caller.
+C = TypeVar("C", bound=Hashable)
 
 
 class Stage(Enum):
@@ -84,7 +86,7 @@ class _Suspicion:
     pairs: set[frozenset[int]] = field(default_factory=set)
 
 
-class Registry:
+class Registry(Generic[C]):
     """The newest view of one job, and the connections of its members.
 
     Args:
@@ -114,15 +116,15 @@ class Registry:
         grace_s: float,
         now_s: float,
         journal: Callable[[View], None],
-        send: Callable[[Connection, Message], None],
+        send: Callable[[C, Message], None],
     ) -> None:
         self.view = view
-        self.records: dict[Connection, Record] = {}
+        self.records: dict[C, Record] = {}
         self._epoch, self._is_fresh = epoch, is_fresh
         self._min_members, self._target_members, self._grace_s = min_members, target_members, grace_s
         self._journal, self._send = journal, send
         self._generations: dict[str, tuple[int, int]] = {}
-        self._claims: dict[Connection, Claim] = {}
+        self._claims: dict[C, Claim] = {}
         self._absent: set[int] = set()  # members of the view that have not returned since the service started
         self._return_by_s = now_s + grace_s
         self._suspicion: _Suspicion | None = None
@@ -133,7 +135,7 @@ class Registry:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def handle(self, connection: Connection, message: Message, now_s: float) -> bool:
+    def handle(self, connection: C, message: Message, now_s: float) -> bool:
         """Process a message; return whether the connection stays open."""
         record = self.records.get(connection)
         match message:
@@ -157,12 +159,12 @@ class Registry:
                 pass  # stale: it was sent before the sender received the newest view
         return True
 
-    def hear(self, connection: Connection, now_s: float) -> None:
+    def hear(self, connection: C, now_s: float) -> None:
         """Note that bytes have arrived, heartbeats included."""
         if record := self.records.get(connection):
             record.heard_s = now_s
 
-    def end(self, connection: Connection, why: str, now_s: float) -> None:
+    def end(self, connection: C, why: str, now_s: float) -> None:
         """Process the end of a connection; `why` follows the member's name in the log."""
         self._claims.pop(connection, None)
         record = self.records.pop(connection, None)
@@ -173,8 +175,8 @@ class Registry:
         else:
             self._tell_joining()
 
-    def tick(self, now_s: float) -> list[Connection]:
-        """Process what is due; return the connections that have become silent, which the caller closes."""
+    def tick(self, now_s: float) -> list[C]:
+        """Process all that is due; return the connections that have become silent, which the caller closes."""
         if self.view is not None and self._absent and now_s >= self._return_by_s:
             if len(self._absent) == len(self.view.ids):
                 self._absent, self._is_over = set(), True
@@ -192,7 +194,7 @@ class Registry:
             self.end(connection, "was silent", now_s)
         return silent
 
-    def _silent_at_s(self, connection: Connection, now_s: float) -> float:
+    def _silent_at_s(self, connection: C, now_s: float) -> float:
         """Return when a connection counts as silent if nothing is heard from it."""
         record = self.records[connection]
         members = list(self._members())
@@ -210,7 +212,7 @@ class Registry:
 
     # --- joins ------------------------------------------------------------------------------------------------------
 
-    def _join(self, connection: Connection, join: Join, now_s: float) -> bool:
+    def _join(self, connection: C, join: Join, now_s: float) -> bool:
         if join.claim is not None:
             return self._return(connection, join, join.claim, now_s)
         name = join.name or self._free_name()
@@ -228,7 +230,7 @@ class Registry:
         self._admit()
         return True
 
-    def _return(self, connection: Connection, join: Join, claim: Claim, now_s: float) -> bool:
+    def _return(self, connection: C, join: Join, claim: Claim, now_s: float) -> bool:
         """Take back a member that trained before the service was started again, or before its connection broke."""
         if self.view is None:
             self._claims[connection] = claim
@@ -245,12 +247,10 @@ class Registry:
         self._admit()
         return True
 
-    def _welcome(self, connection: Connection, join: Join, claim: Claim, now_s: float) -> None:
+    def _welcome(self, connection: C, join: Join, claim: Claim, now_s: float) -> None:
         member = Member(claim.id, claim.generation, join.name, join.address, join.data)
         settled = claim.view.number
-        self.records[connection] = Record(
-            member, Stage.MEMBER, join.min_members, join.heartbeat_s, now_s, settled
-        )
+        self.records[connection] = Record(member, Stage.MEMBER, join.min_members, join.heartbeat_s, now_s, settled)
         self._send(connection, Welcome(claim.id, claim.generation, join.name))
 
     def _continue_claimed(self, now_s: float) -> None:
@@ -297,7 +297,7 @@ class Registry:
             record.stage = Stage.JOINING
 
     def _tell_joining(self) -> None:
-        """Tell everybody in the view, and the joining members, who gives the state to whom."""
+        """Send the joining members and their donors to all members of the view and to the joining ones."""
         if self.view is None:
             return
         donors = [record.member.id for record in self._members()]
@@ -364,7 +364,9 @@ class Registry:
         return max((member_id for member_id, _ in self._generations.values()), default=-1) + 1
 
     def _free_name(self) -> str:
-        return next(name for idx in itertools.count(self._next_id()) if (name := f"member-{idx}") not in self._generations)
+        return next(
+            name for idx in itertools.count(self._next_id()) if (name := f"member-{idx}") not in self._generations
+        )
 
 
 def smallest_cover(pairs: set[frozenset[int]]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from commlib.elastic.journal import Journal
 from commlib.elastic.registry import FROM_MEMBERS, Registry
@@ -22,7 +21,7 @@ from commlib.transport.connections import keep_alive
 
 _log = logging.getLogger("commlib")
 
-#: How long a connection may take to prove that it knows the token and to say what it wants, in seconds.
+#: How long a connection may take to prove that it knows the token and to send its first message, in seconds.
 HANDSHAKE_S = 5.0
 #: The largest number of such connections; beyond it, the oldest is closed.
 MOST_UNKNOWN = 256
@@ -86,7 +85,7 @@ class Service:
         self._token = token
         try:
             family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            if not token and not is_loopback(where[0]):
+            if not token and not is_loopback(str(where[0])):
                 raise ConfigError(f"rendezvous: {host} is not a loopback address; give a token with --token-file")
             self._listener = socket.create_server(where[:2], family=family, backlog=1024)
         except OSError as error:
@@ -106,7 +105,7 @@ class Service:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._is_stopping = False
-        self.registry = Registry(
+        self.registry: Registry[_Connection] = Registry(
             secrets.token_hex(8),
             self._journal.newest,
             is_fresh=is_fresh,
@@ -200,7 +199,7 @@ class Service:
         rows = tuple((r.member, r.stage.value, r.settled, now_s - r.heard_s) for r in records)
         return StatusReply(self.registry.view, rows)
 
-    def _send(self, connection: Any, message: Message) -> None:
+    def _send(self, connection: _Connection, message: Message) -> None:
         """Queue a message. It is sent when the socket takes it."""
         if connection in self._connections:
             connection.waiting += connection.wire.pack(packed(message))
@@ -218,7 +217,7 @@ class Service:
         if connection.waiting and len(connection.waiting) <= _MOST_WAITING:
             self._selector.modify(connection.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         elif connection.waiting:
-            self._drop(connection, "does not read what it is sent")
+            self._drop(connection, "does not read its messages")
         elif connection.is_ending:
             self._drop(connection, "ended")
         else:
@@ -232,8 +231,10 @@ class Service:
         if connection.where not in self._refused:
             self._refused.add(connection.where)
             why = "wrong token" if isinstance(error, WrongToken) else str(error)
-            _log.warning("rendezvous: refused a connection from %s: %s (logged once per address)", connection.where, why)
-        self._drop(connection, "sent what no member sends")
+            _log.warning(
+                "rendezvous: refused a connection from %s: %s (logged once per address)", connection.where, why
+            )
+        self._drop(connection, "sent a malformed message")
 
     def _drop(self, connection: _Connection, why: str) -> None:
         if connection not in self._connections:

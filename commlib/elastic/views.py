@@ -243,7 +243,7 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(value: Any, kind: Any, where: str) -> Any:
     """Return `value` as an object of the annotated type `kind`, checked at every depth."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         names = {f.name for f in dataclasses.fields(kind)}
         if not isinstance(value, dict) or value.keys() != names:
@@ -257,7 +257,9 @@ def _unpacked(value: Any, kind: Any, where: str) -> Any:
         if not isinstance(value, tuple) or (arguments[-1] is not ... and len(value) != len(arguments)):
             raise BadMessage(f"{where}: expected {kind}, got {str(value)[:200]}")
         kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
-        return tuple(_unpacked(each, of, f"{where}[{idx}]") for idx, (each, of) in enumerate(zip(value, kinds, strict=True)))
+        return tuple(
+            _unpacked(each, of, f"{where}[{idx}]") for idx, (each, of) in enumerate(zip(value, kinds, strict=True))
+        )
     if type(value) is not kind or (kind is str and len(value) > _MOST_CHARACTERS):
         raise BadMessage(f"{where}: expected {kind.__name__}, got {str(value)[:200]}")
     return value

@@ -153,7 +153,7 @@ class Wire:
         return True
 
     def _taken(self, magic: bytes, size: int) -> bytes | None:
-        """Remove `magic` and the next `size` bytes from what was received; None if they have not arrived."""
+        """Remove `magic` and the next `size` bytes from the received ones; None if they have not all arrived."""
         head = bytes(self._received[: len(magic)])
         if head != magic[: len(head)]:
             raise WireError("bytes that do not begin the handshake of commlib")

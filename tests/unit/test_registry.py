@@ -313,7 +313,9 @@ def test_a_cover_leaves_no_broken_pair(pairs):
 
 
 def claims_of(job):
-    return {r.member.id: Claim(r.member.id, r.member.generation, job.registry.view) for r in job.registry.records.values()}
+    return {
+        r.member.id: Claim(r.member.id, r.member.generation, job.registry.view) for r in job.registry.records.values()
+    }
 
 
 def test_without_a_journal_new_members_alone_begin_nothing():

@@ -1,5 +1,6 @@
 """Authenticated messages: what one side packs the other unpacks, and nothing else is taken for a message."""
 
+import contextlib
 import random
 
 import pytest
@@ -114,8 +115,6 @@ def test_garbage_raises_or_waits_and_never_passes():
         data = source.randbytes(source.randrange(1, 300))
         for wire in (Wire("service", b"t"), Wire("member", b"t"), connected()[1]):
             was_open = wire.is_open
-            try:
+            with contextlib.suppress(WireError):
                 assert wire.unpack(data) == []
-            except WireError:
-                pass
             assert wire.is_open == was_open
