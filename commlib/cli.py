@@ -65,6 +65,38 @@ def doctor(
     raise typer.Exit(checks.exit_code(report))
 
 
+@app.command()
+def rendezvous(
+    host: Annotated[str, typer.Option(help="The address to listen on; without a token, a loopback address.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 lets the system choose.")] = 29400,
+    token_file: Annotated[Path | None, typer.Option(help="A file with the secret that all members share.")] = None,
+    journal: Annotated[Path, typer.Option(help="The file of the views, to continue after a restart.")] = Path(
+        "commlib-rendezvous.journal"
+    ),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Let new members begin a job; else an earlier one must go on.")
+    ] = False,
+    min_members: Annotated[int, typer.Option(min=1, help="Nobody trains with fewer members.")] = 1,
+    target_members: Annotated[
+        int, typer.Option(min=0, help="Members on standby enter below this number; 0: never.")
+    ] = 0,
+    status: Annotated[bool, typer.Option("--status", help="Show the members of the service that listens there.")] = (
+        False
+    ),
+) -> None:
+    """Number the views of a job whose members come and go (commlib.elastic). Runs until it is interrupted."""
+    from commlib.elastic import command
+
+    with _config_errors():
+        token = command.read_token(token_file)
+        if status:
+            command.show_status(host, port, token)
+        else:
+            command.serve(host, port, token, journal, fresh, min_members, target_members)
+
+
 # --- validation of options --------------------------------------------------------------------------------------------
 
 

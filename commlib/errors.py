@@ -5,9 +5,12 @@ CommlibError (RuntimeError)        a RuntimeError like DDP's errors, so existing
 ├── CodecError                    bytes or buffers that a codec cannot take
 └── TransportError                a collective that did not complete
     ├── PeerTimeout               peers did not arrive within the timeout
-    └── PeerFailure               a peer died or left
+    ├── PeerFailure               a peer died or left
+    ├── Excluded                  this process is not in the newest view of the members (`commlib.elastic`)
+    └── StoreLost                 the service that numbers views does not answer
 
-The last two have an attribute `ranks`: the global ranks (of the default group) that the message names as the cause.
+`PeerTimeout` and `PeerFailure` have an attribute `ranks`: the global ranks (of the default group) that the message
+names as the cause.
 
 LossWarning (UserWarning)          not an error: the algorithm is known to converge worse with the optimizer
 """
@@ -56,6 +59,14 @@ class PeerFailure(_PeerError):
     Attributes:
         ranks: The global ranks that died or left; empty if unknown.
     """
+
+
+class Excluded(TransportError):
+    """This process is not in the newest view. Its state is void. When it joins again, it receives that of the members."""
+
+
+class StoreLost(TransportError):
+    """The service that numbers views did not answer in time, and training cannot go on without a new view."""
 
 
 def restated(error: BaseException, message: str) -> CommlibError:

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "codec_bindings.h"
+#include "heartbeat.h"
 #include "pack.h"
 #include "tensor_view.h"
 
@@ -112,4 +113,17 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("extent", &commlib::PackPlan::extent)
       .def("are_in_place", &commlib::are_in_place, py::arg("dst"), py::arg("tensors"))
       .def("pack", &commlib::pack, py::arg("dst"), py::arg("srcs"), py::arg("factor"));
+  py::class_<commlib::Heartbeat>(module, "Heartbeat")
+      .def(py::init<int, double>(), py::arg("fd"), py::arg("interval_s"))
+      .def(
+          "send",
+          [](commlib::Heartbeat& heartbeat, const py::bytes& data, double timeout_s) {
+            char* bytes = nullptr;
+            Py_ssize_t size = 0;
+            PyBytes_AsStringAndSize(data.ptr(), &bytes, &size);
+            const py::gil_scoped_release released;
+            return heartbeat.send(bytes, static_cast<std::size_t>(size), timeout_s);
+          },
+          py::arg("data"), py::arg("timeout_s"))
+      .def("stop", &commlib::Heartbeat::stop, py::call_guard<py::gil_scoped_release>());
 }

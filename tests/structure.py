@@ -32,6 +32,7 @@ BELOW = {
     "kernels": {"locks", "errors", "_native"},
     "codecs": {"locks", "errors", "arguments", "kernels"},
     "transport": {"locks", "weak", "errors", "kernels"},
+    "elastic": {"transport", "locks", "errors", "kernels"},
     "primitives": {"errors", "kernels", "codecs", "transport"},
     "algorithms": {*_PIECES, "optim"},
     "engine": {*_PIECES, "algorithms"},

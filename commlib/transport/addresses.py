@@ -40,6 +40,11 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether an address is valid on its own host only."""
+    return address.startswith("127.") or address == "::1"
+
+
 def _address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface (`SIOCGIFADDR`)."""
     request = struct.pack("256s", interface.encode()[:15])

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from commlib import locks
 from commlib.errors import TransportError
-from commlib.transport.addresses import address_towards
+from commlib.transport.addresses import address_towards, is_loopback
 from commlib.weak import WeakMembers
 
 _log = logging.getLogger("commlib")
@@ -171,14 +171,10 @@ def _reachable(address: str, introduction: Introduction) -> str:
 
     A host's own name often resolves to a loopback address, which is valid on that host alone.
     """
-    far = [other for other in introduction.gather_objects(address) if not _is_loopback(other)]
-    if not far or not _is_loopback(address):
+    far = [other for other in introduction.gather_objects(address) if not is_loopback(other)]
+    if not far or not is_loopback(address):
         return address
     return address_towards(far[0])
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -1,0 +1,1 @@
+"""Training with ranks that come and go. See `docs/explanation/elastic.md`."""
