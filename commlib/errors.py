@@ -62,7 +62,7 @@ class PeerFailure(_PeerError):
 
 
 class Excluded(TransportError):
-    """This process is not in the newest view. Its state is void. When it joins again, it receives that of the members."""
+    """This process is not in the newest view. Its state is void. After joining again it has that of the members."""
 
 
 class StoreLost(TransportError):

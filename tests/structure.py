@@ -53,6 +53,7 @@ BELOW = {
         "wrap",
         "emulation",
         "doctor",
+        "elastic",
     },
     "__main__": {"cli"},
 }

@@ -67,6 +67,7 @@ class Wire:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._received = bytearray()
         self._to_send = bytearray(_MAGIC + self._nonce if role == "member" else b"")
+        self._nonces = b""  # of both sides
         self._keys: dict[Role, bytes] = {}
         self._num_packed = self._num_unpacked = 0
 
