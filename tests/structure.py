@@ -41,6 +41,7 @@ BELOW = {
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "reports", "emulation"},
+    "peers": {"errors", "version", "transport", "reports"},
     "cli": {
         "errors",
         "version",
@@ -52,6 +53,7 @@ BELOW = {
         "wrap",
         "emulation",
         "doctor",
+        "peers",
     },
     "__main__": {"cli"},
 }
