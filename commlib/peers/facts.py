@@ -29,7 +29,7 @@ class Rank(NamedTuple):
         place: Its host, the boot of the host, and its network and time namespace, separated by dots; "-" if unknown.
         address: The address that commlib listens on.
         gloo_interface: The interface in `GLOO_SOCKET_IFNAME`; "" if unset.
-        gloo_address: The address that Gloo listens on: of that interface, or of the host name; "" if there is no address.
+        gloo_address: The address that Gloo listens on: of that interface, or of the host name; "" if unknown.
         speeds: The speed of each physical interface that reports one, in Mbit/s.
         versions: The versions of commlib, torch and Python.
     """

@@ -188,7 +188,7 @@ def _round_trip_s(line: Line, seconds: float) -> float:
 
 
 def _mbps(line: Line, kind: bytes, rtt_s: float, seconds: float) -> float:
-    """Return the faster of two transfers, since a lost packet may delay one, of bytes that take a quarter of the time."""
+    """Return the rate of the faster of two transfers (a lost packet delays one) that take a quarter of the time."""
     num_bytes = _FIRST_BYTES
     while (taken_s := _transfer_s(line, kind, num_bytes)) < seconds / 4 and num_bytes < _MAX_BYTES:
         num_bytes *= 2 if taken_s > seconds / 16 else 4

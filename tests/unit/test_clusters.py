@@ -91,15 +91,22 @@ def test_an_image_pins_its_packages_and_does_not_run_as_root(name: str) -> None:
     assert all((ROOT / path).exists() for paths in sources for path in paths)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is removed afterwards: the environments take a gigabyte."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_commands_of_the_image_work_in_new_environments(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_image_work_in_new_environments(folder: Path) -> None:
     """Run the Dockerfile's instructions, except those that change the machine: apt-get and useradd."""
-    stage, environment, workdir = tmp_path, dict(os.environ), tmp_path
+    stage, environment, workdir = folder, dict(os.environ), folder
     number = 0
     for word, arguments in instructions("Dockerfile.cpu"):
         if word == "FROM":
-            stage, number = tmp_path / f"stage{number}", number + 1
+            stage, number = folder / f"stage{number}", number + 1
             venv.create(stage / "venv", with_pip=True)
             environment = {**os.environ, "PATH": f"{stage / 'venv' / 'bin'}:{os.environ['PATH']}"}
             for name in ("PYTHONPATH", "RES_OPTIONS"):  # RES_OPTIONS: pip needs the name server
@@ -110,7 +117,7 @@ def test_the_commands_of_the_image_work_in_new_environments(tmp_path: Path) -> N
         elif word == "ENV":  # the machine's own index of packages applies
             environment |= {k: v for k, v in (each.split("=", 1) for each in arguments.split()) if "INDEX" not in k}
         elif word == "COPY":
-            copy(arguments, tmp_path / "stage0", workdir)
+            copy(arguments, folder / "stage0", workdir)
         elif word == "RUN" and not arguments.startswith(("apt-get", "useradd")):
             done = subprocess.run(
                 ["sh", "-ec", arguments], cwd=workdir, env=environment, capture_output=True, text=True, check=False
