@@ -54,7 +54,10 @@ def meet_and_measure(
 ) -> tuple[list[Rank], list[Link]] | None:
     """Measure the connections between the ranks that share a store; see `survey`."""
     introduction = _Introduction(store, rank, world_size, timeout_s)
-    ranks = [Rank(*values) for values in introduction.gather_objects(examine(rank, store))]
+    facts = introduction.gather_objects(examine(rank, store))
+    if others := [other for other, values in enumerate(facts) if len(values) != len(Rank._fields)]:
+        raise TransportError(f"rank {rank} of {world_size}: another version of commlib on {named(others)}")
+    ranks = [Rank(*values) for values in facts]
     made, accepted = connect_all(introduction)
     with contextlib.ExitStack() as opened:
         for connection in (*made.values(), *accepted.values()):

@@ -87,6 +87,8 @@ def received(host: Namespace, interface: str) -> int:
 def test_training_uses_the_ports_and_the_interface_of_the_page(hosts: list[Namespace], algorithm: str) -> None:
     first, _ = outputs(hosts, "examples/train_digits.py", "--epochs", "1", "--algorithm", algorithm)
     assert "epoch   1" in first
+    rules = run(hosts[0], "iptables", "--list", "INPUT", "--numeric", "--verbose", "--exact").splitlines()
+    assert int(rules[2].split()[0]) > 100, rules  # the packets of the rule that opens the ports
     assert min(received(host, "eth1") for host in hosts) > 1_000_000
     assert max(received(host, "eth0") for host in hosts) < 10_000
 

@@ -84,6 +84,16 @@ def test_a_rank_that_does_not_arrive_is_named():
         job.meet_and_measure(dist.HashStore(), 0, 2, 0.2)
 
 
+def test_a_rank_with_other_facts_is_named():
+    def call(store: dist.Store, number: int) -> object:
+        if number == 0:
+            return job.meet_and_measure(store, 0, 2, LIMIT_S)
+        return job._Introduction(store, 1, 2, LIMIT_S).gather_objects([1])
+
+    error, _ = on_threads(2, call)
+    assert str(error) == "rank 0 of 2: another version of commlib on rank 1"
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_rank_that_does_not_answer_is_named_on_all_others(briefly, monkeypatch, has_ended):
     monkeypatch.setattr(job, "pairs", lambda size: [(0, 1), (1, 2)])
