@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: Default networks of a comparison.
 _NETWORKS = "10gbps,100gbps"
 
+#: Default time to wait for a rank in `doctor --peers`, in seconds.
+_PEER_TIMEOUT_S = 60.0
+
 app = typer.Typer(
     name="commlib",
     help="Communication relaxation for data-parallel training in PyTorch.",
@@ -45,24 +48,6 @@ def _all_commands(
     ] = False,
 ) -> None:
     """Communication relaxation for data-parallel training in PyTorch."""
-
-
-@app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Show versions, backends, instruction sets and devices, and how to fix missing components.
-
-    The exit code is 1 if the compiled extension cannot be loaded.
-    """
-    from commlib import doctor as checks
-
-    report = checks.examine()
-    if as_json:
-        typer.echo(checks.to_json(report))
-    else:
-        checks.show(report)
-    raise typer.Exit(checks.exit_code(report))
 
 
 @app.command()
@@ -112,6 +97,47 @@ def _zero_or_more(value: float | None) -> float | None:
     if value is not None and not (math.isfinite(value) and value >= 0):
         raise typer.BadParameter(f"expected a number of 0 or more, got {value:g}")
     return value
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure the connections between the ranks of a job; run it on all ranks.")
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="With --peers: seconds to wait for a rank (default 60).", callback=_above_zero)
+    ] = None,
+) -> None:
+    """Show versions, backends, instruction sets and devices, and how to fix missing components.
+
+    The exit code is 1 if the compiled extension cannot be loaded. With --peers, rank 0 shows the connections between
+    the ranks instead, and warns about their network; the exit code is 1 if a rank did not arrive or answer.
+    """
+    if peers:
+        _survey(_PEER_TIMEOUT_S if timeout is None else timeout, as_json)
+        return
+    with _config_errors():
+        _refuse("without --peers there is no", timeout=timeout)
+    from commlib import doctor as checks
+
+    report = checks.examine()
+    if as_json:
+        typer.echo(checks.to_json(report))
+    else:
+        checks.show(report)
+    raise typer.Exit(checks.exit_code(report))
+
+
+def _survey(timeout_s: float, as_json: bool) -> None:
+    from commlib.peers import job, report
+
+    with _config_errors():
+        found = job.survey(os.environ, timeout_s)
+    if found is not None and as_json:
+        typer.echo(report.to_json(*found))
+    elif found is not None:
+        report.show(*found)
 
 
 class _Optimizer(str, enum.Enum):

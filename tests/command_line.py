@@ -76,7 +76,7 @@ def _check(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     if program == "commlib":
         _check_commlib(arguments)
     elif program == "torchrun":
-        yield _launched(arguments)
+        yield from _launched(arguments)
     elif program == "python" and arguments[:1] == ["-m"]:
         yield from _check_module(arguments[1], arguments[2:])
     elif program == "python" and arguments[:1] != ["-c"]:
@@ -90,7 +90,7 @@ def _check(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 def _check_module(name: str, arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
     if name == "torch.distributed.run":
-        yield _launched(arguments)
+        yield from _launched(arguments)
     elif name == "pytest":
         for argument in arguments:
             if argument.startswith("tests/") and not (ROOT / argument.split("::")[0]).exists():
@@ -108,12 +108,15 @@ def _script(name: str) -> str:
     raise ValueError(f"there is no {name}")
 
 
-def _launched(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the script that torchrun starts, and its arguments."""
+def _launched(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Check the module that torchrun starts, or yield the script, and its arguments."""
     from torch.distributed.run import get_args_parser
 
     parsed = _understood(functools.partial(get_args_parser().parse_args, arguments))
-    return _script(parsed.training_script), parsed.training_script_args
+    if parsed.module:
+        yield from _check_module(parsed.training_script, parsed.training_script_args)
+    else:
+        yield _script(parsed.training_script), parsed.training_script_args
 
 
 def _understood(parse: functools.partial[argparse.Namespace]) -> argparse.Namespace:

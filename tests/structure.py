@@ -42,6 +42,7 @@ BELOW = {
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "reports", "emulation"},
+    "peers": {"errors", "version", "transport", "reports"},
     "cli": {
         "errors",
         "version",
@@ -54,6 +55,7 @@ BELOW = {
         "emulation",
         "doctor",
         "elastic",
+        "peers",
     },
     "__main__": {"cli"},
 }

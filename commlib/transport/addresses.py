@@ -1,4 +1,4 @@
-"""The network address of this host."""
+"""The network addresses and interfaces of this host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+#: Constants of rtnetlink, which Python lacks.
+_NEW_ROUTE, _GET_ROUTE, _OUTPUT_INTERFACE = 24, 26, 4
+
 
 def local_address(store: Any) -> str:
     """Return this host's address for other ranks: on Gloo's interface if set, else on the route to the store."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with contextlib.suppress(OSError):
         if interface:
-            return _address_of(interface)
+            return address_of(interface)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -45,8 +48,34 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface (`SIOCGIFADDR`)."""
+def interface_towards(address: str) -> str:
+    """Return the name of the interface through which this host reaches `address` (`RTM_GETROUTE`). Sends nothing.
+
+    Raises:
+        OSError: There is no route to `address`, an IPv4 or IPv6 address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    target = socket.inet_pton(family, address.partition("%")[0])
+    message = struct.pack("=4B4BI", family, 8 * len(target), *[0] * 7) + struct.pack("=HH", 4 + len(target), 1) + target
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+        kernel.send(struct.pack("=IHHII", 16 + len(message), _GET_ROUTE, 1, 1, 0) + message)
+        answer = kernel.recv(1 << 16)
+    length, kind = struct.unpack_from("=IH", answer)
+    at = 28  # the attributes follow two headers, of 16 and 12 bytes
+    while kind == _NEW_ROUTE and at < length:
+        num_bytes, attribute = struct.unpack_from("=HH", answer, at)
+        if attribute == _OUTPUT_INTERFACE:
+            return socket.if_indextoname(struct.unpack_from("=I", answer, at + 4)[0])
+        at += (num_bytes + 3) & ~3
+    raise OSError(f"there is no route to {address}")
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface (`SIOCGIFADDR`).
+
+    Raises:
+        OSError: There is no such interface, or it has no IPv4 address.
+    """
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])

@@ -82,7 +82,7 @@ class Mark(NamedTuple):
     @property
     def is_here(self) -> bool:
         """Whether it was written in this process's network namespace, on the current boot of the host."""
-        return self.place != "-" and self.place == _place()
+        return self.place != "-" and self.place == own_place()
 
     @property
     def is_of_this_life(self) -> bool:
@@ -109,7 +109,7 @@ class Presence:
         self._listener: socket.socket | None = None
         self._guests: list[socket.socket] = []
         self._sights: dict[int, _Sight] = {}
-        self.mark = Mark(attempt, _clock_s(), _place())
+        self.mark = Mark(attempt, _clock_s(), own_place())
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError):  # then no rank watches this one; `connect_all` reports the error
             self._listener = socket.create_server((address, 0), family=family, backlog=backlog)
@@ -258,7 +258,7 @@ def _started_s() -> float:
 
 
 @functools.cache
-def _place() -> str:
+def own_place() -> str:
     """Return an identifier of the network namespace, time namespace, host and boot of the host; "-" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -272,7 +272,7 @@ def _place() -> str:
 def _forget() -> None:
     """Clear the caches in a forked child, which started later and may enter another namespace."""
     _started_s.cache_clear()
-    _place.cache_clear()
+    own_place.cache_clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -121,6 +121,7 @@ WRONG = {
     "sudo $(which commlib) compare --algorithms 'topk(rate=1)'": "rate",
     "torchrun --nprocs 2 examples/train_bytes.py": "--nprocs",
     "torchrun --nproc_per_node 2 examples/train_byte.py": "train_byte.py",
+    "torchrun --nproc_per_node 2 -m commlib doctor --pears": "--pears",
     "OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 examples/train_bytes.py --sizes tiny": "--sizes",
     "python benchmarks/step.py --sistems ddp": "--sistems",
     "python -m tests.gpu.chek": "tests.gpu.chek",
