@@ -92,7 +92,7 @@ def test_a_check_that_fails_is_shown_and_the_others_too(monkeypatch):
 
 
 def test_square_brackets_are_shown_as_they_are():
-    doctor.show([doctor.Finding("versions", "x[0]", "absent", "[red]?", "pip install 'commlib[cuda13]'")])
+    doctor.show([doctor.Finding("versions", "x[0]", "absent", "[red]?", "pip install '.[cuda13]'")])
 
 
 def test_help_does_not_import_torch():
