@@ -109,7 +109,7 @@ def test_the_extras_are_those_promised():
 def test_hints_name_the_distribution_and_the_packages_of_its_extras():
     assert PYPROJECT["project"]["name"] == DISTRIBUTION
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert installation.EXTRAS == {name: extras[name] for name in installation.EXTRAS}
+    assert {name: extras[name] for name in installation.EXTRAS} == installation.EXTRAS
     assert installation.install("plot") == "pip install 'matplotlib>=3.8'"
 
 

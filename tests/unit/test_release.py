@@ -189,6 +189,12 @@ def test_what_a_wheel_is_tested_with_is_there() -> None:
     assert all((ROOT / name).is_file() for name in named)
 
 
+def test_the_tests_of_a_wheel_need_no_xdist() -> None:
+    assert not any("xdist" in each for each in release.cibuildwheel(ROOT)["test-requires"])
+    code = "import sys; sys.modules['xdist'] = None; import tests.conftest"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
