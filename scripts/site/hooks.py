@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _LINK_OR_CODE = re.compile(r"^```.*?^```$|`(?:[^`\n]|\n(?!\n))+`|\]\((?P<link>[^
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Give headings GitHub's anchors, and show the version."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    version = runpy.run_path(str(ROOT / "commlib" / "version.py"))["__version__"]  # without importing torch
+    config.site_name = f"{config.site_name} {version}"
     return config
 
 

@@ -51,6 +51,7 @@ def test_json_holds_the_same_findings():
     report = json.loads(result.output)
     assert report["ok"] is True
     assert {row["name"] for row in report["findings"]} == set(by_name(doctor.examine()))
+    assert all(row.keys() >= {"topic", "name", "status", "value", "fix"} for row in report["findings"])
     assert {row["status"] for row in report["findings"]} <= {"ok", "absent", "broken"}
 
 
