@@ -1,9 +1,9 @@
 """The public surface: every name that a user may write, with the arguments that it takes.
 
 Public names are those in `__all__` of the packages, in the API reference, in imports of the pages, examples and
-plugins, and the commands (`commlib compare`), whose options count as arguments. `golden/surface.json` records them;
-`python -m tests.surface --write` renews it. A name that moved stays importable from its old place, and recorded until
-its line is deleted.
+plugins, the commands (`commlib compare`), whose options count as arguments, and the names of algorithms and codecs
+(`algorithm bytegrad`). `golden/surface.json` records them; `python -m tests.surface --write` renews it. A name that
+moved stays importable from its old place, and recorded until its line is deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from typer.main import get_group
 
+from commlib import algorithms, codecs
 from commlib.algorithms import Algorithm
 from commlib.cli import app
 from tests.pages import PAGES, ROOT, blocks
@@ -46,7 +47,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 def names() -> list[str]:
     """Return the dotted names of the surface, sorted."""
-    found: set[str] = {*_PACKAGES, *commands()}
+    found: set[str] = {*_PACKAGES, *commands(), *registered()}
     for package in _PACKAGES:
         found.update(f"{package}.{name}" for name in importlib.import_module(package).__all__)
     for page in (ROOT / "docs" / "reference" / "api").glob("*.md"):
@@ -79,6 +80,13 @@ def commands() -> dict[str, Callable[[], None]]:
     return {f"commlib {name}": as_function(command) for name, command in get_group(app).commands.items()}
 
 
+def registered() -> dict[str, type]:
+    """Return the classes of commlib's own algorithms and codecs, by `algorithm <name>` and `codec <name>`."""
+    classes = {f"algorithm {name}": algorithms.get(name) for name in algorithms.list()}
+    classes |= {f"codec {name}": codec for name, codec in codecs.by_name.items()}
+    return {name: found for name, found in classes.items() if found.__module__.startswith("commlib.")}
+
+
 def as_function(command: Any) -> Callable[[], None]:
     """Return a function with the arguments of a command of click."""
 
@@ -96,16 +104,17 @@ def as_function(command: Any) -> Callable[[], None]:
 
 
 def resolve(name: str) -> Any:
-    """Return the object of a dotted name, or the function of a command.
+    """Return the object of a dotted name, or of a name of `commands` or `registered`.
 
     Raises:
-        AttributeError: There is no such attribute or command.
+        AttributeError: There is none.
         ImportError: A module cannot be imported.
     """
     if " " in name:
-        if name not in commands():
-            raise AttributeError("there is no such command")
-        return commands()[name]
+        found = {**commands(), **registered()}
+        if name not in found:
+            raise AttributeError("there is none")
+        return found[name]
     parts, found = name.split("."), None
     for num_modules in range(1, len(parts) + 1):  # `commlib.wrap` is a function, and a module that has others
         module = ".".join(parts[:num_modules])

@@ -109,9 +109,7 @@ class Checkpoint:
         """
         communication = state_dict["communication"]
         shared = blobs.unpacked(communication["shared"])
-        formats.check(
-            shared, _FORMAT, "the checkpoint", "or load only its 'model' and 'optimizer', before commlib.wrap"
-        )
+        formats.check(shared, _FORMAT, "the checkpoint", "or load only its 'model', before commlib.wrap")
         if not self._is_wrapped:
             self._load_sharded(state_dict)
             return

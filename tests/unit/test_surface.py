@@ -46,7 +46,7 @@ def test_an_option_of_a_command_that_is_gone_is_found(
     found = surface.missing(RECORDED["commlib topology"], "commlib topology")
     assert bool(found) == (words is not None)
     assert words is None or re.search(words, "\n".join(found)), found
-    assert surface.missing(RECORDED["commlib doctor"], "commlib doctor") == ["commlib doctor: there is no such command"]
+    assert surface.missing(RECORDED["commlib doctor"], "commlib doctor") == ["commlib doctor: there is none"]
 
 
 def test_a_deprecated_name_says_which_replaces_it() -> None:
