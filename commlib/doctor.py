@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commlib.errors import CommlibError
+from commlib.installation import DISTRIBUTION, reinstall
 
 Status = Literal["ok", "absent", "broken"]
 """`ok`: available; `absent`: not available, but only optional features need it; `broken`: commlib cannot work."""
@@ -93,12 +94,11 @@ def show(findings: list[Finding]) -> None:
 def _versions() -> Iterator[Finding]:
     yield Finding("versions", "python", "ok", f"{platform.python_version()} on {platform.platform()}")
     yield Finding("versions", "torch", "ok", torch.__version__)  # includes the build
-    for name in ("commlib", "numpy"):
+    for name, distribution, source in (("commlib", DISTRIBUTION, "."), ("numpy", "numpy", "numpy")):
         try:
-            yield Finding("versions", name, "ok", importlib.metadata.version(name))
+            yield Finding("versions", name, "ok", importlib.metadata.version(distribution))
         except importlib.metadata.PackageNotFoundError:
-            fix = "Install it: pip install ." if name == "commlib" else f"Install it: pip install {name}."
-            yield Finding("versions", name, "absent", "not an installed package", fix)
+            yield Finding("versions", name, "absent", "not an installed package", f"Install it: pip install {source}")
 
 
 def _backends() -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _extension() -> Iterator[Finding]:
 def _extension_fix(message: str) -> str:
     if "COMMLIB_FORCE_ISA" in message:
         return "Unset COMMLIB_FORCE_ISA, or set it to an instruction set of this machine."
-    return "Install a C++17 compiler, then commlib again: pip install --force-reinstall --no-deps ."
+    return f"Install a C++17 compiler, then commlib again: {reinstall()}"
 
 
 def _compiler() -> Iterator[Finding]:

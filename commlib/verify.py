@@ -34,6 +34,7 @@ from commlib.sharding.local import (
     spec_of,
 )
 from commlib.transport.base import Transport
+from commlib.version import __version__
 
 
 def ignored_names(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> set[str]:
@@ -237,7 +238,9 @@ def agree(
     error: Exception | None,
     what: str = "wrap",
 ) -> None:
-    """Check that no rank has an error and that all have the same pairs. Collective. Raises on every rank.
+    """Check that no rank has an error, and that all have the same version of commlib and the same pairs. Collective.
+
+    Raises on every rank.
 
     Args:
         transport: Carries the digests, and the pairs themselves only if they differ.
@@ -248,8 +251,9 @@ def agree(
     Raises:
         ConfigError: A rank has an error, or the pairs differ. Names the item, and the value on each rank.
     """
+    compared = lambda: itertools.chain([("commlib", __version__)], pairs())  # noqa: E731
     digest = hashlib.sha256()
-    for pair in pairs() if error is None else ():
+    for pair in compared() if error is None else ():
         digest.update(repr(pair).encode())
     text = None if error is None else f"{type(error).__name__}: {error}"
     reports = transport.gather_objects((text, digest.hexdigest()))
@@ -263,7 +267,7 @@ def agree(
         rank, text = next(iter(failed.items()))
         raise ConfigError(f"rank {transport.rank}: {what} failed on ranks {sorted(failed)}; on rank {rank}: {text}")
     if len({digest for _, digest in reports}) > 1:
-        difference = _difference(transport.gather_objects(list(pairs())))
+        difference = _difference(transport.gather_objects(list(compared())))
         transport.part()
         raise ConfigError(
             f"rank {transport.rank}: the models differ between ranks ({difference}). Build the same model with the "

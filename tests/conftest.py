@@ -76,7 +76,7 @@ def _is_of_shard(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.scheduler import Scheduler
+    from tests.xdist_scheduler import Scheduler
 
     return Scheduler(config, log)
 

@@ -25,10 +25,13 @@ from elftools.elf.elffile import ELFFile
 from packaging.metadata import ExceptionGroup, Metadata
 from packaging.utils import parse_wheel_filename
 
+from commlib.installation import DISTRIBUTION
+
 ROOT = Path(__file__).parents[1]
 # Relative, because pip splits these at spaces; commands run where the file is.
 PINNED = {"PIP_CONSTRAINT": "constraints.txt", "PIP_BUILD_CONSTRAINT": "constraints.txt"}
-URLS = {"homepage", "documentation", "source", "issues", "changelog"}
+#: The distribution's name in the names of files and folders.
+STEM = DISTRIBUTION.replace("-", "_")
 
 
 class ReleaseError(Exception):
@@ -117,8 +120,8 @@ def check_files(sdist: Path, wheel: Path) -> None:
     """Look at both files without installing them."""
     version = version_of(ROOT)
     check_names(names_in(sdist))
-    check_metadata(text_in(sdist, f"commlib-{version}/PKG-INFO"), version)
-    check_metadata(text_in(wheel, f"commlib-{version}.dist-info/METADATA"), version)
+    check_metadata(text_in(sdist, f"{STEM}-{version}/PKG-INFO"), version)
+    check_metadata(text_in(wheel, f"{STEM}-{version}.dist-info/METADATA"), version)
     check_wheel(wheel)
 
 
@@ -148,7 +151,7 @@ def text_in(path: Path, name: str) -> str:
 def check_names(names: set[str]) -> None:
     """Check that the source archive has the files that git knows, and the metadata that the build adds."""
     known = set(known_to_git())
-    added = {name for name in names - known if not name.startswith("commlib.egg-info/")}
+    added = {name for name in names - known if not name.startswith(f"{STEM}.egg-info/")}
     if missing := sorted(known - names):
         raise ReleaseError(f"MANIFEST.in leaves out {missing}")
     if more := sorted(added - {"PKG-INFO", "setup.cfg"}):
@@ -167,15 +170,15 @@ def check_metadata(text: str, version: str) -> None:
         "license": metadata.license_expression,
         "license files": metadata.license_files,
         "readme": metadata.description_content_type,
-        "urls": {name.lower() for name in metadata.project_urls or {}},
+        "urls": metadata.project_urls,
     }
     expected = {
-        "name": "commlib",
+        "name": DISTRIBUTION,
         "version": version,
         "license": "Apache-2.0",
         "license files": ["LICENSE"],
         "readme": "text/markdown",
-        "urls": URLS,
+        "urls": None,  # there is no public repository
     }
     if wrong := [f"{name}: {found[name]!r}, not {value!r}" for name, value in expected.items() if found[name] != value]:
         raise ReleaseError(f"metadata: {'; '.join(wrong)}")
@@ -194,7 +197,7 @@ def check_wheel(wheel: Path) -> None:
             if ELFFile(file).get_section_by_name(".symtab"):  # type: ignore[no-untyped-call]
                 raise ReleaseError(f"{extension} in {wheel.name} is not stripped")
     rooms = {name.split("/")[0] for name in names}
-    if rooms != {"commlib", f"commlib-{version_of(ROOT)}.dist-info"}:
+    if rooms != {"commlib", f"{STEM}-{version_of(ROOT)}.dist-info"}:
         raise ReleaseError(f"{wheel.name} has more than the package: {sorted(rooms)}")
     for needed in ("commlib/py.typed", "commlib/_native.pyi", "commlib/algorithms/known.json", "licenses/LICENSE"):
         if not any(name.endswith(needed) for name in names):

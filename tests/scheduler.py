@@ -10,9 +10,6 @@ import ast
 import functools
 from pathlib import Path
 
-from xdist.scheduler.loadscope import LoadScopeScheduling
-from xdist.workermanage import WorkerController
-
 ROOT = Path(__file__).parents[1]
 
 #: By file. "hosts": one of these tests looks at all networks of this machine. The others share a costly fixture.
@@ -67,39 +64,3 @@ def is_timing(nodeid: str) -> bool:
 def scope_of(nodeid: str) -> str:
     """Return the name of the tests that run together with this one; tests marked `timing` run alone."""
     return nodeid if is_timing(nodeid) else TOGETHER.get(nodeid.partition("::")[0], nodeid)
-
-
-class Scheduler(LoadScopeScheduling):
-    """Hands out groups first, those of most tests before others, then single tests in the order of collection."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return scope_of(nodeid)
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        others = [scope for scope in self.workqueue if not is_timing(scope)]
-        if others:
-            self.workqueue.move_to_end(others[0], last=False)
-        if others or self.nodes == [node]:
-            super()._assign_work_unit(node)
-
-    def _reschedule(self, node: WorkerController) -> None:
-        if not self.workqueue or not all(map(is_timing, self.workqueue)):
-            super()._reschedule(node)
-        elif node is not self.nodes[0]:
-            node.shutdown()
-        elif self.nodes == [node]:
-            self._begin_timing(node)
-
-    def _begin_timing(self, node: WorkerController) -> None:
-        """Give the last process enough work to continue: it begins a test once it knows the next, or that it ends."""
-        while self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
-            super()._assign_work_unit(node)
-        if not self.workqueue:
-            node.shutdown()
-
-    def remove_node(self, node: WorkerController) -> str | None:
-        """Remove a process that has ended; the last one then begins with the tests that run alone."""
-        crashed = super().remove_node(node)
-        if self.collection is not None and self.workqueue and len(self.nodes) == 1:
-            self._reschedule(self.nodes[0])
-        return crashed

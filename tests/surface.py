@@ -1,8 +1,9 @@
 """The public surface: every name that a user may write, with the arguments that it takes.
 
 Public names are those in `__all__` of the packages, in the API reference, in imports of the pages, examples and
-plugins, and every registered algorithm. `golden/surface.json` records them; `python -m tests.surface --write` renews
-it. A name that moved stays importable from its old place.
+plugins, the commands (`commlib compare`), whose options count as arguments, and the names of algorithms and codecs
+(`algorithm bytegrad`). `golden/surface.json` records them; `python -m tests.surface --write` renews it. A name that
+moved stays importable from its old place, and recorded until its line is deleted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_group
+
+from commlib import algorithms, codecs
 from commlib.algorithms import Algorithm
+from commlib.cli import app
 from tests.pages import PAGES, ROOT, blocks
 
 GOLDEN = ROOT / "tests" / "golden" / "surface.json"
@@ -42,7 +47,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 def names() -> list[str]:
     """Return the dotted names of the surface, sorted."""
-    found: set[str] = set(_PACKAGES)
+    found: set[str] = {*_PACKAGES, *commands(), *registered()}
     for package in _PACKAGES:
         found.update(f"{package}.{name}" for name in importlib.import_module(package).__all__)
     for page in (ROOT / "docs" / "reference" / "api").glob("*.md"):
@@ -70,13 +75,46 @@ def _imported(code: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def commands() -> dict[str, Callable[[], None]]:
+    """Return a function per command, by `commlib <command>`, whose keyword arguments are the command's options."""
+    return {f"commlib {name}": as_function(command) for name, command in get_group(app).commands.items()}
+
+
+def registered() -> dict[str, type]:
+    """Return the classes of commlib's own algorithms and codecs, by `algorithm <name>` and `codec <name>`."""
+    classes = {f"algorithm {name}": algorithms.get(name) for name in algorithms.list()}
+    classes |= {f"codec {name}": codec for name, codec in codecs.by_name.items()}
+    return {name: found for name, found in classes.items() if found.__module__.startswith("commlib.")}
+
+
+def as_function(command: Any) -> Callable[[], None]:
+    """Return a function with the arguments of a command of click."""
+
+    def function() -> None: ...
+
+    found = []
+    for param in command.params:
+        is_option = param.param_type_name == "option"
+        kind = inspect.Parameter.KEYWORD_ONLY if is_option else inspect.Parameter.POSITIONAL_ONLY
+        for name in (*param.opts, *param.secondary_opts):
+            default = inspect.Parameter.empty if param.required else None
+            found.append(inspect.Parameter(name.lstrip("-").replace("-", "_"), kind, default=default))
+    vars(function)["__signature__"] = inspect.Signature(sorted(found, key=lambda parameter: parameter.kind))
+    return function
+
+
 def resolve(name: str) -> Any:
-    """Return the object of a dotted name.
+    """Return the object of a dotted name, or of a name of `commands` or `registered`.
 
     Raises:
-        AttributeError: There is no such attribute.
+        AttributeError: There is none.
         ImportError: A module cannot be imported.
     """
+    if " " in name:
+        found = {**commands(), **registered()}
+        if name not in found:
+            raise AttributeError("there is none")
+        return found[name]
     parts, found = name.split("."), None
     for num_modules in range(1, len(parts) + 1):  # `commlib.wrap` is a function, and a module that has others
         module = ".".join(parts[:num_modules])
@@ -173,9 +211,9 @@ def main() -> None:
     """Print the surface, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {GOLDEN.relative_to(ROOT)}")
+    recorded = json.loads(GOLDEN.read_text(encoding="utf-8"))
     warnings.simplefilter("ignore", DeprecationWarning)  # of names that moved
-    found = {name: describe(resolve(name)) for name in names()}
-    warnings.simplefilter("ignore", DeprecationWarning)  # of names at their former places
+    found = {name: describe(resolve(name)) for name in sorted({*recorded, *names()})}
     text = "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items()) + "\n}\n"
     if parser.parse_args().write:
         Path(GOLDEN).write_text(text, encoding="utf-8")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commlib import formats
 from commlib.checkpoint.consensus import may_differ
 from commlib.engine import optimizers as proxies
 from commlib.errors import ConfigError
@@ -56,7 +57,7 @@ def rank_state(model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]
     sharded = sharded_of(model)
     return {
         **({} if sharded is None else {"shard": sharded.state_dict()}),
-        "format": _FORMAT,
+        **formats.stamp(_FORMAT),
         "place": {"number": number, "count": count, "layout": layout_of_all(replica)},
         "communication": communication,
         "model": own,
@@ -76,8 +77,7 @@ def load_rank_state(model: nn.Module, state: Mapping[str, Any], optimizer: Optim
             world size and the algorithm's state is not portable.
     """
     replica = replica_of(model)
-    if state.get("format") != _FORMAT:
-        raise ConfigError(f"the rank's state has format {state.get('format')!r}, expected {_FORMAT}")
+    formats.check(state, _FORMAT, f"rank {replica.engine.comm.rank}: the rank's state")
     communication, comm = state["communication"], replica.engine.comm
     load_state_dict(model, communication)
     load_shard_state(model, state)

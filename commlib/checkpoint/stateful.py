@@ -6,8 +6,8 @@ depend on the progress of a run, on the algorithm, or on the world size:
     model.<name>                      the model's state; the consensus if replicas differ
     optimizer.state.<name>.<entry>    the optimizers' state (`optimizer_tree`); its mean if replicas differ
     optimizer.rest                    bytes: the groups of parameters
-    communication.shared              bytes: the algorithm and world size of the saving run, and the algorithm's state
-                                      if it is the same on all ranks
+    communication.shared              bytes: the format, the algorithm and world size of the saving run, and the
+                                      algorithm's state if it is the same on all ranks
     communication.shaped.<kind>.<name>  of sharded models: the algorithm's state in the shape of parameters
     communication.rank<r>             bytes: the rest of rank r's state (`rank_state`), used by that rank alone
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commlib import formats
 from commlib.checkpoint import blobs, optimizer_tree, shaped
 from commlib.checkpoint.consensus import average, consensus_state_dict, may_differ
 from commlib.checkpoint.rank_state import (
@@ -40,6 +41,7 @@ from commlib.replica import Replica, find, replica_of
 from commlib.shard import sharded_of
 from commlib.sharding.local import local_of, places_of
 
+_FORMAT = 1
 #: Maximum number of ranks in a checkpoint. A larger run can resume only with the same number of ranks.
 _NUM_PLACES = 1024
 #: The state of `commlib.shard` for a rank that the saving run did not have.
@@ -102,15 +104,16 @@ class Checkpoint:
         """Load a tree that torch.distributed.checkpoint has filled.
 
         Raises:
-            ConfigError: The tree is of another algorithm or model, or of another world size or mesh and the algorithm's
-                state is not portable.
+            ConfigError: The tree has another format, or is of another algorithm or model, or of another world size or
+                mesh and the algorithm's state is not portable.
         """
+        communication = state_dict["communication"]
+        shared = blobs.unpacked(communication["shared"])
+        formats.check(shared, _FORMAT, "the checkpoint", "or load only its 'model', before commlib.wrap")
         if not self._is_wrapped:
             self._load_sharded(state_dict)
             return
         replica = replica_of(self._model)
-        communication = state_dict["communication"]
-        shared = blobs.unpacked(communication["shared"])
         number, count = place_of(replica)
         own: Any = blobs.unpacked(communication[f"rank{number}"]) if shared["count"] == count else None
         is_same = own is not None and own["place"]["layout"] == layout_of_all(replica)
@@ -140,7 +143,7 @@ class Checkpoint:
         if self._optimizers:
             tree["optimizer"] = optimizer_tree.tree_of(self._named())
         number, count = dist.get_rank(), dist.get_world_size()
-        shared = blobs.packed({"algorithm": "shard", "count": count})
+        shared = blobs.packed({**formats.stamp(_FORMAT), "algorithm": "shard", "count": count})
         own = blobs.packed({"shard": sharded.state_dict()})
         tree["communication"] = {"shared": shared, f"rank{number}": own, **_nobody(number, count)}
         return tree
@@ -160,7 +163,7 @@ class Checkpoint:
         replica = replica_of(self._model)
         algorithm = replica.engine.algorithm
         number, count = place_of(replica)
-        shared: dict[str, Any] = {"algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
+        shared = {**formats.stamp(_FORMAT), "algorithm": algorithm.name, "count": count, "state": None, "absent": {}}
         tree: dict[str, Any] = {}
         if algorithm.portable:  # its state is saved once, here
             communication = own["communication"]

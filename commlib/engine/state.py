@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+from commlib import formats
 from commlib.engine.engine import Engine
 from commlib.engine.modes import in_plain_mode
 from commlib.engine.optimizers import scale_of
@@ -23,7 +24,7 @@ def save(engine: Engine) -> dict[str, Any]:
     """Return the engine's state on this rank. See `commlib.state_dict`."""
     engine.drain()
     saved: dict[str, Any] = {
-        "format": _FORMAT,
+        **formats.stamp(_FORMAT),
         "algorithm": engine.algorithm.name,
         "world_size": engine.comm.world_size,
         "rank": engine.comm.rank,
@@ -46,7 +47,8 @@ def load(engine: Engine, state: dict[str, Any]) -> None:
             unless it is the same on all ranks, belongs to another rank or world size. Nothing has changed then.
     """
     rank = engine.comm.rank
-    expected = {"format": _FORMAT, "algorithm": engine.algorithm.name}
+    formats.check(state, _FORMAT, f"rank {rank}: the saved communication state")
+    expected: dict[str, Any] = {"algorithm": engine.algorithm.name}
     if not engine.algorithm.portable:
         expected |= {"world_size": engine.comm.world_size, "rank": rank}
     expected["shard"] = places_of([parameter.param for parameter in engine.parameters])

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from commlib import formats
 from commlib.algorithms import Algorithm, Auto
 from commlib.errors import CommlibError, ConfigError
 from commlib.integrations.agreement import together
@@ -92,8 +93,7 @@ class Folder:
             raise ConfigError(
                 f"load_state: {self._path} is incomplete: saving it was interrupted. Load an earlier checkpoint"
             )
-        if summary.get("format") != _FORMAT:
-            raise ConfigError(f"load_state: {self._path} was saved by another version of commlib (format {summary})")
+        formats.check(summary, _FORMAT, f"load_state: {self._path}", _ALONE)
         if summary["algorithm"] != algorithm.name:
             raise ConfigError(
                 f"load_state: {self._path} was saved with the algorithm {summary['algorithm']!r}, but this run uses "
@@ -128,7 +128,7 @@ class Folder:
         return self._path / f"commlib_{rank}.pt"
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
-        text = json.dumps({"format": _FORMAT, **summary}) + "\n"
+        text = json.dumps({**formats.stamp(_FORMAT), **summary}) + "\n"
         _write(self._path / _SUMMARY, lambda file: file.write(text.encode()))
 
 

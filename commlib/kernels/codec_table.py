@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from commlib.errors import CommlibError
+from commlib.installation import reinstall
 
 ALIGNMENT = 16
 """Alignment of sections, in bytes."""
@@ -152,5 +153,5 @@ def check_built(built: Mapping[int, Mapping[str, object]], top_k_block: int) -> 
     if wrong:
         raise CommlibError(
             f"The compiled extension commlib._native does not have the codecs of commlib/kernels/codec_table.py: "
-            f"{'; '.join(wrong)}. Build it again from these sources (pip install --force-reinstall --no-deps .)."
+            f"{'; '.join(wrong)}. Install commlib again: {reinstall()}"
         )

@@ -23,6 +23,7 @@ import torch
 
 from commlib import locks
 from commlib.errors import CodecError
+from commlib.installation import install
 from commlib.kernels.cuda_args import THREADS, Kernel
 
 DEVICE_TYPE = "cuda"
@@ -119,7 +120,7 @@ def _binding(name: str) -> ModuleType:
         extra = "cuda12" if (torch.version.cuda or "").startswith("12") else "cuda13"
         raise CodecError(
             f"CUDA kernels are compiled through CuPy, which cannot be loaded: {error}. "
-            f"Install it: pip install 'commlib[{extra}]', or move the tensors to the CPU."
+            f"Install it: {install(extra)}, or move the tensors to the CPU."
         ) from error
 
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 
 from commlib.errors import CommlibError, ConfigError
+from commlib.installation import reinstall
 from commlib.kernels import codec_table
 
 FORCE_ISA_VARIABLE = "COMMLIB_FORCE_ISA"
@@ -43,7 +44,7 @@ def load() -> ModuleType:
     except ImportError as error:
         raise CommlibError(
             f"The compiled extension commlib._native cannot be loaded: {error}. "
-            "Install commlib again with a C++ compiler present (pip install --force-reinstall --no-deps .)."
+            f"Install commlib again, with a C++ compiler present if from source: {reinstall()}"
         ) from error
     wanted = os.environ.get(FORCE_ISA_VARIABLE, "").strip()
     supported = _native.supported_isas()
@@ -200,7 +201,7 @@ def _check_codecs(native: ModuleType) -> None:
     except AttributeError:
         raise CommlibError(
             "The compiled extension commlib._native is of another version of commlib: it does not report its codecs. "
-            "Build it again from these sources (pip install --force-reinstall --no-deps .)."
+            f"Install commlib again: {reinstall()}"
         ) from None
     codec_table.check_built(built, top_k_block)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from commlib.errors import ConfigError
+from commlib.installation import install
 from commlib.reports.families import Look, base_name, look
 from commlib.simulation.compare import Comparison
 from commlib.simulation.timeline import LANES, longest_step
@@ -38,7 +39,7 @@ def check() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'commlib[plot]'") from error
+        raise ConfigError(f"plots need matplotlib: {install('plot')}") from error
 
 
 def speedups(

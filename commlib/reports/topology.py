@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from commlib.errors import ConfigError
+from commlib.installation import install
 from commlib.primitives.topology import Matrix, Topology
 from commlib.reports import targets
 
@@ -97,7 +98,7 @@ def check_plot(path: str | Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'commlib[plot]'") from None
+        raise ConfigError(f"--plot needs matplotlib: {install('plot')}") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in known:
         raise ConfigError(

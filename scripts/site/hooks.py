@@ -1,14 +1,15 @@
 """MkDocs hooks that make links of the repository work on the site too.
 
-A link to a file outside docs/ becomes a link to that file on GitHub. A picture outside docs/ is copied into the site.
-CONTRIBUTING.md and CHANGELOG.md become pages. Headings have GitHub's anchors. A site that loads external resources is
-an error.
+A file outside docs/ that a page links to is copied into the site: a picture, or text that a browser shows.
+CONTRIBUTING.md and CHANGELOG.md become pages. Headings have GitHub's anchors. The site shows the version. A site that
+loads external resources is an error.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from mkdocs.structure.pages import Page
 from scripts.site.loads import from_elsewhere
 
 ROOT = Path(__file__).parents[2]
-REPOSITORY = "https://github.com/commlib/commlib"
 #: Files outside docs/ that are pages, by their paths on the site.
 PAGES = {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
 PICTURES = {".png", ".svg"}
@@ -29,8 +29,10 @@ _LINK_OR_CODE = re.compile(r"^```.*?^```$|`(?:[^`\n]|\n(?!\n))+`|\]\((?P<link>[^
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Give headings GitHub's anchors."""
+    """Give headings GitHub's anchors, and show the version."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    version = runpy.run_path(str(ROOT / "commlib" / "version.py"))["__version__"]  # without importing torch
+    config.site_name = f"{config.site_name} {version}"
     return config
 
 
@@ -80,11 +82,11 @@ def _on_the_site(link: str, source: Path, page: str, config: MkDocsConfig, files
         place = target.relative_to(docs).as_posix()
     elif target in pages:
         place = pages[target]
-    elif target.suffix in PICTURES:
-        place = f"assets/{target.name}"
+    elif target.is_dir():
+        raise PluginError(f"{page}: a link to the folder {name}; the site has only files")
+    else:
+        suffix = "" if target.suffix in PICTURES else ".txt"  # a browser would download a .py or .json
+        place = f"files/{target.relative_to(ROOT).as_posix()}{suffix}"
         if files.get_file_from_path(place) is None:
             files.append(File.generated(config, place, abs_src_path=str(target)))
-    else:
-        kind = "tree" if target.is_dir() else "blob"
-        return f"{REPOSITORY}/{kind}/main/{target.relative_to(ROOT).as_posix()}{hash_sign}{anchor}"
     return f"{os.path.relpath(place, os.path.dirname(page) or '.')}{hash_sign}{anchor}"

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import commlib
+from commlib import formats
 from commlib.errors import ConfigError
 from tests.contract.subjects import Subject, gathered, of_each_kind
 from tests.integrations.accelerate_common import (
@@ -330,7 +331,7 @@ def test_missing_files_other_algorithms_and_other_models_are_refused() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             summary = json.loads((folder / "commlib.json").read_text())
-            assert summary == {"format": 1, "complete": True, "world_size": 2, "algorithm": "topk"}
+            assert summary == {**formats.stamp(1), "complete": True, "world_size": 2, "algorithm": "topk"}
             os.remove(folder / "commlib.json")
         dist.barrier()
         fresh.accelerator.load_state(str(folder))  # as the message says: the weights alone

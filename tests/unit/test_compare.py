@@ -150,6 +150,10 @@ def test_json_is_for_machines(small):
     result = run("--workload", small, "--network", "h100-400g", "--algorithms", "bytegrad,hogwild", "--json")
     [comparison] = json.loads(result.stdout)
     [row] = comparison["rows"]
+    assert comparison.keys() >= {"workload", "network", "device", "sharding", "ddp", "rows", "refused"}
+    assert row.keys() >= {"algorithm", "exactness", "made_for", "doubt", "loss", "step_s", "samples_per_s", "speedup"}
+    assert row.keys() >= {"exposed_s", "wire_bytes", "adapter_bytes", "memory_bytes", "total_bytes", "fits"}
+    assert row.keys() >= {"num_buckets", "phases"}
     assert row["algorithm"] == "bytegrad"
     assert row["speedup"] == pytest.approx(comparison["ddp"]["step_s"] / row["step_s"])
     assert list(comparison["refused"]) == ["hogwild"]

@@ -51,6 +51,7 @@ def test_json_holds_the_same_findings():
     report = json.loads(result.output)
     assert report["ok"] is True
     assert {row["name"] for row in report["findings"]} == set(by_name(doctor.examine()))
+    assert all(row.keys() >= {"topic", "name", "status", "value", "fix"} for row in report["findings"])
     assert {row["status"] for row in report["findings"]} <= {"ok", "absent", "broken"}
 
 
@@ -92,7 +93,7 @@ def test_a_check_that_fails_is_shown_and_the_others_too(monkeypatch):
 
 
 def test_square_brackets_are_shown_as_they_are():
-    doctor.show([doctor.Finding("versions", "x[0]", "absent", "[red]?", "pip install 'commlib[cuda13]'")])
+    doctor.show([doctor.Finding("versions", "x[0]", "absent", "[red]?", "pip install '.[cuda13]'")])
 
 
 def test_help_does_not_import_torch():

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from commlib import installation
+from commlib.installation import DISTRIBUTION
 from commlib.kernels import cuda, native
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +68,7 @@ def requirements_of(name: str, extras: set[str]) -> list[Requirement]:
 def all_packages() -> set[str]:
     """Every package that `pip install .[plot,test,dev,release,docs]` and its isolated build bring, direct or not."""
     waiting = [
-        Requirement("commlib[plot,test,dev,release,docs]"),
+        Requirement(f"{DISTRIBUTION}[plot,test,dev,release,docs]"),
         *map(Requirement, PYPROJECT["build-system"]["requires"]),
     ]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -75,7 +78,7 @@ def all_packages() -> set[str]:
         if key not in seen:
             seen.add(key)
             waiting += requirements_of(item.name, item.extras)
-    return {name for name, _ in seen} - {"commlib"}
+    return {name for name, _ in seen} - {DISTRIBUTION}
 
 
 def test_the_build_never_sees_torch():
@@ -101,6 +104,35 @@ def test_the_pins_satisfy_what_the_package_demands():
 
 def test_the_extras_are_those_promised():
     assert set(PYPROJECT["project"]["optional-dependencies"]) == EXTRAS
+
+
+def test_hints_name_the_distribution_and_the_packages_of_its_extras():
+    assert PYPROJECT["project"]["name"] == DISTRIBUTION
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert {name: extras[name] for name in installation.EXTRAS} == installation.EXTRAS
+    assert installation.install("plot") == "pip install 'matplotlib>=3.8'"
+
+
+def test_the_hint_to_install_again_names_this_checkout_or_the_wheel(monkeypatch, tmp_path):
+    assert installation.reinstall().split()[-1] == shlex.quote(str(ROOT))
+    monkeypatch.setattr(installation, "__file__", str(tmp_path / "site-packages" / "commlib" / "installation.py"))
+    assert re.fullmatch(r"commlib_torch-[\d.]+-\*\.whl", installation.reinstall().split()[-1])
+
+
+#: What must not be written: the name of another project's distribution, and addresses of this project, which has none.
+OF_OTHERS = re.compile(r"pip install (?:-\S+ )*['\"]?commlib(?![\w-])|'commlib\[|https?://\S*commlib", re.IGNORECASE)
+
+
+def test_nothing_leads_to_another_project_or_to_an_address_that_does_not_exist():
+    assert all(map(OF_OTHERS.search, ["pip install commlib", "pip install 'commlib[plot]'", "https://commlib.org"]))
+    assert not OF_OTHERS.search("pip install commlib_torch-0.1.0.tar.gz")
+    assert "urls" not in PYPROJECT["project"]
+    folders = ("benchmarks", "commlib", "docs", "examples", "scripts", "tests", ".ci")
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    kinds = {"", ".md", ".py", ".pyi", ".toml", ".txt", ".yml", ".sh"}
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.is_file() and path.suffix in kinds}
+    del texts[Path(__file__)]
+    assert [str(path.relative_to(ROOT)) for path, text in texts.items() if OF_OTHERS.search(text)] == []
 
 
 def test_the_extension_loads_without_torch_and_links_none_of_it():

@@ -62,9 +62,9 @@ def test_the_version_has_one_source() -> None:
 
 @is_checkout
 def test_the_build_reads_that_version(sdist: Path) -> None:
-    assert sdist.name == f"commlib-{commlib.__version__}.tar.gz"
+    assert sdist.name == f"{release.STEM}-{commlib.__version__}.tar.gz"
     release.check_metadata(
-        release.text_in(sdist, f"commlib-{commlib.__version__}/PKG-INFO"), version=commlib.__version__
+        release.text_in(sdist, f"{release.STEM}-{commlib.__version__}/PKG-INFO"), version=commlib.__version__
     )
 
 
@@ -98,14 +98,13 @@ def test_the_source_archive_is_small_and_keeps_what_may_be_run(sdist: Path) -> N
 def metadata(**changes: str) -> str:
     lines = {
         "Metadata-Version": "2.4",
-        "Name": "commlib",
+        "Name": release.DISTRIBUTION,
         "Version": "1.0",
         "License-Expression": "Apache-2.0",
         "License-File": "LICENSE",
         "Description-Content-Type": "text/markdown",
     } | {name.replace("_", "-"): value for name, value in changes.items()}
-    urls = [f"Project-URL: {name}, https://example.org/{name}" for name in sorted(release.URLS)]
-    return "\n".join([*(f"{name}: {value}" for name, value in lines.items()), *urls, "", "A description."])
+    return "\n".join([*(f"{name}: {value}" for name, value in lines.items()), "", "A description."])
 
 
 def test_wrong_metadata_is_named() -> None:
@@ -114,6 +113,8 @@ def test_wrong_metadata_is_named() -> None:
         release.check_metadata(metadata(), "1.1")
     with pytest.raises(release.ReleaseError, match="license: 'MIT', not 'Apache-2.0'"):
         release.check_metadata(metadata(License_Expression="MIT"), "1.0")
+    with pytest.raises(release.ReleaseError, match="urls: "):
+        release.check_metadata(metadata(Project_URL="Source, https://example.org"), "1.0")
     with pytest.raises(release.ReleaseError, match="'free for all' is invalid for 'license-expression'"):
         release.check_metadata(metadata(License_Expression="free for all"), "1.0")
 
@@ -121,14 +122,14 @@ def test_wrong_metadata_is_named() -> None:
 def wheel_with(
     folder: Path, *names: str, tag: str = "cp311-cp311-manylinux_2_28_x86_64", stripped: bool = True
 ) -> Path:
-    path = folder / f"commlib-{commlib.__version__}-{tag}.whl"
+    path = folder / f"{release.STEM}-{commlib.__version__}-{tag}.whl"
     extension = folder / "_native.so"
     (folder / "empty.cpp").write_text("void nothing() {}\n")
     command = ["g++", "-shared", "-fPIC", *(["-s"] if stripped else []), folder / "empty.cpp", "-o", extension]
     subprocess.run(command, check=True)
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.write(extension, "commlib/_native.so")
-        info = f"commlib-{commlib.__version__}.dist-info/licenses/LICENSE"
+        info = f"{release.STEM}-{commlib.__version__}.dist-info/licenses/LICENSE"
         for name in ("commlib/_native.pyi", "commlib/algorithms/known.json", info, *names):
             wheel.writestr(name, "")
     return path
@@ -188,6 +189,12 @@ def test_what_a_wheel_is_tested_with_is_there() -> None:
     assert all((ROOT / name).is_file() for name in named)
 
 
+def test_the_tests_of_a_wheel_need_no_xdist() -> None:
+    assert not any("xdist" in each for each in release.cibuildwheel(ROOT)["test-requires"])
+    code = "import sys; sys.modules['xdist'] = None; import tests.conftest"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +207,7 @@ def test_a_release_is_built_and_both_files_train_in_a_clean_environment(tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    assert (tmp_path / f"commlib-{commlib.__version__}.tar.gz").is_file()
+    assert (tmp_path / f"{release.STEM}-{commlib.__version__}.tar.gz").is_file()
     assert all(tag.platform.startswith("manylinux_2_") for tag in parse_wheel_filename(wheel.name)[3])
     # Once of the wheel, once of the source archive: the command, the checks of the machine, the tests, the training.
     assert done.stdout.count(f"\ncommlib {commlib.__version__}\n") == 2

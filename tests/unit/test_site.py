@@ -58,6 +58,17 @@ def test_every_page_is_built_and_none_loads_from_elsewhere(site: Path) -> None:
     assert from_elsewhere(site) == []
 
 
+def test_every_page_shows_the_version(site: Path) -> None:
+    words = f"commlib {commlib.__version__}"
+    assert [name for name in SOURCES if words not in (site / f"{name}.html").read_text(encoding="utf-8")] == []
+
+
+def test_files_outside_the_docs_are_in_the_site_as_text(site: Path) -> None:
+    assert 'href="files/examples/tutorial.py.txt"' in (site / "tutorial.html").read_text(encoding="utf-8")
+    copy, source = site / "files" / "examples" / "tutorial.py.txt", ROOT / "examples" / "tutorial.py"
+    assert copy.read_text(encoding="utf-8") == source.read_text(encoding="utf-8")
+
+
 def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(
         '<a href="https://a.org">no</a><script src="//b.org/x.js"></script><link href="https://c.org/x.css">'
@@ -154,6 +165,7 @@ def test_the_page_of_the_command_line_says_what_the_commands_say() -> None:
         ("[a](gone.md)", "gone.md"),
         ("[a](index.md#gone)", "#gone"),
         ("::: commlib.gone", "commlib.gone"),
+        ("[a](../scripts)", "scripts"),
         ('<img src="https://example.org/a.png">', "https://example.org/a.png"),
     ],
 )
@@ -163,6 +175,7 @@ def test_a_fault_of_a_page_ends_the_build(text: str, complaint: str, tmp_path: P
     shutil.copytree(ROOT / "scripts" / "site", tree / "scripts" / "site")
     (tree / "commlib").mkdir()
     (tree / "commlib" / "__init__.py").touch()
+    shutil.copy(ROOT / "commlib" / "version.py", tree / "commlib")
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         (tree / name).write_text("# Page\n")
     (tree / "docs" / "assets" / "site.css").touch()

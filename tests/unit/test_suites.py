@@ -18,8 +18,9 @@ from tests.contract.contracts_values import CONCERNS
 from tests.contract.subjects import REPRESENTATIVES, Subject, of_each_kind
 from tests.contract.test_algorithms import ALGORITHMS, CONTRACTS, FAST, pairs
 from tests.multi.pool import on_ranks
-from tests.scheduler import TOGETHER, Scheduler, _is_marked
+from tests.scheduler import TOGETHER, _is_marked
 from tests.thin import thinned
+from tests.xdist_scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
 

@@ -77,7 +77,14 @@ def test_truncated_and_longer_bytes_are_refused() -> None:
         open_envelope(data + b"\0")
 
 
-@pytest.mark.parametrize(("at", "value", "message"), [(6, 99, "id of a known codec"), (8, 2, "version 1 of codec 1")])
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (4, 2, "expected version 1, got 2"),
+        (6, 99, "id of a known codec"),
+        (8, 2, "expected version 1 of codec 1, got 2"),
+    ],
+)
 def test_unknown_codecs_and_versions_are_named(at: int, value: int, message: str) -> None:
     data = bytearray(golden("int8")[0])
     struct.pack_into("<H", data, at, value)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 import commlib
 from commlib import verify
+from commlib.checkpoint import blobs
 from commlib.errors import ConfigError, TransportError
 from commlib.replica import replica_of
 from commlib.transport.base import Communication, Communicator
@@ -321,6 +322,30 @@ def test_the_state_of_the_communication_can_be_saved_and_loaded() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_state_of_another_format_is_refused_with_both_versions_and_nothing_is_loaded() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = commlib.wrap(model, optimizer=optimizer)
+    before = model.state_dict()["0.weight"].clone()
+    app, other = commlib.Checkpoint(model, optimizer), {"format": 99, "commlib": "9.9"}
+    saved, own = app.state_dict(), commlib.checkpoint.rank_state(model)
+    shared = blobs.unpacked(saved["communication"]["shared"])
+    saved["communication"]["shared"] = blobs.packed({**shared, **other})
+    saved["model"] = {name: torch.zeros_like(value) for name, value in saved["model"].items()}
+    loads = [
+        lambda: app.load_state_dict(saved),
+        lambda: commlib.load_state_dict(model, {**own["communication"], **other}),
+        lambda: commlib.checkpoint.load_rank_state(model, {**own, **other}),
+    ]
+    words = rf"format 99, saved by commlib 9\.9; commlib {commlib.__version__} reads format"
+    for load in loads:
+        with pytest.raises(ConfigError, match=words):
+            load()
+    assert torch.equal(model.state_dict()["0.weight"], before)
+    commlib.load_state_dict(model, {**own["communication"], "commlib": "9.9"})  # the format decides, not the version
+
+
+@pytest.mark.usefixtures("group")
 def test_dropping_the_model_frees_it_and_its_thread() -> None:
     before = threading.active_count()
     model = commlib.wrap(net())
@@ -421,6 +446,22 @@ def test_an_error_of_all_ranks_is_raised_once_all_have_heard_of_it() -> None:
     with pytest.raises(ConfigError, match="on rank 1: ValueError: theirs"):
         verify.agree(transport, lambda: [], None)
     assert transport.num_gathered == 2
+
+
+class OtherVersion(SimulatedTransport):
+    """Of the first of two ranks, the other of which runs another version."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.theirs = iter([(None, "another digest"), [("commlib", "9.9")], None])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, next(self.theirs)]
+
+
+def test_ranks_of_different_versions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"ranks \[0\]: commlib {commlib.__version__}; ranks \[1\]: commlib 9\.9"):
+        verify.agree(OtherVersion(), lambda: [], None)
 
 
 @pytest.mark.usefixtures("group")

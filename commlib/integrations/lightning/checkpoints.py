@@ -19,7 +19,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import nn
 
 from commlib import checkpoint as rank_states
-from commlib.errors import ConfigError
+from commlib import formats
 from commlib.replica import replica_of
 
 _log = logging.getLogger("commlib")
@@ -65,7 +65,7 @@ class Saved:
         else:
             states = [None] * world_size if rank == 0 else None
             dist.gather_object(own, states)
-        return None if rank else {"format": _FORMAT, "world_size": world_size, "ranks": states}
+        return None if rank else {**formats.stamp(_FORMAT), "world_size": world_size, "ranks": states}
 
 
 def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -82,8 +82,7 @@ def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.
                 "changed by hand): model and optimizers continue from it, the communication starts from scratch"
             )
         return
-    if own.get("format") != _FORMAT:
-        raise ConfigError(f"the checkpoint's commlib state has format {own.get('format')!r}, expected {_FORMAT}")
+    formats.check(own, _FORMAT, "the checkpoint's commlib state")
     states = own["ranks"]
     rank = dist.get_rank() if len(states) == dist.get_world_size() else 0
     rank_states.load_rank_state(model, states[rank], list(optimizers))
