@@ -7,6 +7,7 @@ import enum
 import inspect
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -211,10 +212,30 @@ class _Sharded:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Priced:
+    """The prices of the networks, and the budget. Both are in the same currency, which is never printed."""
+
+    price_per_hour: Annotated[
+        str | None,
+        typer.Option(
+            help="Price of one node for one hour, in any currency; or one for each network: 10gbps=2.5,100gbps=4.1."
+        ),
+    ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(help="With --price-per-hour: amount to spend, in the same currency.", callback=_above_zero),
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Shown:
     """The output of `compare`."""
 
     plot: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None
+    html: Annotated[
+        Path | None, typer.Option(help="File for a report: one page with figures, sortable tables and assumptions.")
+    ] = None
+    csv: Annotated[Path | None, typer.Option(help="File for all rows as CSV; -: print CSV instead of tables.")] = None
     trace: Annotated[
         Path | None, typer.Option(help="File for a trace of one step per algorithm, in Perfetto's format.")
     ] = None
@@ -239,8 +260,15 @@ class _Emulated:
 
 
 @app.command()
-@_takes(_Compared, _Overrides, _Sharded, _Shown, _Emulated)
-def compare(compared: _Compared, overrides: _Overrides, sharded: _Sharded, shown: _Shown, emulated: _Emulated) -> None:
+@_takes(_Compared, _Overrides, _Sharded, _Priced, _Shown, _Emulated)
+def compare(
+    compared: _Compared,
+    overrides: _Overrides,
+    sharded: _Sharded,
+    priced: _Priced,
+    shown: _Shown,
+    emulated: _Emulated,
+) -> None:
     """Simulate a workload with each algorithm on networks: step time, speed-up over DDP, bytes, memory."""
     from commlib.reports import comparison as report
 
@@ -248,15 +276,18 @@ def compare(compared: _Compared, overrides: _Overrides, sharded: _Sharded, shown
         if shown.list_known:
             report.show_known()
             return
-        selection = _selection(compared, overrides, sharded)
+        selection = _selection(compared, overrides, sharded, priced)
         if emulated.emulate:
             from commlib.emulation import experiment as emulation
 
-            options = {"plot": shown.plot, "trace": shown.trace, "wide": shown.wide or None, "device": compared.device}
+            files = {"plot": shown.plot, "html": shown.html, "csv": shown.csv, "trace": shown.trace}
             _refuse(
                 "--emulate does not support",
                 shard=sharded.shard,
-                **options,
+                **dataclasses.asdict(priced),
+                **files,
+                wide=shown.wide or None,
+                device=compared.device,
                 intra_gbps=overrides.intra_gbps,
                 window_mb=overrides.window_mb,
             )
@@ -265,10 +296,12 @@ def compare(compared: _Compared, overrides: _Overrides, sharded: _Sharded, shown
             emulation.run(selection, emulated.rate, emulated.hosts or 4, shown.as_json)
             return
         _refuse("without --emulate there is no", rate=emulated.rate, hosts=emulated.hosts)
-        report.run(selection, report.Output(shown.plot, shown.trace, shown.as_json, shown.wide))
+        files = {name: getattr(shown, name) for name in ("plot", "html", "csv", "trace")}
+        command = shlex.join(["commlib", *sys.argv[1:]])
+        report.run(selection, report.Output(**files, as_json=shown.as_json, wide=shown.wide, command=command))
 
 
-def _selection(compared: _Compared, overrides: _Overrides, sharded: _Sharded) -> Selection:
+def _selection(compared: _Compared, overrides: _Overrides, sharded: _Sharded, priced: _Priced) -> Selection:
     from commlib.reports.comparison import Selection
 
     how = dataclasses.asdict(sharded)
@@ -282,7 +315,14 @@ def _selection(compared: _Compared, overrides: _Overrides, sharded: _Sharded) ->
     network = settings.pop("network")
     networks = (_NETWORKS if network is None else network).split(",")
     optimizer = {None: None, _Optimizer.sgd: "sgd", _Optimizer.adamw: "adam"}[settings.pop("optimizer")]
-    return Selection(networks=networks, overrides=dataclasses.asdict(overrides), optimizer=optimizer, **how, **settings)
+    return Selection(
+        networks=networks,
+        overrides=dataclasses.asdict(overrides),
+        optimizer=optimizer,
+        **how,
+        **settings,
+        **dataclasses.asdict(priced),
+    )
 
 
 @app.command()
@@ -296,6 +336,9 @@ def profile(
     ] = Path("workload.json"),
     batch_per_rank: Annotated[int, typer.Option(help="Samples per step and rank.", callback=_above_zero)] = 1,
     steps: Annotated[int, typer.Option(help="Steps to measure; the median is used.", callback=_above_zero)] = 5,
+    tokens_per_sample: Annotated[
+        int, typer.Option(help="Tokens in a sample, for costs per token; 0: costs per sample.", callback=_zero_or_more)
+    ] = 0,
 ) -> None:
     """Profile a custom model layer by layer, for `commlib compare --workload FILE`.
 
@@ -308,7 +351,7 @@ def profile(
     with _config_errors():
         targets.check_file(output, "--output")
         measured = profiling.profile_script(script, arguments or (), batch_per_rank=batch_per_rank, steps=steps)
-        profiling.save(measured, output)
+        profiling.save(dataclasses.replace(measured, tokens_per_sample=tokens_per_sample), output)
     _say(
         f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; {measured.source}",
         f"next: commlib compare --workload {output}",

@@ -37,7 +37,7 @@ BELOW = {
     "engine": {*_PIECES, "algorithms"},
     "simulation": {*_TRAINING, "network"},
     "wrap": {*_TRAINING, "network", "simulation", "pipelining"},
-    "reports": {"errors", "primitives", "algorithms", "network", "simulation", "wrap"},
+    "reports": {"errors", "version", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "kernels", "reports", "emulation"},
