@@ -27,12 +27,14 @@ h1 { font-size: 1.5em; line-height: 1.2; } h2 { font-size: 1.2em; margin-top: 2e
 .advice { border-left: 4px solid #3b6fb6; background: #f1f5fa; padding: 10px 14px; }
 figure { margin: 16px 0; max-width: 760px; } figcaption, .note { font-size: 13px; color: #4a5058; }
 figure svg { font-size: 12px; display: block; } figure img { max-width: 100%; height: auto; }
-.key { display: inline-block; width: 11px; height: 11px; margin: 0 4px 0 10px; vertical-align: -1px; }
+.key { display: inline-block; margin-right: 12px; }
+.key i { display: inline-block; width: 11px; height: 11px; margin-right: 4px; vertical-align: -1px; }
 .table { overflow-x: auto; border: 1px solid #d5dae0; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 4px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eceff2; }
 tbody tr:hover > * { background: #f1f5fa; }
-th:first-child, .class { text-align: left; }
+th:first-child, th[data-text], .class { text-align: left; }
+thead th { white-space: normal; vertical-align: bottom; }
 tbody th { font-weight: normal; white-space: normal; min-width: 150px; position: sticky; left: 0; background: #fff; }
 .variant th { padding-left: 20px; }
 th button { font: inherit; font-weight: 600; border: 0; background: none; padding: 0; cursor: pointer; color: #1d4f91; }
@@ -160,15 +162,15 @@ def _figure(comparison: Comparison, rows: Sequence[Row]) -> str:
             shapes.append(f'<rect {box} fill="{colour}"/>')
         place = result.step_s * scale + 1
         shapes.append(f'<text x="{place:.2f}%" y="{y + _BAR - 2}">{row.cells["step ms"]} ms</text>')
-        y += _BAR + _GAP
-    at = f"{limit_s * scale:.2f}%"
-    shapes.append(f'<line x1="{at}" x2="{at}" y1="0" y2="{y}" stroke="{_LIMIT}" stroke-dasharray="3 3"/>')
+        at, bottom = f"{limit_s * scale:.2f}%", y + _BAR
+        shapes.append(f'<line x1="{at}" x2="{at}" y1="{y}" y2="{bottom}" stroke="{_LIMIT}" stroke-width="2"/>')
+        y = bottom + _GAP
     label = f"Time of a training step on {comparison.network.name}"
     return "\n".join(
         [
             f"<figure><figcaption><strong>{escape(label)}</strong>, the fastest form of each algorithm, in ms.<br>",
             *(_key(_COMPUTE, "computation"), _key(_EXPOSED, "exposed communication")),
-            _key(_LIMIT, f"dashed: {NEAR - 1:.0%} above a step without communication") + "</figcaption>",
+            _key(_LIMIT, f"line: {NEAR - 1:.0%} above a step without communication") + "</figcaption>",
             f'<svg width="100%" height="{y}" role="img" aria-label="{escape(label)}">',
             *shapes,
             "</svg></figure>",
@@ -177,7 +179,7 @@ def _figure(comparison: Comparison, rows: Sequence[Row]) -> str:
 
 
 def _key(colour: str, text: str) -> str:
-    return f'<span class="key" style="background: {colour}"></span>{escape(text)}'
+    return f'<span class="key"><i style="background: {colour}"></i>{escape(text)}</span>'
 
 
 def _picture(path: Path) -> str:

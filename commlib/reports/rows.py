@@ -13,6 +13,8 @@ from commlib.simulation.simulator import Result
 
 #: Columns that are shown at any width, if they have values.
 _ALWAYS = ("class", "step ms", "speed-up", "loss", "cost/M", "buys M")
+#: The marks at the end of names (`Prediction.mark`).
+_MARKS = "*?!"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Row:
     Attributes:
         names: Their labels with their marks.
         cells: Values by column, those that are always shown first.
-        result: The result of the first.
+        result: The result of one of them.
         is_variant: Whether the row follows a faster form of the same algorithm.
     """
 
@@ -73,25 +75,20 @@ def _listed(row: Row) -> list[str]:
 
 def _joined(comparison: Comparison) -> list[Row]:
     """Return the algorithms, the fastest first, with equal ones in one row."""
-    groups: dict[tuple[str, ...], list[Prediction]] = {}
-    cells = [_cells(comparison, row.result, row.exactness, row.speedup, _loss(row)) for row in comparison.rows]
-    for row, values in zip(comparison.rows, cells, strict=True):
-        groups.setdefault((row.mark, *values.values()), []).append(row)
-    return [
-        Row(
-            tuple(row.algorithm + row.mark for row in group),
-            _cells(comparison, group[0].result, group[0].exactness, group[0].speedup, _loss(group[0])),
-            group[0].result,
-        )
-        for group in groups.values()
-    ]
+    joined: dict[tuple[str, ...], Row] = {}
+    for row in comparison.rows:
+        cells = _cells(comparison, row.result, row.exactness, row.speedup, _loss(row))
+        values = (row.mark, *cells.values())
+        names = joined[values].names if values in joined else ()
+        joined[values] = Row((*names, row.algorithm + row.mark), cells, row.result)
+    return list(joined.values())
 
 
 def _by_family(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield the rows with those that have an algorithm in common one after the other, all but the first as variants."""
     groups: list[tuple[set[str], list[Row]]] = []
     for row in rows:
-        names = {base_name(name) for name in row.names}
+        names = {base_name(name).rstrip(_MARKS) for name in row.names}
         known, members = next((group for group in groups if group[0] & names), (set[str](), list[Row]()))
         if not members:
             groups.append((known, members))

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,10 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Layer, Network, Workload
 from commlib.reports import comparison as report
-from commlib.reports import families, plots, progress
+from commlib.reports import families, plots, progress, sweeps
 from commlib.reports.advice import _best_by_class, advice
+from commlib.reports.csv_rows import to_csv
+from commlib.reports.rows import rows_of
 from commlib.simulation import compare, timeline
 from commlib.simulation.simulator import Options
 
@@ -75,9 +78,9 @@ def test_a_screen_has_whole_names_and_no_longer_line(everything, width):
     for row in everything.rows:
         words = [part for part in row.algorithm.replace("(", "(|").replace(", ", ",|").split("|") if part]
         assert all(word in text for word in words), row.algorithm
-        if len(row.algorithm) <= 46:
+        if len(row.algorithm) <= 38:
             name = row.algorithm + row.mark
-            assert any(line.strip().startswith(f"{name} ") for line in rows), name
+            assert any(re.match(rf" *{re.escape(name)}(,| |$)", line) for line in rows), name
 
 
 def test_columns_come_with_the_width(everything):
@@ -88,16 +91,40 @@ def test_columns_come_with_the_width(everything):
 
 
 def test_variants_stand_below_the_fastest_of_them(everything):
-    _, rows = table_of(shown(everything, 200))
-    names = [row.split("  class")[0].replace("* ", "  ").replace("? ", "  ") for row in rows]
-    tops = [name.split("(")[0].split(" ")[0] for name in names[1:] if not name.startswith(" ")]
-    assert len(set(tops)) == len(tops)
-    best = {families.base_name(row.algorithm): row.result.step_s for row in reversed(everything.rows)}
-    assert tops == sorted(tops, key=best.__getitem__)
-    top = ""
-    for name in names[1:]:
-        top = name if not name.startswith(" ") else top
-        assert name.strip().split("(")[0].split(" ")[0] == top.split("(")[0].split(" ")[0]
+    _, *rows = rows_of(everything)
+    found = [({families.base_name(name).rstrip("*?!") for name in row.names}, row) for row in rows]
+    tops = [(names, row) for names, row in found if not row.is_variant]
+    assert [row.result.step_s for _, row in tops] == sorted(row.result.step_s for _, row in tops)
+    assert len({name for names, _ in tops for name in names}) == sum(len(names) for names, _ in tops)
+    top, step_s = set(), 0.0
+    for names, row in found:
+        assert row.is_variant == bool(names & top)
+        assert row.result.step_s >= step_s or not row.is_variant
+        top = top | names if row.is_variant else names
+        step_s = row.result.step_s
+    assert any(line.startswith("  bytegrad ") for line in shown(everything, 120))
+
+
+def test_algorithms_share_a_row_if_all_shown_values_and_marks_are_equal():
+    comparison = compared("qsgd, bytegrad, allreduce")
+    bytegrad = next(row for row in comparison.rows if row.algorithm == "bytegrad")
+    nearly = dataclasses.replace(bytegrad.result, step_s=bytegrad.result.step_s + 1e-9)
+    twin = dataclasses.replace(bytegrad, algorithm="twin", result=nearly)
+    others = {
+        "marked": dataclasses.replace(twin, algorithm="marked", doubt="unknown"),
+        "heavy": dataclasses.replace(twin, algorithm="heavy", result=dataclasses.replace(nearly, memory_bytes=10**9)),
+    }
+    rows = (bytegrad, twin, *others.values(), *(row for row in comparison.rows if row.algorithm == "allreduce"))
+    comparison = dataclasses.replace(comparison, rows=rows)
+    names = [row.names for row in rows_of(comparison)]
+    assert ("bytegrad", "twin") in names
+    assert ("marked*",) in names, "another mark"
+    assert ("heavy",) in names, "another value, in a column that only wide tables show"
+    lines = shown(comparison, 80)
+    idx = next(idx for idx, line in enumerate(lines) if line.startswith("bytegrad, "))
+    assert lines[idx + 1].strip() == "twin"
+    assert len(comparison.as_dict()["rows"]) == len(rows)
+    assert len(to_csv([comparison]).splitlines()) == 1 + 1 + len(rows), "header, baseline, rows"
 
 
 def test_the_plain_name_is_what_the_plain_name_gives(everything):
@@ -353,5 +380,5 @@ def test_nothing_is_drawn_of_what_cannot_be_simulated(tmp_path):
     comparison = compared("hogwild")
     assert comparison.rows == ()
     chosen = compare.candidates("hogwild")
-    assert report.draw(comparison, chosen, Options(), tmp_path) == []
+    assert sweeps.draw(comparison, chosen, Options(), tmp_path) == []
     assert math.isnan(compare.sweep(SMALL, [NETWORK], presets.device("v100"), chosen, OPTIONS)["hogwild"][0])
