@@ -50,20 +50,20 @@ def draw(
             rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all, shardings))
 
     def title(what: str) -> str:
-        ceiling = "" if math.isinf(network.ceiling_gbps) else f", TCP carries at most {network.ceiling_gbps:g} Gbit/s"
-        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
+        ceiling = "" if math.isinf(network.ceiling_gbps) else f"; TCP carries at most {network.ceiling_gbps:g} Gbit/s"
+        return f"{what}: {workload.name} on {network.nodes} x {network.gpus_per_node} {device.name}{ceiling}"
 
     marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
     paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
-    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", title(f"{network.latency_us:g} us"), paths[0], marks)
-    by_latency = {label: [row[label][at] for row in rows] for label in chosen}
-    plots.speedups(by_latency, latencies, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1], marks)
+    by_bandwidth = title(f"Speed-up of a training step by bandwidth, at {network.latency_us:g} us")
+    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", by_bandwidth, paths[0], marks)
+    by_latency = title(f"Speed-up of a training step by latency, at {network.bandwidth_gbps:g} Gbit/s")
+    at_own = {label: [row[label][at] for row in rows] for label in chosen}
+    plots.speedups(at_own, latencies, "latency, us", by_latency, paths[1], marks)
     advised = {label: algorithm for label, algorithm in chosen.items() if not marks[label]}
     grids = _best_by_class(advised, rows)
-    if grids:
-        plots.best(grids, bandwidths, latencies, title("the fastest advised algorithm"), paths[2])
-    else:
+    if not plots.best(grids, bandwidths, latencies, title("The fastest advised algorithm"), paths[2]):
         del paths[2]
     plots.timelines(comparison, paths[-1])
     return paths

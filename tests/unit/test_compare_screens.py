@@ -296,9 +296,51 @@ def test_a_line_that_ends_where_nothing_can_be_simulated_has_a_name_and_that_is_
     marks = {"topk": "*", "async_sgd": "?"}
     plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png", marks)
     (ax,) = figures[0].axes
-    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd?": 1.0, "topk*": 0.5}
-    assert "* known to lose more than 5 %; ? loss not measured" in ax.get_title()
-    assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in ax.get_title()
+    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"1": 1.0, "2": 0.5, "3": 0.5}
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["1 async_sgd?", "2 topk*", "3 allreduce"]
+    title = figures[0].get_suptitle().replace("\n", " ")
+    assert "* known to lose more than 5 %; ? loss not measured" in title
+    assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in title
+
+
+@pytest.mark.parametrize("lines", [{"a": [9.0, 1.0], "b": [1.0, 1.0]}, {"a": [1.0, 9.0], "b": [1.0, 1.0]}])
+def test_the_scale_of_a_plot_is_on_the_left_and_numbers_are_within_the_axes(monkeypatch, tmp_path, lines):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plots.speedups(lines, (1.0, 10.0), "bandwidth", "title", tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    assert ax.yaxis.get_label_position() == ax.yaxis.get_ticks_position() == "left"
+    assert all(0 < text.get_position()[0] < 1 for text in ax.texts)
+
+
+def test_a_class_in_which_all_reduce_is_the_fastest_everywhere_has_no_panel(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    black = [[("allreduce", 1.0), ("allreduce(hierarchical=True)", 1.1)]]
+    assert not plots.best({"8bit": black}, (1.0, 10.0), (25.0,), "title", tmp_path / "x.png")
+    assert figures == []
+    grids = {"8bit": black, "compensated": [[("topk", 2.0), ("topk", math.nan)]]}
+    assert plots.best(grids, (1.0, 10.0), (25.0,), "title", tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    assert (ax.get_title(), [text.get_text() for text in ax.texts]) == (
+        "allowed: compensated",
+        ["topk\n2x", "not simulated"],
+    )
+    assert "allowed: 8bit: all-reduce" in figures[0].get_suptitle()
+
+
+def test_every_colour_of_a_timeline_is_in_its_legend(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plots.timelines(compared("powersgd, allreduce, local_sgd(period=3)"), tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    named = {handle.get_facecolor() for handle in ax.get_legend().legend_handles}
+    assert {bar.get_facecolor() for bar in ax.patches} == named
+    assert len(named) == 4
+    texts = [text.get_text() for text in ax.texts if text.get_text()]
+    assert texts[0].split(":")[0] == "DDP-style all-reduce"
+    assert any("drawn: step 3 of 3" in text.replace("\n", " ") for text in texts)
 
 
 def test_a_timeline_says_which_step_of_a_period_it_shows():
@@ -309,7 +351,7 @@ def test_a_timeline_says_which_step_of_a_period_it_shows():
     length_s = max(span.end_s for span in spans)
     assert length_s == pytest.approx(max(row.result.steps_s), rel=0.02)
     text = plots._step_in_words(place, length_s, row.result.step_s, row.cycle)
-    assert text == f"{row.result.step_s * 1e3:.1f} ms on average;\ndrawn: step 3 of 3, {length_s * 1e3:.1f} ms"
+    assert text == f"{row.result.step_s * 1e3:.1f} ms on average; drawn: step 3 of 3, {length_s * 1e3:.1f} ms"
     assert plots._step_in_words(3, 0.1, 0.1, 1) == "100.0 ms"
 
 
