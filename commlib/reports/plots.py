@@ -102,8 +102,9 @@ def _draw_line(ax: Any, values: Sequence[float], line: Sequence[float], name: st
 
 
 def _set_title(figure: Any, lines: Sequence[str]) -> None:
-    """Write a title: the first line, and smaller ones below it."""
-    wrapped = [part for line in lines for part in textwrap.wrap(line, _LINE)]
+    """Write a title, wrapped at the width of the figure."""
+    texts = "\n".join(lines).split("\n")
+    wrapped = [part for text in texts for part in textwrap.wrap(text, _LINE, break_on_hyphens=False)]
     figure.suptitle("\n".join(wrapped), size=_TITLE, x=0.02, ha="left")
 
 
@@ -299,7 +300,7 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     figure, [ax] = _figure(_WIDTH, 0.16 * height + 1.6)
     y = 0.0  # in lines of text, downwards
     for lines, (_, spans), length_s in zip(words, steps, ends_s, strict=True):
-        ax.text(0.0, y, "\n".join(lines), va="top", fontsize=_FONT, linespacing=1.1)
+        ax.text(0.005 * end_s * 1e3, y, "\n".join(lines), va="top", fontsize=_FONT, linespacing=1.1)
         y += len(lines) + 0.2
         for span in spans:
             colour = _WAIT_COLOUR if span.name == "wait" else _LANE_COLOURS[span.lane]
@@ -310,7 +311,7 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
             )  # fmt: skip
         if length_s > end_s:
             arrow, middle = {"arrowstyle": "-|>", "color": "black"}, y + 1.5 * _LANE
-            ax.annotate("", (end_s * 1.03e3, middle), (end_s * 0.97e3, middle), arrowprops=arrow, annotation_clip=False)
+            ax.annotate("", (end_s * 1e3, middle), (end_s * 0.94e3, middle), arrowprops=arrow)
         y += _ROW - 0.2
     for lane, colour in _LANE_COLOURS.items():
         ax.barh(0, 0, color=colour, label=f"{lane} ({('above', 'middle', 'below')[LANES.index(lane)]})")

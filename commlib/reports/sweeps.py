@@ -51,7 +51,7 @@ def draw(
 
     def title(what: str) -> str:
         ceiling = "" if math.isinf(network.ceiling_gbps) else f"; TCP carries at most {network.ceiling_gbps:g} Gbit/s"
-        return f"{what}: {workload.name} on {network.nodes} x {network.gpus_per_node} {device.name}{ceiling}"
+        return f"{what}\n{workload.name} on {network.nodes} x {network.gpus_per_node} {device.name}{ceiling}"
 
     marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}
     own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)

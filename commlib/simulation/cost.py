@@ -45,7 +45,7 @@ class Cost:
 
 
 def unit(workload: Workload) -> str:
-    """Return what a workload counts: "tokens" or "samples"."""
+    """Return the unit in which a workload counts its data: "tokens" or "samples"."""
     return "tokens" if workload.tokens_per_sample else "samples"
 
 
