@@ -48,6 +48,7 @@ def sharded(sharding: Sharding, network: Network) -> str:
 def assumptions(comparison: Comparison) -> dict[str, str]:
     """Return all assumptions by their subject, as plain sentences."""
     workload, network, device = comparison.workload, comparison.network, comparison.device
+    memory = "" if math.isinf(device.memory_gbytes) else f"{device.memory_gbytes:g} GB of memory per rank. "
     tokens = f" of {workload.tokens_per_sample:,} tokens" if workload.tokens_per_sample else ""
     found = {
         "workload": f"{workload.name}: {workload.numel:,} parameters in {workload.dtype}, {workload.optimizer}, "
@@ -59,7 +60,7 @@ def assumptions(comparison: Comparison) -> dict[str, str]:
         f"{network.intra_gbps:g} Gbit/s per rank, {network.intra_latency_us:g} us. {network.source}",
         "transport": f"{_limit(network.ceiling_gbps, 'Gbit/s')} in total; "
         f"{_limit(network.window_mb, 'MiB')} in flight per connection between nodes.",
-        "device": f"{device.name}: {_limit(device.memory_gbytes, 'GB')} of memory per rank. {device.source}",
+        "device": f"{device.name}: {memory}{device.source}",
         "baseline": f"{comparison.baseline}, buckets of {DDP_BUCKET_CAP_MB:g} MiB.",
     }
     if comparison.sharding is not None:

@@ -34,7 +34,7 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 th, td { padding: 4px 9px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eceff2; }
 tbody tr:hover > * { background: #f1f5fa; }
 th:first-child, th[data-text], .class { text-align: left; }
-thead th { white-space: normal; vertical-align: bottom; }
+thead th { white-space: normal; vertical-align: bottom; min-width: 62px; }
 tbody th { font-weight: normal; white-space: normal; min-width: 150px; position: sticky; left: 0; background: #fff; }
 .variant th { padding-left: 20px; }
 th button { font: inherit; font-weight: 600; border: 0; background: none; padding: 0; cursor: pointer; color: #1d4f91; }
@@ -160,7 +160,7 @@ def _figure(comparison: Comparison, rows: Sequence[Row]) -> str:
         for start_s, length_s, colour in ((0.0, compute_s, _COMPUTE), (compute_s, exposed_s, _EXPOSED)):
             box = f'x="{start_s * scale:.2f}%" y="{y}" width="{length_s * scale:.2f}%" height="{_BAR}"'
             shapes.append(f'<rect {box} fill="{colour}"/>')
-        place = result.step_s * scale + 1
+        place = max(result.step_s, limit_s) * scale + 1  # right of the line, too
         shapes.append(f'<text x="{place:.2f}%" y="{y + _BAR - 2}">{row.cells["step ms"]} ms</text>')
         at, bottom = f"{limit_s * scale:.2f}%", y + _BAR
         shapes.append(f'<line x1="{at}" x2="{at}" y1="{y}" y2="{bottom}" stroke="{_LIMIT}" stroke-width="2"/>')
