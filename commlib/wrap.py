@@ -158,7 +158,7 @@ def _restore_copies(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 
 def _warn_of_losses(algorithm: Algorithm, optimizer: Any) -> None:
-    """Warn the caller of `wrap` if an algorithm of commlib learns much less with this optimizer, or was not measured."""
+    """Warn the caller of `wrap` if an algorithm of commlib learns much less with this optimizer, or is not measured."""
     if optimizer is None or not type(algorithm).__module__.startswith("commlib."):
         return  # authors of other algorithms measure those themselves
     kind = optimizers.kind_of(optimizer)

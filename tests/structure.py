@@ -40,7 +40,7 @@ BELOW = {
     "engine": {*_PIECES, "formats", "algorithms"},
     "simulation": {*_TRAINING, "network"},
     "wrap": {*_TRAINING, "formats", "version", "network", "simulation", "pipelining"},
-    "reports": {"errors", "installation", "primitives", "algorithms", "network", "simulation", "wrap"},
+    "reports": {"errors", "installation", "version", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "formats", "algorithms", "engine", "transport", "wrap"},
     "doctor": {"errors", "installation", "kernels", "reports", "emulation"},
@@ -61,10 +61,13 @@ BELOW = {
     },
     "__main__": {"cli"},
 }
-# Files of the top layer that implement `wrap`.
-PLACED = dict.fromkeys(
-    ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
-)
+# Files of the top layer that implement `wrap`, and the command line.
+PLACED = {
+    **dict.fromkeys(
+        ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
+    ),
+    "cli_options": "cli",
+}
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:

@@ -115,7 +115,19 @@ ENTRY_POINT_GROUP = "commlib.algorithms"
 
 #: Files of this folder that are not algorithms.
 _SHARED = frozenset(
-    ("base", "channels", "compressed", "context", "known", "momentum", "neighbours", "outer", "policy", "presets", "state")
+    (
+        "base",
+        "channels",
+        "compressed",
+        "context",
+        "known",
+        "momentum",
+        "neighbours",
+        "outer",
+        "policy",
+        "presets",
+        "state",
+    )
 )
 
 

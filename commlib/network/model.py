@@ -208,6 +208,7 @@ class Workload:
         optimizer: "sgd" or "adam"; determines the state tensors.
         samples_per_epoch: Samples per epoch over all ranks; 0 if unknown.
         source: Source of the shapes and times.
+        tokens_per_sample: Tokens in a sample; 0 if the workload counts samples.
     """
 
     name: str
@@ -221,11 +222,12 @@ class Workload:
     optimizer: str = "sgd"
     samples_per_epoch: int = 0
     source: str = ""
+    tokens_per_sample: int = 0
 
     def __post_init__(self) -> None:
         _check_counts(self, "batch_per_rank")
         _check_numbers(self, "forward_s", "backward_s", above_zero=True)
-        _check_numbers(self, "optimizer_s", "samples_per_epoch")
+        _check_numbers(self, "optimizer_s", "samples_per_epoch", "tokens_per_sample")
         if self.dtype not in DTYPES:
             raise ConfigError(f"Workload.dtype: expected one of {sorted(DTYPES)}, got {self.dtype!r}")
         if self.optimizer not in ("sgd", "adam"):

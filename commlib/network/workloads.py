@@ -74,7 +74,7 @@ def _lstm_alexnet() -> Workload:
 
 def _gpt2() -> Workload:
     return _by_arithmetic(
-        "gpt2", architectures.gpt2(), 32, "h100", optimizer="adam", dtype="bf16",
+        "gpt2", architectures.gpt2(), 32, "h100", optimizer="adam", dtype="bf16", tokens_per_sample=1024,
         source="shapes: transformers, sequences of 1,024",
     )  # fmt: skip
 
@@ -82,13 +82,13 @@ def _gpt2() -> Workload:
 def _llama3_8b() -> Workload:
     return _workload(
         "llama3-8b", architectures.llama3_8b(), 2, step_s=2 * 8192 / 6514, optimizer="adam", dtype="bf16",
-        device="h100", source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
+        device="h100", tokens_per_sample=8192, source=f"shapes: Meta's release, sequences of 8,192; time: {_TITAN}",
     )  # fmt: skip
 
 
 def _llama3_70b() -> Workload:
     return _by_arithmetic(
-        "llama3-70b", architectures.llama3_70b(), 1, "h100", optimizer="adam", dtype="bf16",
+        "llama3-70b", architectures.llama3_70b(), 1, "h100", optimizer="adam", dtype="bf16", tokens_per_sample=8192,
         source="shapes: Meta's release, sequences of 8,192; a rank alone has no memory for it",
     )  # fmt: skip
 
@@ -194,9 +194,10 @@ def _workload(
     optimizer: str = "sgd",
     dtype: str = "fp32",
     device: str = "v100",
-    samples_per_epoch: int = 0,
     source: str,
+    **counts: int,
 ) -> Workload:
+    """Return a workload; `counts` are its counts of samples and tokens."""
     nbytes = sum(layer.numel for layer in layers) * DTYPES[dtype].itemsize
     optimizer_s = _optimizer_s(optimizer, nbytes, device)
     compute_s = step_s - optimizer_s
@@ -210,8 +211,8 @@ def _workload(
         device=device,
         dtype=dtype,
         optimizer=optimizer,
-        samples_per_epoch=samples_per_epoch,
         source=source,
+        **counts,
     )
 
 

@@ -1,16 +1,22 @@
-"""The recommendation at the end of a comparison."""
+"""The recommendations at the end of a comparison: an algorithm, and a network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from commlib.algorithms import PRESETS
 from commlib.algorithms.base import EXACTNESS
 from commlib.algorithms.known import LOSES, OPTIMIZERS
 from commlib.reports.families import without_auto
+from commlib.reports.rows import amount
 from commlib.reports.tables import kept
 from commlib.simulation.compare import Comparison, Prediction
+from commlib.simulation.cost import unit
+from commlib.simulation.simulator import Result
 
+#: A step that is longer than one without communication by at most this factor counts as near it.
+NEAR = 1.1
 #: Speed-ups that differ by a smaller factor count as equal, given the accuracy of the predictions.
 _SAME = 1.05
 
@@ -79,3 +85,70 @@ def losses(comparison: Comparison) -> str:
     meanings = {"*": f"* more than {LOSES:.0%}", "?": f"? not measured with {optimizer}"}
     shown = ", ".join(meaning for mark, meaning in meanings.items() if mark in marks)
     return f"{text} {shown}: not advised." if shown else text
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """An algorithm that may be advised on a network; the baseline is one."""
+
+    comparison: Comparison
+    name: str
+    exactness: str
+    result: Result
+
+    @property
+    def slowdown(self) -> float:
+        """The time of a step relative to one without communication."""
+        return self.result.step_s / self.comparison.ddp.compute_s
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The sort key of networks: the cost of a million, or without prices the bandwidth and the latency."""
+        if (cost := self.comparison.cost(self.result)) is not None:
+            return (cost.per_million,)
+        network = self.comparison.network
+        return network.bytes_per_s, network.bandwidth_gbps, -network.latency_us
+
+    def described(self) -> str:
+        """Return the algorithm, its class, the slowdown and the cost."""
+        cost = self.comparison.cost(self.result)
+        price = "" if cost is None else f", {amount(cost.per_million)} per million {unit(self.comparison.workload)}"
+        return f"{kept(self.name)} ({self.exactness}), {self.slowdown - 1:+.0%}{price}"
+
+
+def network_advice(comparisons: Sequence[Comparison]) -> str:
+    """Return the cheapest network, or the slowest without prices, on which a step is near one without communication.
+
+    On each network the most exact algorithm that is near enough counts, and among equally exact ones the fastest. The
+    cheapest network is the one with the lowest cost of a million samples or tokens with that algorithm. Rows with a
+    mark are never advised. Returns "" if there is no other row.
+    """
+    choices = [_choices(each) for each in comparisons]
+    near = [found[0] for each in choices if (found := [one for one in each if one.slowdown <= NEAR])]
+    limit = f"within {NEAR - 1:.0%} of a step without communication"
+    is_one = len(comparisons) == 1
+    if near:
+        best = min(near, key=lambda one: one.rank)
+        name = kept(best.comparison.network.name)
+        if is_one:
+            return f"{name} is {limit}: {best.described()}."
+        kind = "slowest" if comparisons[0].price is None else "cheapest"
+        return f"The {kind} network {limit} is {name}: {best.described()}."
+    nearest = min((one for each in choices for one in each), key=lambda one: one.slowdown, default=None)
+    if nearest is None:
+        return ""
+    name = nearest.comparison.network.name
+    none, at = (f"{name} is not", "") if is_one else ("No network is", f" on {name}")
+    return f"{none} {limit} with an advised algorithm. Nearest: {nearest.described()}{at}."
+
+
+def _choices(comparison: Comparison) -> list[_Choice]:
+    """Return the baseline and the rows without a mark, the most exact first, then the fastest."""
+    found = [
+        _Choice(comparison, without_auto(row.algorithm), row.exactness, row.result)
+        for row in comparison.rows
+        if not row.mark
+    ]
+    if comparison.fits(comparison.ddp):
+        found.insert(0, _Choice(comparison, comparison.baseline, "exact", comparison.ddp))
+    return sorted(found, key=lambda one: (EXACTNESS.index(one.exactness), one.result.step_s))

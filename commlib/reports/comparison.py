@@ -1,13 +1,12 @@
-"""Output of `commlib compare`: tables and plots."""
+"""The command `commlib compare`: its inputs, its simulations and its outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,24 @@ from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
-from commlib.reports import plots, tables, targets
-from commlib.reports.advice import advice, losses, misfits, presets_of
-from commlib.reports.families import base_name, without_auto
+from commlib.reports import plots, sweeps, tables, targets
+from commlib.reports.advice import advice, losses, misfits, network_advice, presets_of
+from commlib.reports.assumptions import ceiling, sharded, summary
+from commlib.reports.csv_rows import to_csv
+from commlib.reports.page import page
 from commlib.reports.progress import progress_bar
-from commlib.reports.tables import Column
+from commlib.reports.rows import columns, explained, num_required, rows_of
 from commlib.simulation import compare, timeline
 from commlib.simulation.collectives import Islands
-from commlib.simulation.compare import Comparison, Prediction
+from commlib.simulation.compare import Comparison
+from commlib.simulation.cost import prices
 from commlib.simulation.sharded import Sharding
 from commlib.simulation.simulator import Options
 from commlib.simulation.workers import Map, on_all_cores
 from commlib.tuner import candidates_of, preferred
 
-#: Bandwidths (Gbit/s) and latencies (us) in the plots.
-BANDWIDTHS_GBPS = (0.5, 1.0, 3.0, 10.0, 25.0, 100.0)
-LATENCIES_US = (5.0, 25.0, 300.0, 5000.0)
-#: Number of simulated steps for each point in a plot, and for each candidate of `auto`.
-_SWEEP_STEPS = 2
 #: Default number of simulated steps.
 _STEPS = 4
-#: Number of table columns that are always shown: name, class, step, speed-up.
-_REQUIRED = 4
 #: Codecs of sharded weights and gradients.
 _CODECS = "int8"
 
@@ -71,6 +66,8 @@ class Selection:
         hierarchical: See `Sharding`.
         param_dtype: See `Sharding`.
         reduce_dtype: See `Sharding`.
+        price_per_hour: Price of a node per hour; see `commlib.simulation.cost.prices`.
+        budget: The amount to spend; None without a budget.
     """
 
     workload: str
@@ -90,6 +87,8 @@ class Selection:
     hierarchical: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    price_per_hour: str | None = None
+    budget: float | None = None
 
     def get_shardings(self) -> list[Sharding]:
         """Return the shardings, in full precision first if there are several; none if the model is not sharded."""
@@ -115,27 +114,70 @@ class Output:
 
     Attributes:
         plot: A folder for plots.
+        html: A file for the report, which includes the plots if there are any.
+        csv: A file for all rows; "-" prints them instead of tables.
         trace: A file for one step of each algorithm, in the Trace Event Format.
         as_json: Print JSON instead of tables.
         wide: Print all columns, regardless of the terminal's width.
+        command: The command line, for the report.
     """
 
     plot: Path | None = None
+    html: Path | None = None
+    csv: Path | None = None
     trace: Path | None = None
     as_json: bool = False
     wide: bool = False
+    command: str = ""
+
+    @property
+    def prints_csv(self) -> bool:
+        """Whether CSV is printed."""
+        return self.csv == Path("-")
+
+    @property
+    def prints_tables(self) -> bool:
+        """Whether tables are printed."""
+        return not self.as_json and not self.prints_csv
 
     def check(self) -> None:
         """Check that the outputs can be written.
 
         Raises:
-            ConfigError: An output cannot be written.
+            ConfigError: An output cannot be written, or two would be printed.
         """
+        if self.as_json and self.prints_csv:
+            raise ConfigError("--csv -: expected a file with --json, which prints, too")
         if self.plot is not None:
             plots.check()
             targets.check_folder(self.plot, "--plot")
         if self.trace is not None:
             targets.check_file(self.trace, "--trace")
+        if self.html is not None:
+            targets.check_file(self.html, "--html")
+        if self.csv is not None and not self.prints_csv:
+            targets.check_file(self.csv, "--csv")
+
+    def save(self, comparisons: Sequence[Comparison], drawn: Sequence[Path]) -> None:
+        """Write files, and print JSON or CSV.
+
+        Args:
+            comparisons: The results.
+            drawn: The plots.
+
+        Raises:
+            ConfigError: A file cannot be written.
+        """
+        if self.trace is not None:
+            timeline.save_trace([result for one in comparisons for result in one.results()], self.trace)
+        if self.html is not None:
+            targets.write_text(self.html, page(comparisons, self.command, drawn), "--html")
+        if self.prints_csv:
+            print(to_csv(comparisons), end="")
+        elif self.csv is not None:
+            targets.write_text(self.csv, to_csv(comparisons), "--csv")
+        if self.as_json:
+            print(json.dumps([comparison.as_dict() for comparison in comparisons], indent=1))
 
 
 @dataclass(frozen=True)
@@ -186,7 +228,7 @@ class _Case:
         auto = Auto(min(auto.allow, exactness, key=EXACTNESS.index), auto.candidates)
         kind = torch.optim.AdamW if self.workload.optimizer == "adam" else torch.optim.SGD
         found = candidates_of(auto, kind([torch.zeros(1)]), self.has_nodes)
-        quick = dataclasses.replace(self, options=dataclasses.replace(self.options, steps=_SWEEP_STEPS))
+        quick = dataclasses.replace(self, options=dataclasses.replace(self.options, steps=sweeps.SWEEP_STEPS))
         comparison = quick.compare({each.name: each for each in found}, "choosing for", run_all)
         seconds = {row.algorithm: row.result.step_s for row in comparison.rows}
         if not seconds:
@@ -205,6 +247,7 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
     workload = selection.get_workload()
     device = presets.device(selection.device or workload.device)
     networks = [presets.network(name.strip(), **selection.overrides) for name in selection.networks]
+    price_of = prices(selection.price_per_hour, [network.name for network in networks], selection.budget)
     shardings = selection.get_shardings()
     options = Options(
         steps=selection.steps or _STEPS,
@@ -228,22 +271,23 @@ def run(selection: Selection, output: Output = Output()) -> list[Comparison]:
                 optimizer=workload.optimizer,
             )
             named_on.append(named)
-    points = 1 if output.plot is None else 1 + len(BANDWIDTHS_GBPS) * len(LATENCIES_US)
-    comparisons = []
+    points = 1 if output.plot is None else 1 + len(sweeps.BANDWIDTHS_GBPS) * len(sweeps.LATENCIES_US)
+    comparisons, drawn = list[Comparison](), list[Path]()
     with on_all_cores(points * sum(len(named) + 1 for named in named_on)) as run_all:
         for case, named in zip(cases, named_on, strict=True):
             chosen = case.without_auto(named, selection.exactness, run_all)
             comparison = case.compare(chosen, "simulating", run_all, own)
+            comparison = dataclasses.replace(comparison, price=price_of.get(case.network.name))
             comparisons.append(comparison)
-            if not output.as_json:
+            if output.prints_tables:
                 show(comparison, console, output.wide)
             if output.plot is not None:
-                for path in draw(comparison, chosen, options, output.plot, run_all, own):
-                    print(f"drawn: {path}", file=sys.stderr)
-    if output.trace is not None:
-        timeline.save_trace([result for one in comparisons for result in one.results()], output.trace)
-    if output.as_json:
-        print(json.dumps([comparison.as_dict() for comparison in comparisons], indent=1))
+                drawn += sweeps.draw(comparison, chosen, options, output.plot, run_all, own)
+    for path in drawn:
+        print(f"drawn: {path}", file=sys.stderr)
+    if output.prints_tables:
+        _say(network_advice(comparisons), console, "bold")
+    output.save(comparisons, drawn)
     return comparisons
 
 
@@ -260,27 +304,16 @@ def show_known() -> None:
 
 def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
     """Print a comparison as a table, with the network, the scale, algorithms that cannot be simulated, and advice."""
-    workload, network = comparison.workload, comparison.network
-    _say(
-        f"{workload.name} ({workload.numel / 1e6:.1f} M parameters, batch {workload.batch_per_rank}, "
-        f"{workload.optimizer}, {workload.step_s * 1e3:.1f} ms a step alone on {comparison.device.name}) on "
-        f"{network.name}: {tables.kept(f'{network.nodes} x {network.gpus_per_node} ranks')}, "
-        f"{network.bandwidth_gbps:g} Gbit/s, {network.latency_us:g} us",
-        console,
-    )
-    if network.bytes_per_s * 8e-9 < network.bandwidth_gbps * network.efficiency:
-        _say(f"The transport carries {network.ceiling_gbps:g} Gbit/s at most (docs/explanation/simulator.md).", console)
-    if (sharding := comparison.sharding) is not None:
-        _say(_described(sharding, network), console)
-    rows = list(_grouped(comparison.rows))
-    lines = tables.fitted(_columns(comparison, rows), console.width, _REQUIRED, wide)
+    _say(summary(comparison), console)
+    if text := ceiling(comparison.network):
+        _say(text, console)
+    if comparison.sharding is not None:
+        _say(sharded(comparison.sharding, comparison.network), console)
+    rows = rows_of(comparison)
+    lines = tables.fitted(columns(rows), console.width, num_required(rows), wide)
     tables.show(lines[:1], console, "bold")
     tables.show(lines[1:], console)
-    if text := presets_of(comparison):
-        _say(text, console)
-    if text := losses(comparison):
-        _say(text, console)
-    if text := misfits(comparison):
+    for text in filter(None, [f(comparison) for f in (explained, presets_of, losses, misfits)]):
         _say(text, console)
     for name, reason in comparison.refused.items():
         _say(f"not simulated: {tables.kept(name)}: {reason}", console)
@@ -295,18 +328,6 @@ def _has_nodes(network: Network, sharding: Sharding | None) -> bool:
     if sharding is not None:
         network = Islands.of(network, sharding.ranks).replicas
     return min(network.gpus_per_node, network.nodes) > 1
-
-
-def _described(sharding: Sharding, network: Network) -> str:
-    """Return how the model is sharded."""
-    num_islands = network.world_size // sharding.ranks
-    islands = "all ranks" if num_islands == 1 else f"{num_islands} islands of {sharding.ranks} ranks"
-    codecs = f", weights in {sharding.weights}, gradients in {sharding.gradients}" if num_islands > 1 else ""
-    once = "differences of weights, once per step" if sharding.difference else ""
-    kept_whole = "" if sharding.reshard_after_forward else "reshard_after_forward=False"
-    by_node = "gradients summed within nodes first" if sharding.hierarchical else ""
-    more = "".join(f", {each}" for each in (once, kept_whole, by_node) if each)
-    return f"Sharded by {islands} (FSDP2, commlib.shard){codecs}{more}."
 
 
 def _names(text: str | None, usual: str) -> list[str]:
@@ -324,116 +345,3 @@ def _forms_left_out(comparison: Comparison) -> list[str]:
 
 def _say(text: str, console: Console, style: str = "") -> None:
     tables.show(tables.wrapped(text, console.width, "  "), console, style)
-
-
-def _grouped(rows: Sequence[Prediction]) -> Iterator[tuple[Prediction, bool]]:
-    """Yield (row, is_variant), the fastest first; variants of an algorithm follow its fastest form."""
-    groups: dict[str, list[Prediction]] = {}
-    for row in rows:
-        groups.setdefault(base_name(row.algorithm), []).append(row)
-    for best, *variants in groups.values():
-        yield best, False
-        yield from ((row, True) for row in variants)
-
-
-def _columns(comparison: Comparison, rows: Sequence[tuple[Prediction, bool]]) -> list[Column]:
-    """Return the columns in order of importance, with the baseline in the first row."""
-    results = [comparison.ddp, *(row.result for row, _ in rows)]
-    losses_of_rows = [_loss(row) for row, _ in rows]
-    names = [f"{'  ' * variant}{row.algorithm}{row.mark}" for row, variant in rows]
-    first = comparison.baseline + "!" * (not comparison.fits(comparison.ddp))
-    return [
-        Column("algorithm", [first, *names], left=True),
-        Column("class", ["exact", *(row.exactness for row, _ in rows)], left=True),
-        Column("step ms", [_short(result.step_s * 1e3) for result in results]),
-        Column("speed-up", ["1.00", *(f"{row.speedup:.2f}" for row, _ in rows)]),
-        *([Column("loss", ["", *losses_of_rows])] if any(losses_of_rows) else []),
-        Column("sent MB", [_short(result.wire_bytes / 1e6) for result in results]),
-        Column("exposed ms", [_short(result.exposed_s * 1e3) for result in results]),
-        Column("memory MB", [f"{result.memory_bytes / 1e6:,.0f}" for result in results]),
-        Column("total GB", [_short(result.total_bytes / 1e9) for result in results]),
-        Column("samples/s", [_short(result.samples_per_s) for result in results]),
-        Column("leaves a node MB", [_short(result.adapter_bytes / 1e6) for result in results]),
-    ]
-
-
-def _loss(row: Prediction) -> str:
-    return f"{row.loss:+.0%}" if row.loss is not None else "?" * bool(row.doubt)
-
-
-def _short(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def draw(
-    comparison: Comparison,
-    chosen: Mapping[str, Algorithm],
-    options: Options,
-    folder: Path,
-    run_all: Map = map,
-    shardings: Mapping[str, Sharding] | None = None,
-) -> list[Path]:
-    """Draw speed-ups by bandwidth and by latency, the best algorithm over both, and timelines. Return the files."""
-    workload, network, device = comparison.workload, comparison.network, comparison.device
-    options = dataclasses.replace(options, steps=min(options.steps, _SWEEP_STEPS))
-    bandwidths = _around(network.bandwidth_gbps, BANDWIDTHS_GBPS)
-    latencies = _around(network.latency_us, LATENCIES_US)
-    chosen = {without_auto(label): algorithm for label, algorithm in chosen.items() if label not in comparison.refused}
-    if not chosen:
-        return []
-    name = f"{workload.name}-{network.name}".replace("/", "-")
-    rows: list[dict[str, list[float]]] = []  # one per latency: the speed-ups of each algorithm by bandwidth
-    with progress_bar(f"drawing {name}", (len(chosen) + 1) * len(bandwidths) * len(latencies)) as progress:
-        for latency_us in latencies:
-            networks = [
-                dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths
-            ]
-            rows.append(compare.sweep(workload, networks, device, chosen, options, progress, run_all, shardings))
-
-    def title(what: str) -> str:
-        ceiling = "" if math.isinf(network.ceiling_gbps) else f", TCP carries at most {network.ceiling_gbps:g} Gbit/s"
-        return f"{workload.name}, {network.nodes} x {network.gpus_per_node} {device.name}, {what}{ceiling}"
-
-    marks = {without_auto(row.algorithm): row.mark for row in comparison.rows}
-    own, at = rows[latencies.index(network.latency_us)], bandwidths.index(network.bandwidth_gbps)
-    paths = [folder / f"{name}-{what}.png" for what in ("bandwidth", "latency", "best", "timeline")]
-    plots.speedups(own, bandwidths, "bandwidth of a node, Gbit/s", title(f"{network.latency_us:g} us"), paths[0], marks)
-    by_latency = {label: [row[label][at] for row in rows] for label in chosen}
-    plots.speedups(by_latency, latencies, "latency, us", title(f"{network.bandwidth_gbps:g} Gbit/s"), paths[1], marks)
-    advised = {label: algorithm for label, algorithm in chosen.items() if not marks[label]}
-    grids = _best_by_class(advised, rows)
-    if grids:
-        plots.best(grids, bandwidths, latencies, title("the fastest advised algorithm"), paths[2])
-    else:
-        del paths[2]
-    plots.timelines(comparison, paths[-1])
-    return paths
-
-
-def _around(own: float, usual: Sequence[float]) -> list[float]:
-    """Return the usual values with the nearest one replaced by the network's own value."""
-    nearest = min(usual, key=lambda value: abs(math.log(value / max(own, 1e-9))))
-    return sorted({own, *usual} - ({nearest} - {own}))
-
-
-def _best_by_class(
-    chosen: Mapping[str, Algorithm], rows: Sequence[Mapping[str, Sequence[float]]]
-) -> dict[str, list[list[tuple[str, float]]]]:
-    """Return the fastest allowed algorithm at [latency][bandwidth], by class of exactness."""
-    grids: dict[str, list[list[tuple[str, float]]]] = {}
-    for idx, exactness in enumerate(EXACTNESS):
-        if exactness == "exact":
-            continue  # all-reduce everywhere
-        allowed = [label for label, algorithm in chosen.items() if algorithm.exactness in EXACTNESS[: idx + 1]]
-        if any(chosen[label].exactness == exactness for label in allowed):
-            grids[exactness] = [_best_of_row({label: row[label] for label in allowed}) for row in rows]
-    return grids
-
-
-def _best_of_row(row: Mapping[str, Sequence[float]]) -> list[tuple[str, float]]:
-    points = zip(*([(label, value) for value in line] for label, line in row.items()), strict=True)
-    return [max(point, key=_speedup) for point in points]
-
-
-def _speedup(entry: tuple[str, float]) -> float:
-    return -math.inf if math.isnan(entry[1]) else entry[1]

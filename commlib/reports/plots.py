@@ -6,6 +6,7 @@ They need matplotlib (the extra `plot`) but no display. families.py defines the 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,14 @@ _LEAST_SPEEDUP = 0.1
 _LONGEST_STEP = 1.5
 #: Steps that differ from the mean by a smaller fraction count as equal.
 _ALIKE = 0.02
-_LANE_COLOURS = {"compute": "#9aa5b1", "local work": "#e0a800", "network": "#3b6fb6"}
-_WAIT_COLOUR = "#f2f2f2"
-_FONT = 8
+_LANE_COLOURS = {"compute": "#7d8894", "local work": "#e0a800", "network": "#3b6fb6"}
+_WAIT_COLOUR = "#dfe3e8"
+#: Heights in a timeline, in lines of text: of a lane, and of a row without its name.
+_LANE, _ROW = 0.8, 3.2
+#: Width of a figure, inches, and the font sizes, points: readable if the figure is 400 pixels wide.
+_WIDTH, _FONT, _TITLE = 5.0, 9, 10
+#: Number of characters in a line as wide as a figure.
+_LINE = 62
 
 
 def check() -> None:
@@ -52,8 +58,6 @@ def speedups(
 ) -> None:
     """Draw the speed-up over DDP-style all-reduce by algorithm against `values`, on logarithmic axes.
 
-    Labels are placed at the end, left or right, at which the lines are further apart.
-
     Args:
         by_algorithm: Speed-ups, one for each value; NaN if it could not be simulated.
         values: Bandwidths or latencies.
@@ -62,32 +66,47 @@ def speedups(
         path: The PNG file to write.
         marks: Marks of the labels, as in the table (`Prediction.mark`).
     """
-    figure, [ax] = _figure(9.0, 6.0)
     drawn = {name: line for name, line in by_algorithm.items() if not all(map(math.isnan, line))}
-    named = _named(drawn)
+    named = {name: drawn[name] for name in _named(drawn)}
+    figure, [ax] = _figure(_WIDTH, 5.2 + 0.17 * len(named))
     for name, line in drawn.items():
         if name not in named:
             ax.plot(values, line, color=_GREY, linewidth=0.8, zorder=1)
-    for name in named:
-        ax.plot(values, drawn[name], linewidth=1.6, markersize=5, zorder=3, **_line_style(look(name)))
+    lines = {name: _draw_line(ax, values, line, name) for name, line in named.items()}
     ax.axhline(1.0, color="black", linewidth=1, linestyle=":", zorder=2)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xticks(values, [f"{value:g}" for value in values])
     ax.minorticks_off()
-    lowest, highest = _limits([drawn[name] for name in named])
+    lowest, highest = _limits(named.values())
     ax.set_ylim(lowest, highest)
     steps = (1, 2, 5) if highest > 20 * lowest else (1, 1.5, 2, 3, 4, 5, 7)
     ticks = [tick for power in range(-2, 5) for step in steps if lowest <= (tick := step * 10.0**power) <= highest]
     ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.set(xlabel=axis, ylabel="speed-up of a step over DDP-style all-reduce (dotted)")
+    ax.set(xlabel=axis, ylabel="times the speed of DDP-style all-reduce")
     ax.grid(color="#ececec", zorder=0)
-    _mark_clipped(ax, {name: drawn[name] for name in named}, values, lowest)
-    of_named = {name: (marks or {}).get(name, "") for name in named}
-    _name_ends(ax, {name: drawn[name] for name in named}, values, of_named)
-    notes = [*_notes(drawn, named, lowest), *_meanings("".join(of_named.values()))]
-    ax.set_title("\n".join([title, *notes]), fontsize=10)
+    _mark_clipped(ax, named, values, lowest)
+    labels = {name: name + (marks or {}).get(name, "") for name in named}
+    order = _number_ends(ax, named, values)
+    figure.legend(
+        [lines[name] for name in order], [f"{idx} {labels[name]}" for idx, name in enumerate(order, 1)],
+        loc="outside lower left", fontsize=_FONT, frameon=False, handlelength=3.5, labelspacing=0.25,
+    )  # fmt: skip
+    notes = [*_notes(drawn, list(named), lowest), *_meanings("".join(labels.values()))]
+    _set_title(figure, [title, "dotted: DDP-style all-reduce", *notes])
     _save(figure, path)
+
+
+def _draw_line(ax: Any, values: Sequence[float], line: Sequence[float], name: str) -> Any:
+    [drawn] = ax.plot(values, line, linewidth=1.6, markersize=5, zorder=3, **_line_style(look(name)))
+    return drawn
+
+
+def _set_title(figure: Any, lines: Sequence[str]) -> None:
+    """Write a title, wrapped at the width of the figure."""
+    texts = "\n".join(lines).split("\n")
+    wrapped = [part for text in texts for part in textwrap.wrap(text, _LINE, break_on_hyphens=False)]
+    figure.suptitle("\n".join(wrapped), size=_TITLE, x=0.02, ha="left")
 
 
 def _named(drawn: Mapping[str, Sequence[float]]) -> list[str]:
@@ -155,31 +174,30 @@ def _meanings(marks: str) -> list[str]:
     return ["; ".join(shown)] if shown else []
 
 
-def _name_ends(
-    ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float], marks: Mapping[str, str]
-) -> None:
-    """Write labels next to the plot, as near as possible to the ends of their lines, with connecting lines."""
+def _number_ends(ax: Any, lines: Mapping[str, Sequence[float]], values: Sequence[float]) -> list[str]:
+    """Number the lines, from 1 on from top to bottom, at the end at which they are further apart. Return their names.
+
+    The numbers are within the axes, so that the scale is always on the left.
+    """
     at_left = _spread(line[0] for line in lines.values()) > _spread(line[-1] for line in lines.values())
-    side = -0.03 if at_left else 1.03
-    if at_left:
-        ax.yaxis.tick_right()
-        ax.yaxis.set_label_position("right")
+    margin = (values[-1] / values[0]) ** 0.13
+    ax.set_xlim(values[0] / (margin if at_left else 1.1), values[-1] * (1.1 if at_left else margin))
     low, high = map(math.log, ax.get_ylim())
     known = {name: [idx for idx, value in enumerate(line) if not math.isnan(value)] for name, line in lines.items()}
     ends = {name: places[0 if at_left else -1] for name, places in known.items()}
     at = {name: (math.log(line[ends[name]]) - low) / (high - low) for name, line in lines.items()}
     at = {name: min(max(place, 0.0), 1.0) for name, place in at.items()}
-    apart = 1.45 * _FONT / (ax.figure.get_figheight() * 72 * 0.8)
+    apart = 1.3 * _FONT / (3.4 * 72)
     order = sorted(at, key=lambda name: (at[name], lines[name][ends[name]]))
-    for name, place in zip(order, _spaced([at[name] for name in order], apart), strict=True):
+    places = _spaced([at[name] for name in order], apart)
+    for idx, (name, place) in enumerate(zip(order, places, strict=True)):
         colour = look(name).colour
         ax.annotate(
-            name + marks[name], (values[ends[name]], at[name]), (side, place), xycoords=("data", "axes fraction"),
-            textcoords="axes fraction", ha="right" if at_left else "left", va="center", fontsize=_FONT, color=colour,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (float(at_left), 0.5),
-                "shrinkA": 0, "shrinkB": 4},
-            annotation_clip=False,
+            str(len(order) - idx), (values[ends[name]], at[name]), (0.035 if at_left else 0.965, place),
+            xycoords=("data", "axes fraction"), textcoords="axes fraction", ha="center", va="center", fontsize=_FONT,
+            color=colour, arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
         )  # fmt: skip
+    return order[::-1]
 
 
 def _spread(ends: Iterable[float]) -> float:
@@ -212,8 +230,10 @@ def best(
     latencies: Sequence[float],
     title: str,
     path: Path | str,
-) -> None:
-    """Draw the fastest algorithm at each bandwidth and latency, with its speed-up.
+) -> bool:
+    """Draw the fastest algorithm at each bandwidth and latency, with its speed-up. Return whether there is a panel.
+
+    A class in which all-reduce is the fastest everywhere has no panel.
 
     Args:
         grids: By class of exactness, [latency][bandwidth] the best algorithm of that class or a narrower one, and its
@@ -223,28 +243,32 @@ def best(
         title: Title of the plot.
         path: The PNG file to write.
     """
-    columns = 2 if len(grids) % 2 == 0 else 1
-    rows = len(grids) // columns
-    size = (columns * (1.25 * len(bandwidths) + 0.6), rows * (0.62 * len(latencies) + 0.6) + 0.8)
-    figure, axes = _figure(*size, rows=rows, columns=columns)
-    for ax, (exactness, grid) in zip(axes, grids.items(), strict=True):
-        for y, row in enumerate(grid):
-            for x, (name, speedup) in enumerate(row):
-                colour = look(name).colour
+    shown = {exactness: grid for exactness, grid in grids.items() if not _is_full_precision(grid)}
+    if not shown:
+        return False
+    figure, axes = _figure(_WIDTH, len(shown) * (0.55 * len(bandwidths) + 0.75) + 1.1, rows=len(shown))
+    for ax, (exactness, grid) in zip(axes, shown.items(), strict=True):
+        for x, row in enumerate(grid):
+            for y, (name, speedup) in enumerate(row):
+                colour = _GREY if math.isnan(speedup) else look(name).colour
                 ax.add_patch(_rectangle(x - 0.5, y - 0.5, colour))
-                text = f"{_broken(name)}\n{speedup:.3g}x"
-                ax.text(x, y, text, ha="center", va="center", fontsize=7, color=_ink(colour), linespacing=1.1)
-        ax.set_xlim(-0.5, len(bandwidths) - 0.5)
-        ax.set_ylim(-0.5, len(latencies) - 0.5)
-        ax.set_xticks(range(len(bandwidths)), [f"{value:g}" for value in bandwidths])
-        ax.set_yticks(range(len(latencies)), [f"{value:g}" for value in latencies])
-        ax.set_title(f"allowed: {exactness}", fontsize=10)
-    figure.suptitle(
-        f"{title}\n(a colour is a family of algorithms; x: times the speed of DDP-style all-reduce)", size=10
-    )
-    figure.supxlabel("bandwidth of a node, Gbit/s", size=10)
-    figure.supylabel("latency, us", size=10)
+                text = "not simulated" if math.isnan(speedup) else f"{_broken(name)}\n{speedup:.3g}x"
+                ax.text(x, y, text, ha="center", va="center", fontsize=8, color=_ink(colour), linespacing=1.0)
+        ax.set_xlim(-0.5, len(latencies) - 0.5)
+        ax.set_ylim(-0.5, len(bandwidths) - 0.5)
+        ax.set_xticks(range(len(latencies)), [f"{value:g}" for value in latencies])
+        ax.set_yticks(range(len(bandwidths)), [f"{value:g}" for value in bandwidths])
+        ax.set_title(f"allowed: {exactness}", fontsize=_TITLE)
+        ax.set(xlabel="latency, us", ylabel="bandwidth of a node, Gbit/s")
+    unchanged = [exactness for exactness in grids if exactness not in shown]
+    notes = [f"allowed: {', '.join(unchanged)}: all-reduce in full precision everywhere"] if unchanged else []
+    _set_title(figure, [title, "a colour is a family; x: times the speed of DDP-style all-reduce", *notes])
     _save(figure, path)
+    return True
+
+
+def _is_full_precision(grid: Sequence[Sequence[tuple[str, float]]]) -> bool:
+    return all(look(name).family == "full precision" for row in grid for name, _ in row)
 
 
 def _broken(name: str) -> str:
@@ -269,35 +293,40 @@ def timelines(comparison: Comparison, path: Path | str) -> None:
     end_s = _LONGEST_STEP * max(sorted(ends_s)[len(ends_s) // 2], comparison.workload.step_s)
     if end_s > 0.9 * max(ends_s):
         end_s = max(ends_s)
-    figure, [ax] = _figure(11.0, 0.5 * len(shown) + 1.6)
-    for place, (_, spans) in enumerate(steps):
+    words = [
+        textwrap.wrap(f"{name}: {_step_in_words(place, length_s, result.step_s, cycle)}", _LINE)
+        for (name, result, cycle), (place, _), length_s in zip(shown, steps, ends_s, strict=True)
+    ]
+    height = sum(map(len, words)) + _ROW * len(shown)
+    figure, [ax] = _figure(_WIDTH, 0.16 * height + 1.6)
+    y = 0.0  # in lines of text, downwards
+    for lines, (_, spans), length_s in zip(words, steps, ends_s, strict=True):
+        ax.text(0.005 * end_s * 1e3, y, "\n".join(lines), va="top", fontsize=_FONT, linespacing=1.1)
+        y += len(lines) + 0.2
         for span in spans:
-            is_wait = span.name == "wait"
+            colour = _WAIT_COLOUR if span.name == "wait" else _LANE_COLOURS[span.lane]
+            length = span.end_s - span.start_s
             ax.barh(
-                place + (LANES.index(span.lane) - 1) * 0.27, (span.end_s - span.start_s) * 1e3, left=span.start_s * 1e3,
-                height=0.25, color=_WAIT_COLOUR if is_wait else _LANE_COLOURS[span.lane],
-                edgecolor="white" if not is_wait else "#d0d0d0", linewidth=0.3,
+                y + LANES.index(span.lane) * _LANE, length * 1e3, left=span.start_s * 1e3, height=0.9 * _LANE,
+                align="edge", color=colour, edgecolor="white", linewidth=0.3 if length > 0.01 * end_s else 0.0,
             )  # fmt: skip
-        if ends_s[place] > end_s:
-            arrow = {"arrowstyle": "-|>", "color": "black"}
-            ax.annotate("", (end_s * 1.02e3, place), (end_s * 0.985e3, place), arrowprops=arrow, annotation_clip=False)
-        _, result, cycle = shown[place]
-        ax.text(
-            1.03, place, _step_in_words(steps[place][0], ends_s[place], result.step_s, cycle), va="center",
-            transform=ax.get_yaxis_transform(), fontsize=_FONT,
-        )  # fmt: skip
+        if length_s > end_s:
+            arrow, middle = {"arrowstyle": "-|>", "color": "black"}, y + 1.5 * _LANE
+            ax.annotate("", (end_s * 1e3, middle), (end_s * 0.94e3, middle), arrowprops=arrow)
+        y += _ROW - 0.2
     for lane, colour in _LANE_COLOURS.items():
         ax.barh(0, 0, color=colour, label=f"{lane} ({('above', 'middle', 'below')[LANES.index(lane)]})")
-    ax.barh(0, 0, color=_WAIT_COLOUR, edgecolor="#d0d0d0", label="waiting")
-    ax.set_yticks(range(len(shown)), [name for name, _, _ in shown])
-    ax.set_ylim(len(shown) - 0.45, -0.55)
+    ax.barh(0, 0, color=_WAIT_COLOUR, label="waiting (above)")
+    ax.set_yticks([])
+    ax.set_ylim(height, -0.3)
     ax.set_xlim(0, end_s * 1e3)
     left_out = len(comparison.rows) - len(rows)
-    note = f"; {left_out} slower forms are not drawn" if left_out else ""
-    title = f"One step of {comparison.workload.name} on {comparison.network.name} (rank 0{note}; arrow: continues)"
+    notes = ["arrow: the step continues"] + [f"not drawn: {left_out} slower forms"] * bool(left_out)
+    title = f"One training step of {comparison.workload.name} on {comparison.network.name}, rank 0"
+    marks = "".join(name for name, _, _ in shown)
     ax.set(xlabel="ms")
-    figure.suptitle(title, size=11)
-    ax.legend(fontsize=_FONT, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False)
+    ax.legend(fontsize=_FONT, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    _set_title(figure, [title, "; ".join(notes), *_meanings(marks)])
     _save(figure, path)
 
 
@@ -307,7 +336,7 @@ def _step_in_words(place: int, length_s: float, mean_s: float, cycle: int) -> st
     if cycle == 1 and abs(length_s / mean_s - 1) < _ALIKE:
         return mean
     which = f"step {place % cycle + 1} of {cycle}" if cycle > 1 else "the longest step"
-    return f"{mean} on average;\ndrawn: {which}, {length_s * 1e3:,.1f} ms"
+    return f"{mean} on average; drawn: {which}, {length_s * 1e3:,.1f} ms"
 
 
 def _ink(colour: str) -> str:
@@ -332,4 +361,4 @@ def _rectangle(x: float, y: float, colour: str) -> Any:
 
 
 def _save(figure: Any, path: Path | str) -> None:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path, dpi=200)

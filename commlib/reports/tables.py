@@ -26,7 +26,7 @@ class Column:
 
     Attributes:
         title: Title above the cells.
-        cells: One cell per row.
+        cells: One cell per row. A name may have several lines.
         left: Whether cells are left-aligned rather than right-aligned.
     """
 
@@ -37,7 +37,7 @@ class Column:
     @property
     def width(self) -> int:
         """Number of characters of the longest cell or title."""
-        return max(map(len, (self.title, *self.cells)))
+        return max(len(line) for cell in (self.title, *self.cells) for line in cell.split("\n"))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -73,7 +73,7 @@ def fitted(columns: Sequence[Column], width: int, required: int, wide: bool = Fa
     lines = [_line(names.title.ljust(limit), [(column, column.title) for column in shown])]
     lines.append("─" * (limit + _total(shown)))
     for idx, name in enumerate(names.cells):
-        first, *rest = wrapped(name, limit, "    ")
+        first, *rest = [line for part in name.split("\n") for line in wrapped(part, limit, "    ")]
         lines.append(_line(first.ljust(limit), [(column, column.cells[idx]) for column in shown]))
         lines += rest
     return lines
@@ -91,7 +91,7 @@ def _line(name: str, cells: Sequence[tuple[Column, str]]) -> str:
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Break a text into lines of at most `width` characters, with `indent` before all but the first.
 
-    Lines break at spaces. A word longer than a line breaks after a slash, a comma or a bracket.
+    Lines break at spaces. A word longer than a line breaks after a slash, a comma, a bracket or an underscore.
     """
     lines, line = [], ""
     for gap, word in re.findall(r"( *)([^ ]+)", text):
@@ -105,7 +105,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 def _pieces(word: str, width: int) -> list[str]:
     """Return the word, split into pieces if it is longer than `width`."""
-    ends = rf"/,(\[{_HARD_SPACE}"
+    ends = rf"/,(\[_{_HARD_SPACE}"
     return [word] if len(word) <= width else re.findall(rf"[^{ends}]*[{ends}]|[^{ends}]+", word)
 
 

@@ -18,6 +18,7 @@ from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.algorithms.known import doubt, measured
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
+from commlib.simulation.cost import Cost, Price, cost, unit
 from commlib.simulation.options import check_options, options_of
 from commlib.simulation.sharded import Sharding
 from commlib.simulation.simulator import Options, Result, simulate
@@ -100,6 +101,7 @@ class Comparison:
         rows: The algorithms, the fastest first.
         refused: Reasons of failed simulations, by name of the algorithm.
         sharding: How FSDP2 shards the model; None: every rank has all of it.
+        price: Price of the network's nodes; None without a price.
     """
 
     workload: Workload
@@ -109,6 +111,7 @@ class Comparison:
     rows: tuple[Prediction, ...]
     refused: dict[str, str]
     sharding: Sharding | None = None
+    price: Price | None = None
 
     @property
     def baseline(self) -> str:
@@ -120,6 +123,10 @@ class Comparison:
     def fits(self, result: Result) -> bool:
         """Return whether `Result.total_bytes` fits in the device's memory."""
         return result.total_bytes <= self.device.memory_gbytes * 1e9
+
+    def cost(self, result: Result) -> Cost | None:
+        """Return the cost of training as in a result; None without a price."""
+        return None if self.price is None else cost(self.workload, self.network, result, self.price)
 
     def results(self) -> list[Result]:
         """Return all results, starting with DDP. Each is named like its row."""
@@ -137,15 +144,25 @@ class Comparison:
                 "parameters": self.workload.numel,
                 "batch_per_rank": self.workload.batch_per_rank,
                 "step_s": self.workload.step_s,
+                "tokens_per_sample": self.workload.tokens_per_sample,
                 "source": self.workload.source,
             },
             "network": network,
             "device": {"name": self.device.name, "source": self.device.source},
             "sharding": None if self.sharding is None else dataclasses.asdict(self.sharding),
-            "ddp": {"step_s": self.ddp.step_s, "samples_per_s": self.ddp.samples_per_s, "fits": self.fits(self.ddp)},
-            "rows": [row.as_dict() for row in self.rows],
+            "price": None if self.price is None else {**dataclasses.asdict(self.price), "unit": unit(self.workload)},
+            "ddp": {
+                "step_s": self.ddp.step_s,
+                "samples_per_s": self.ddp.samples_per_s,
+                "fits": self.fits(self.ddp),
+                "cost": self._cost_as_dict(self.ddp),
+            },
+            "rows": [{**row.as_dict(), "cost": self._cost_as_dict(row.result)} for row in self.rows],
             "refused": self.refused,
         }
+
+    def _cost_as_dict(self, result: Result) -> dict[str, Any] | None:
+        return None if (found := self.cost(result)) is None else dataclasses.asdict(found)
 
 
 def candidates(

@@ -13,8 +13,7 @@ from commlib.cli import app
 from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Layer, Network, Workload
-from commlib.reports import comparison as report
-from commlib.reports import plots
+from commlib.reports import plots, sweeps
 from commlib.simulation import compare, timeline
 from commlib.simulation.simulator import Options
 
@@ -206,8 +205,8 @@ def test_the_known_are_listed_with_their_sources():
 
 def test_pictures_and_trace(small, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(report, "BANDWIDTHS_GBPS", (1.0, 10.0))
-    monkeypatch.setattr(report, "LATENCIES_US", (25.0, 1000.0))
+    monkeypatch.setattr(sweeps, "BANDWIDTHS_GBPS", (1.0, 10.0))
+    monkeypatch.setattr(sweeps, "LATENCIES_US", (25.0, 1000.0))
     arguments = ["--network", "10gbps", "--nodes", "2", "--algorithms", "allreduce,bytegrad,powersgd,hogwild"]
     result = run("--workload", small, *arguments, "--plot", str(tmp_path), "--trace", str(tmp_path / "trace.json"))
     assert result.exit_code == 0, result.output

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -16,8 +17,10 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Layer, Network, Workload
 from commlib.reports import comparison as report
-from commlib.reports import families, plots, progress
+from commlib.reports import families, plots, progress, sweeps
 from commlib.reports.advice import _best_by_class, advice
+from commlib.reports.csv_rows import to_csv
+from commlib.reports.rows import rows_of
 from commlib.simulation import compare, timeline
 from commlib.simulation.simulator import Options
 
@@ -75,9 +78,9 @@ def test_a_screen_has_whole_names_and_no_longer_line(everything, width):
     for row in everything.rows:
         words = [part for part in row.algorithm.replace("(", "(|").replace(", ", ",|").split("|") if part]
         assert all(word in text for word in words), row.algorithm
-        if len(row.algorithm) <= 46:
+        if len(row.algorithm) <= 38:
             name = row.algorithm + row.mark
-            assert any(line.strip().startswith(f"{name} ") for line in rows), name
+            assert any(re.match(rf" *{re.escape(name)}(,| |$)", line) for line in rows), name
 
 
 def test_columns_come_with_the_width(everything):
@@ -88,16 +91,40 @@ def test_columns_come_with_the_width(everything):
 
 
 def test_variants_stand_below_the_fastest_of_them(everything):
-    _, rows = table_of(shown(everything, 200))
-    names = [row.split("  class")[0].replace("* ", "  ").replace("? ", "  ") for row in rows]
-    tops = [name.split("(")[0].split(" ")[0] for name in names[1:] if not name.startswith(" ")]
-    assert len(set(tops)) == len(tops)
-    best = {families.base_name(row.algorithm): row.result.step_s for row in reversed(everything.rows)}
-    assert tops == sorted(tops, key=best.__getitem__)
-    top = ""
-    for name in names[1:]:
-        top = name if not name.startswith(" ") else top
-        assert name.strip().split("(")[0].split(" ")[0] == top.split("(")[0].split(" ")[0]
+    _, *rows = rows_of(everything)
+    found = [({families.base_name(name).rstrip("*?!") for name in row.names}, row) for row in rows]
+    tops = [(names, row) for names, row in found if not row.is_variant]
+    assert [row.result.step_s for _, row in tops] == sorted(row.result.step_s for _, row in tops)
+    assert len({name for names, _ in tops for name in names}) == sum(len(names) for names, _ in tops)
+    top, step_s = set(), 0.0
+    for names, row in found:
+        assert row.is_variant == bool(names & top)
+        assert row.result.step_s >= step_s or not row.is_variant
+        top = top | names if row.is_variant else names
+        step_s = row.result.step_s
+    assert any(line.startswith("  bytegrad ") for line in shown(everything, 120))
+
+
+def test_algorithms_share_a_row_if_all_shown_values_and_marks_are_equal():
+    comparison = compared("qsgd, bytegrad, allreduce")
+    bytegrad = next(row for row in comparison.rows if row.algorithm == "bytegrad")
+    nearly = dataclasses.replace(bytegrad.result, step_s=bytegrad.result.step_s + 1e-9)
+    twin = dataclasses.replace(bytegrad, algorithm="twin", result=nearly)
+    others = {
+        "marked": dataclasses.replace(twin, algorithm="marked", doubt="unknown"),
+        "heavy": dataclasses.replace(twin, algorithm="heavy", result=dataclasses.replace(nearly, memory_bytes=10**9)),
+    }
+    rows = (bytegrad, twin, *others.values(), *(row for row in comparison.rows if row.algorithm == "allreduce"))
+    comparison = dataclasses.replace(comparison, rows=rows)
+    names = [row.names for row in rows_of(comparison)]
+    assert ("bytegrad", "twin") in names
+    assert ("marked*",) in names, "another mark"
+    assert ("heavy",) in names, "another value, in a column that only wide tables show"
+    lines = shown(comparison, 80)
+    idx = next(idx for idx, line in enumerate(lines) if line.startswith("bytegrad, "))
+    assert lines[idx + 1].strip() == "twin"
+    assert len(comparison.as_dict()["rows"]) == len(rows)
+    assert len(to_csv([comparison]).splitlines()) == 1 + 1 + len(rows), "header, baseline, rows"
 
 
 def test_the_plain_name_is_what_the_plain_name_gives(everything):
@@ -269,9 +296,51 @@ def test_a_line_that_ends_where_nothing_can_be_simulated_has_a_name_and_that_is_
     marks = {"topk": "*", "async_sgd": "?"}
     plots.speedups(lines, (0.5, 1.0, 25.0), "bandwidth", "title", tmp_path / "x.png", marks)
     (ax,) = figures[0].axes
-    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"allreduce": 0.5, "async_sgd?": 1.0, "topk*": 0.5}
-    assert "* known to lose more than 5 %; ? loss not measured" in ax.get_title()
-    assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in ax.get_title()
+    assert {text.get_text(): text.xy[0] for text in ax.texts} == {"1": 1.0, "2": 0.5, "3": 0.5}
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["1 async_sgd?", "2 topk*", "3 allreduce"]
+    title = figures[0].get_suptitle().replace("\n", " ")
+    assert "* known to lose more than 5 %; ? loss not measured" in title
+    assert "cannot be simulated everywhere: 2 of the lines, such as async_sgd" in title
+
+
+@pytest.mark.parametrize("lines", [{"a": [9.0, 1.0], "b": [1.0, 1.0]}, {"a": [1.0, 9.0], "b": [1.0, 1.0]}])
+def test_the_scale_of_a_plot_is_on_the_left_and_numbers_are_within_the_axes(monkeypatch, tmp_path, lines):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plots.speedups(lines, (1.0, 10.0), "bandwidth", "title", tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    assert ax.yaxis.get_label_position() == ax.yaxis.get_ticks_position() == "left"
+    assert all(0 < text.get_position()[0] < 1 for text in ax.texts)
+
+
+def test_a_class_in_which_all_reduce_is_the_fastest_everywhere_has_no_panel(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    black = [[("allreduce", 1.0), ("allreduce(hierarchical=True)", 1.1)]]
+    assert not plots.best({"8bit": black}, (1.0, 10.0), (25.0,), "title", tmp_path / "x.png")
+    assert figures == []
+    grids = {"8bit": black, "compensated": [[("topk", 2.0), ("topk", math.nan)]]}
+    assert plots.best(grids, (1.0, 10.0), (25.0,), "title", tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    assert (ax.get_title(), [text.get_text() for text in ax.texts]) == (
+        "allowed: compensated",
+        ["topk\n2x", "not simulated"],
+    )
+    assert "allowed: 8bit: all-reduce" in figures[0].get_suptitle()
+
+
+def test_every_colour_of_a_timeline_is_in_its_legend(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    plots.timelines(compared("powersgd, allreduce, local_sgd(period=3)"), tmp_path / "x.png")
+    (ax,) = figures[0].axes
+    named = {handle.get_facecolor() for handle in ax.get_legend().legend_handles}
+    assert {bar.get_facecolor() for bar in ax.patches} == named
+    assert len(named) == 4
+    texts = [text.get_text() for text in ax.texts if text.get_text()]
+    assert texts[0].split(":")[0] == "DDP-style all-reduce"
+    assert any("drawn: step 3 of 3" in text.replace("\n", " ") for text in texts)
 
 
 def test_a_timeline_says_which_step_of_a_period_it_shows():
@@ -282,7 +351,7 @@ def test_a_timeline_says_which_step_of_a_period_it_shows():
     length_s = max(span.end_s for span in spans)
     assert length_s == pytest.approx(max(row.result.steps_s), rel=0.02)
     text = plots._step_in_words(place, length_s, row.result.step_s, row.cycle)
-    assert text == f"{row.result.step_s * 1e3:.1f} ms on average;\ndrawn: step 3 of 3, {length_s * 1e3:.1f} ms"
+    assert text == f"{row.result.step_s * 1e3:.1f} ms on average; drawn: step 3 of 3, {length_s * 1e3:.1f} ms"
     assert plots._step_in_words(3, 0.1, 0.1, 1) == "100.0 ms"
 
 
@@ -353,5 +422,5 @@ def test_nothing_is_drawn_of_what_cannot_be_simulated(tmp_path):
     comparison = compared("hogwild")
     assert comparison.rows == ()
     chosen = compare.candidates("hogwild")
-    assert report.draw(comparison, chosen, Options(), tmp_path) == []
+    assert sweeps.draw(comparison, chosen, Options(), tmp_path) == []
     assert math.isnan(compare.sweep(SMALL, [NETWORK], presets.device("v100"), chosen, OPTIONS)["hogwild"][0])
