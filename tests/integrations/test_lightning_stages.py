@@ -312,7 +312,7 @@ class NothingTrained(NoOptimizer, Manual):
 
 
 @on_ranks(2)
-def test_a_module_without_optimizers_is_trained_as_by_ddp_with_every_algorithm():
+def test_a_module_without_optimizers_is_trained_as_by_ddp():
     with common.run_on_rank(), common.Warnings() as warned:
         for kind in (NoOptimizer, StepsUnseen):
             expected, _ = common.fit(kind(), common.ddp())
