@@ -77,12 +77,13 @@ def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: 
     return accelerator
 
 
-def _relaxed(cls: type[_Own]) -> type[_Own]:
+def _relaxed(cls: type[Accelerator]) -> type[Any]:
+    """Return a subclass of an accelerator's class that wraps models with commlib."""
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (Relaxed, cls), members)
 
 
-def _new(cls: type[_Own]) -> _Own:
+def _new(cls: type[Accelerator]) -> Any:
     """Return an empty accelerator whose original class is `cls`, for pickle to fill."""
     return object.__new__(_relaxed(cls))
 

@@ -64,7 +64,7 @@ class Remaining:
         return sum((self._repeats - len(each)) * sum(each) / len(each) for each in self._durations_s.values())
 
     def __str__(self) -> str:
-        """Return the estimate as the end of a line. Empty if there is none, or if nothing remains."""
+        """Return the estimate as the end of a line. Empty without an estimate, and if nothing remains."""
         seconds = round(self.seconds() or 0.0)
         return f", about {seconds // 60}:{seconds % 60:02} min left" if seconds else ""
 
