@@ -2,8 +2,10 @@
 
     python benchmarks/profile_step.py                                    # two emulated hosts at 1 Gbit/s; needs root
     python benchmarks/profile_step.py --rate none --algorithm topk --plot step.png --trace step.json
+    python benchmarks/profile_step.py --from mine.json --plot step.png --trace step.json     # a trace of your own
 
-Rank 0's trace opens in Perfetto and Chrome; the picture is drawn from it.
+Rank 0's trace opens in Perfetto and Chrome; the picture is drawn from it. Collectives that run at the same time get
+tracks of their own, because Perfetto drops events of a track that overlap.
 """
 
 from __future__ import annotations
@@ -44,20 +46,33 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of the emulated links; none: ranks on loopback")
     parser.add_argument("--plot", type=pathlib.Path, default=pathlib.Path("profile-step.png"))
     parser.add_argument("--trace", type=pathlib.Path, help="where rank 0's trace goes")
+    parser.add_argument("--from", type=pathlib.Path, dest="recorded", help="draw this trace instead of recording one")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
     options = parser.parse_args()
+    if options.recorded is not None:
+        trace, title = json.loads(options.recorded.read_text()), options.recorded.name
+    else:
+        where = "loopback" if options.rate == "none" else f"{options.ranks} hosts at {options.rate}"
+        trace, title = recorded(options), f"One step of {options.model} with {options.algorithm}, {where}: rank 0"
+    spans = spans_of(trace)
+    draw(spans, title, options.plot)
+    print(f"{len(spans)} spans in {options.plot}")
+    if options.trace is not None:
+        separate_collectives(trace)
+        options.trace.write_text(json.dumps(trace))
+
+
+def recorded(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, and return rank 0's trace."""
     with tempfile.TemporaryDirectory() as folder:
-        trace = (options.trace or pathlib.Path(folder) / "trace.json").resolve()
+        path = pathlib.Path(folder) / "trace.json"
+        args = [options.model, options.algorithm, str(options.bucket_cap_mb), str(path)]
         script = pathlib.Path(__file__).resolve()
-        args = [options.model, options.algorithm, str(options.bucket_cap_mb), str(trace)]
         if options.rate == "none":
             launch.run_local(options.ranks, script, args, {}, options.timeout)
         else:
             launch.run_emulated(options.ranks, options.rate, script, args, {}, options.timeout)
-        spans = spans_of(json.loads(trace.read_text()))
-    where = "loopback" if options.rate == "none" else f"{options.ranks} hosts at {options.rate}"
-    draw(spans, f"One step of {options.model} with {options.algorithm}, {where}: rank 0", options.plot)
-    print(f"{len(spans)} spans in {options.plot}")
+        return json.loads(path.read_text())
 
 
 def record(model: str, algorithm: str, bucket_cap_mb: str, trace: str) -> None:
@@ -96,19 +111,43 @@ def spans_of(trace: dict[str, Any]) -> list[tuple[str, str, str, float, float]]:
     """Return the named events of a trace, ordered by start: (lane, kind, label, start in ms, milliseconds)."""
     found = []
     for event in trace["traceEvents"]:
-        name = str(event.get("name", ""))
-        if event.get("ph") != "X" or not (name in _COMPUTATION or name.startswith(PREFIX)):
+        lane = lane_of(event)
+        if lane is None:
             continue
-        kind, _, what = name.removeprefix(PREFIX).partition(": ")
-        if name in _COMPUTATION or kind in ("gather", "wait"):
-            lane = _LANES[0]
-        elif kind in ("encode", "decode"):
-            lane = _LANES[1]
-        else:
-            lane, what, kind = _LANES[2], f"{kind} {what}", "wire"
+        kind, _, what = str(event["name"]).removeprefix(PREFIX).partition(": ")
+        if lane == _LANES[2]:
+            what, kind = f"{kind} {what}", "wire"
         found.append((lane, kind, what, float(event["ts"]) / 1e3, float(event["dur"]) / 1e3))
+    if all(kind in _COMPUTATION for _, kind, *_ in found):
+        raise SystemExit(f"the trace has no events named {PREFIX!r}...: it was recorded without a wrapped model")
     start_ms = min(span[3] for span in found)
     return sorted(((*span[:3], span[3] - start_ms, span[4]) for span in found), key=lambda span: span[3])
+
+
+def lane_of(event: dict[str, Any]) -> str | None:
+    """Return the lane of an event of a trace; None if it is neither commlib's nor a phase of the step."""
+    name = str(event.get("name", ""))
+    if event.get("ph") != "X" or not (name in _COMPUTATION or name.startswith(PREFIX)):
+        return None
+    kind = name.removeprefix(PREFIX).partition(": ")[0]
+    if kind in (*_COMPUTATION, "gather", "wait"):
+        return _LANES[0]
+    return _LANES[1] if kind in ("encode", "decode") else _LANES[2]
+
+
+def separate_collectives(trace: dict[str, Any]) -> None:
+    """Move the collectives to tracks "wire 0", "wire 1", ..., such that those of a track do not overlap. In place."""
+    ends: list[float] = []
+    collectives = [event for event in trace["traceEvents"] if lane_of(event) == _LANES[2]]
+    for event in sorted(collectives, key=lambda event: event["ts"]):
+        row = first_free(ends, event["ts"])
+        ends[row : row + 1] = [event["ts"] + event["dur"]]
+        event["tid"] = f"{_LANES[2]} {row}"
+
+
+def first_free(ends: list[float], start: float) -> int:
+    """Return the first row that has ended at `start`, or the index of a new one."""
+    return next((idx for idx, end in enumerate(ends) if end <= start), len(ends))
 
 
 def draw(spans: list[tuple[str, str, str, float, float]], title: str, path: pathlib.Path) -> None:
@@ -123,7 +162,7 @@ def draw(spans: list[tuple[str, str, str, float, float]], title: str, path: path
     for lane, kind, label, start_ms, duration_ms in spans:
         row = _LANES.index(lane) * 1.0
         if kind == "wire":
-            place = next((idx for idx, end in enumerate(row_ends) if end <= start_ms), len(row_ends))
+            place = first_free(row_ends, start_ms)
             row_ends[place : place + 1] = [start_ms + duration_ms]
             row += 0.55 * place
         height = 0.8 if kind in _COMPUTATION else 0.45

@@ -223,7 +223,14 @@ def profile(
 
     with _config_errors():
         targets.check_file(output, "--output")
-        measured = profiling.profile_script(script, arguments or (), batch_per_rank=batch_per_rank, steps=steps)
+        try:
+            measured = profiling.profile_script(script, arguments or (), batch_per_rank=batch_per_rank, steps=steps)
+        except Exception as error:
+            own = profiling.traceback_in(script, error)
+            if own is None:
+                raise
+            typer.echo(f"{own}commlib profile: {script} raised {type(error).__name__}; nothing was written", err=True)
+            raise typer.Exit(1) from None
         profiling.save(dataclasses.replace(measured, tokens_per_sample=tokens_per_sample), output)
     _say(
         f"{output}: {measured.numel / 1e6:.2f} M parameters, {measured.step_s * 1e3:.2f} ms a step; {measured.source}",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from commlib import ddp_arguments, verify
+from commlib import ddp_arguments, locks, verify
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Weights
@@ -35,8 +35,12 @@ from commlib.shard import sharded_of, unshard
 from commlib.transport import closing
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
+from commlib.weak import WeakTable
 
 _log = logging.getLogger("commlib")
+
+#: Models that an integration leaves unwrapped because there is one process, with the algorithm's name.
+alone: WeakTable[nn.Module, str] = WeakTable(locks.lock("wrap.alone", is_of_process=True))
 
 #: `wrap` warns if the algorithm's measured loss with the optimizer's class is worse than this, relative to all-reduce.
 _WARNED_OF = 0.1
@@ -203,7 +207,8 @@ def stats(model: nn.Module) -> Stats:
     """Return the communication statistics of a wrapped model. Local. Prints as a table of its buckets.
 
     If the model is sharded by `commlib.shard` and not wrapped, `algorithm` is "shard", a step is a backward with
-    reduced gradients, and bytes are those inside the shard group. Fields that do not apply are 0, None or empty.
+    reduced gradients, and bytes are those inside the shard group. Fields that do not apply are 0, None or empty. This
+    includes every figure of a model that a trainer has not wrapped because there is one process.
 
     Raises:
         ConfigError: The model is neither wrapped nor sharded by `commlib.shard`.
@@ -215,8 +220,16 @@ def stats(model: nn.Module) -> Stats:
     if isinstance(wrapped, Copy):
         group = torch.distributed.group.WORLD
         algorithm = cast("functools.partial[Any]", wrapped.again).keywords["algorithm"]
-        return statistics.of_copy(algorithm.name, 1 if group is None else group.size())
+        return statistics.before_rounds(algorithm.name, 1 if group is None else group.size())
+    if (name := _algorithm_alone(model)) is not None:
+        return statistics.before_rounds(name, 1)
     return dataclasses.replace(statistics.collect(replica_of(model).engine), shard=of_shard)
+
+
+def _algorithm_alone(model: nn.Module) -> str | None:
+    """Return the algorithm of a model in `alone`, or of the output of `torch.compile` on one. None for all others."""
+    is_wrapped = find(inside_compiled(model)) is not None
+    return None if is_wrapped or not isinstance(model, nn.Module) else alone.get(getattr(model, "_orig_mod", model))
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -262,7 +275,8 @@ def synchronize(model: nn.Module, optimizer: bool = False) -> None:
     Results of pending background rounds are applied first. Algorithms on gradients keep replicas identical, so only
     buffers are copied. With all other algorithms, the parameters become their mean over the ranks. Ranks that hold
     shards of one model have no parameters in common. If the model is sharded by `commlib.shard` and not wrapped, only
-    buffers are copied, from the first rank of its mesh.
+    buffers are copied, from the first rank of its mesh. If a trainer has not wrapped the model because there is one
+    process, nothing happens.
 
     Args:
         model: A wrapped model, or one sharded by `commlib.shard`.
@@ -277,6 +291,8 @@ def synchronize(model: nn.Module, optimizer: bool = False) -> None:
     sharded = sharded_of(inside_compiled(model))
     if sharded is not None and find(model) is None:
         sharded.copy_buffers(model)
+        return
+    if _algorithm_alone(model) is not None:
         return
     replica_of(model).synchronize(optimizer)
     if sharded is not None:

@@ -195,8 +195,8 @@ def of_sharded(shard: ShardStats, world_size: int, num_backwards: int) -> Stats:
     )
 
 
-def of_copy(algorithm: str, world_size: int) -> Stats:
-    """Return the statistics of a copy of a wrapped model, which has not communicated yet."""
+def before_rounds(algorithm: str, world_size: int) -> Stats:
+    """Return the statistics of a model that has not communicated."""
     return Stats(
         *(algorithm, world_size, "initial", 0, 0, 0, 0, 0, 1.0, 0.0, 0.0),
         consensus_distance=None,

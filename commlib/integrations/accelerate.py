@@ -24,7 +24,7 @@ from commlib.integrations.accelerate_checkpoint import Folder, Loading, in_own_m
 from commlib.integrations.accelerate_models import Models, bare_of, inner_of
 from commlib.integrations.versions import TESTED, warn_if_untested
 from commlib.replica import Replica, find
-from commlib.wrap import expect_backward, wrap
+from commlib.wrap import alone, expect_backward, wrap
 
 warn_if_untested("accelerate")
 
@@ -73,10 +73,19 @@ def use(accelerator: _Own, algorithm: str | Algorithm = "allreduce", **options: 
     if handler is not None:
         options.setdefault("broadcast_buffers", handler.broadcast_buffers)
     accelerator._commlib = Models(algorithms.create(algorithm), options)  # pyright: ignore[reportAttributeAccessIssue]
-    cls = type(accelerator)
-    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    accelerator.__class__ = type(cls.__name__, (Relaxed, cls), members)
+    accelerator.__class__ = _relaxed(type(accelerator))
     return accelerator
+
+
+def _relaxed(cls: type[Accelerator]) -> type[Any]:
+    """Return a subclass of an accelerator's class that wraps models with commlib."""
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (Relaxed, cls), members)
+
+
+def _new(cls: type[Accelerator]) -> Any:
+    """Return an empty accelerator whose original class is `cls`, for pickle to fill."""
+    return object.__new__(_relaxed(cls))
 
 
 def _check_unused(accelerator: Accelerator) -> None:
@@ -143,6 +152,11 @@ class Relaxed(_Base):
 
     _commlib: Models
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the original class, because pickle cannot find this one by name."""
+        original = type(self).__bases__[1]
+        return _new, (original,), *super().__reduce_ex__(max(protocol, 2))[2:]
+
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """See accelerate. Wraps each model with the optimizers of this or earlier calls that hold its parameters."""
         with self._commlib.expecting(args):
@@ -158,15 +172,17 @@ class Relaxed(_Base):
         Raises:
             ConfigError: The model cannot be wrapped, or was wrapped by `commlib.wrap`.
         """
-        if evaluation_mode or self.distributed_type == DistributedType.NO:
-            return super().prepare_model(model, device_placement, evaluation_mode)
         inner = inner_of(model)
+        if evaluation_mode or self.distributed_type == DistributedType.NO:
+            if not evaluation_mode and _is_trained(inner):
+                alone.put(inner, self._commlib.algorithm.name)
+            return super().prepare_model(model, device_placement, evaluation_mode)
         self._commlib.check(inner)
         is_known = any(each is inner for each in _prepared(self, "models"))
         self._commlib.mark(inner)
         with _not_compiling(self):
             super().prepare_model(model, device_placement, evaluation_mode=True)
-        if not any(parameter.requires_grad for parameter in inner.parameters()):
+        if not _is_trained(inner):
             return self._compiled(model)
         is_wrapped = self._commlib.wrap(inner, _prepared(self, "optimizers"), self.scaler, rewraps=not is_known)
         if not is_wrapped and self._compiles():
@@ -277,6 +293,10 @@ def _prepared(accelerator: Accelerator, kind: str) -> list[Any]:
             f"pip install 'accelerate=={TESTED['accelerate']}'"
         )
     return found
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _plugin(accelerator: Accelerator) -> Any:

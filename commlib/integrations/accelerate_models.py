@@ -48,6 +48,10 @@ class Models:
         self._wrapped: WeakTable[nn.Module, Optimizers] = WeakTable(locks.lock("accelerate.wrapped"))
         self._waiting: WeakTable[nn.Module, Any] = WeakTable(locks.lock("accelerate.waiting"))  # their guards
 
+    def __reduce__(self) -> Any:
+        """Pickle without the models. A copy of a wrapped model is wrapped in its first training forward."""
+        return Models, (self.algorithm, self._options), {"goes_on": self.goes_on}
+
     @contextlib.contextmanager
     def expecting(self, objects: Iterable[Any]) -> Iterator[None]:
         """Register the optimizers among `objects` before they are prepared."""

@@ -6,6 +6,7 @@ import runpy
 import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from commlib.errors import ConfigError
 from commlib.network.model import DTYPES, Layer, Workload
 from commlib.network.workloads import save
 
-__all__ = ["profile_model", "profile_script", "save"]
+__all__ = ["profile_model", "profile_script", "save", "traceback_in"]
 
 
 def profile_model(
@@ -106,6 +107,15 @@ def profile_script(
     with _as_script(Path(script), arguments):
         found = runpy.run_path(str(script), run_name="__commlib_profile__")
         return _profile_globals(found, Path(script), batch_per_rank, steps)
+
+
+def traceback_in(script: Path | str, error: BaseException) -> str | None:
+    """Return the traceback of an error from the script's first frame on. None if the script did not raise it."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != str(script):
+        frame = frame.tb_next
+    is_invalid = isinstance(error, SyntaxError) and error.filename == str(script)  # it has no frame
+    return "".join(traceback.format_exception(type(error), error, frame)) if frame or is_invalid else None
 
 
 @contextmanager

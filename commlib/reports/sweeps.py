@@ -42,7 +42,7 @@ def draw(
         return []
     name = f"{workload.name}-{network.name}".replace("/", "-")
     rows: list[dict[str, list[float]]] = []  # one per latency: the speed-ups of each algorithm by bandwidth
-    with progress_bar(f"drawing {name}", (len(chosen) + 1) * len(bandwidths) * len(latencies)) as progress:
+    with progress_bar(f"drawing {name}", len(chosen) + 1, len(bandwidths) * len(latencies)) as progress:
         for latency_us in latencies:
             networks = [
                 dataclasses.replace(network, bandwidth_gbps=value, latency_us=latency_us) for value in bandwidths

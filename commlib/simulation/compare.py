@@ -284,7 +284,7 @@ def compare(
         device: The device of each rank.
         chosen: Algorithms by label (`candidates`).
         options: Options of the simulations. Their bucket size does not apply to DDP, which has its own.
-        progress: Called after each simulation.
+        progress: Called after each simulation, with the label of the algorithm (DDP's is "ddp").
         run: The `map` that runs the simulations (`workers.on_all_cores`).
         shardings: Shardings by label, in place of that of the options.
 

@@ -52,25 +52,46 @@ def _cut(spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
 
 
 def chrome_trace(results: Sequence[Result]) -> dict[str, object]:
-    """Return a trace in the Trace Event Format: one process per result, one thread per lane, times in us."""
+    """Return a trace in the Trace Event Format: one process per result, one thread per track, times in us."""
     events: list[dict[str, object]] = []
     for pid, result in enumerate(results):
+        spans = _on_tracks(last_step(result))
+        tracks = list(dict.fromkeys([*LANES, *sorted(track for track, _ in spans)]))
         events.append(_name("process_name", pid, 0, f"{result.algorithm} ({result.network})"))
-        events += [_name("thread_name", pid, tid, lane) for tid, lane in enumerate(LANES)]
-        for span in last_step(result):
+        events += [_name("thread_name", pid, tid, track) for tid, track in enumerate(tracks)]
+        for track, span in spans:
             events.append(
                 {
                     "name": span.name if span.bucket < 0 else f"{span.name} of bucket {span.bucket}",
                     "cat": span.lane,
                     "ph": "X",
-                    "ts": span.start_s * 1e6,
-                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "ts": _ns(span.start_s) / 1e3,
+                    "dur": (_ns(span.end_s) - _ns(span.start_s)) / 1e3,
                     "pid": pid,
-                    "tid": LANES.index(span.lane),
+                    "tid": tracks.index(track),
                     "args": {"bucket": span.bucket, "bytes": span.nbytes, "rank": span.rank},
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _on_tracks(spans: Sequence[Span]) -> list[tuple[str, Span]]:
+    """Return each span with the name of its track: its lane, or a further one if it overlaps with spans there.
+
+    Perfetto drops a span that overlaps with another span of its track.
+    """
+    ends_ns: dict[str, int] = {}
+    found = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        names = itertools.chain([span.lane], (f"{span.lane} {idx}" for idx in itertools.count(2)))
+        track = next(name for name in names if ends_ns.get(name, 0) <= _ns(span.start_s))
+        ends_ns[track] = _ns(span.end_s)
+        found.append((track, span))
+    return found
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def save_trace(results: Sequence[Result], path: Path | str) -> None:

@@ -127,6 +127,21 @@ class Submodules(Module):
         return (self.head(self.encoder(inputs)) - targets).square().mean()
 
 
+class Warnings(logging.Handler):
+    """Collects commlib's warnings."""
+
+    def __enter__(self) -> list[str]:
+        self.found: list[str] = []
+        logging.getLogger("commlib").addHandler(self)
+        return self.found
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("commlib").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
 def strategy(algorithm: Any = "allreduce", **options: Any) -> CommlibStrategy:
     return CommlibStrategy(algorithm, **{"timeout": TIMEOUT_S, "bucket_cap_mb": SMALL_BUCKET_MB, **options})
 
@@ -166,6 +181,7 @@ HINTS = (
     ".*callbacks used to create the checkpoint need to be provided.*",
     ".*isinstance.treespec, LeafSpec.. is deprecated.*",
     ".*does not have many workers.*",
+    ".*`srun` command is available on your system.*",
     ".*smaller than the logging interval.*",
     ".*recommended to use .self.log.*sync_dist=True.*",
     ".*exists and is not empty.*",

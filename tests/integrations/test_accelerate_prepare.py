@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,23 @@ def test_the_accelerators_own_class_is_kept() -> None:
 
 
 @on_ranks(2)
+def test_an_accelerator_is_pickled_with_its_algorithm() -> None:
+    accelerator = new_accelerator("topk", use={"bucket_cap_mb": 1.0}, gradient_accumulation_steps=3)
+    model = seeded(Mlp)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator.own = accelerator  # a cycle
+    for protocol in (0, pickle.HIGHEST_PROTOCOL):
+        copied = pickle.loads(pickle.dumps(accelerator, protocol))
+        assert type(copied).__bases__ == type(accelerator).__bases__
+        assert copied.own is copied
+        assert copied.gradient_accumulation_steps == 3
+        other = copied.prepare(seeded(Mlp))
+        assert (commlib.stats(other).algorithm, commlib.stats(other).world_size) == ("topk", 2)
+    epoch(accelerator, model, optimizer, accelerator.prepare(loader()))
+    assert commlib.stats(model).rounds
+
+
+@on_ranks(2)
 def test_wrong_uses_are_refused() -> None:
     from accelerate import DistributedDataParallelKwargs
 
@@ -315,6 +333,14 @@ def alone(folder: str) -> None:
     model, optimizer, batches = accelerator.prepare(model, sgd(model), loader())
     assert type(model) is nn.Linear
     epoch(accelerator, model, optimizer, batches)
+    for each in (model, torch.compile(model, backend="eager")):
+        figures = commlib.stats(each)
+        assert (figures.algorithm, figures.world_size, figures.rounds, figures.buckets) == ("local_sgd", 1, 0, ())
+        assert figures.as_dict("comm/")["comm/wire_bytes"] == 0
+        commlib.synchronize(each)
+    for bare in (nn.Linear(8, 4), accelerator.prepare_model(nn.Linear(8, 4), evaluation_mode=True)):
+        with pytest.raises(ConfigError, match="not wrapped"):
+            commlib.stats(bare)
     accelerator.save_state(folder)
     saved = values(model)
     epoch(accelerator, model, optimizer, batches)

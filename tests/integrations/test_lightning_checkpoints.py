@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +98,18 @@ def test_what_is_saved_after_fit_resumes_as_if_fit_had_gone_on(name, tmp_path):
 
 
 class KeepsOwn(pl.Callback):
-    """Notes this rank's own weights at each save."""
+    """Keeps this rank's own weights at each save, and the contents of files that it is shown."""
 
     def __init__(self) -> None:
         self.own: list[dict[str, Any]] = []
+        self.shown: list[dict[str, Any]] = []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.own.append({name: value.clone() for name, value in pl_module.state_dict().items()})
+        self.shown.append(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.shown.append(checkpoint)
 
 
 def holds_the_consensus(folder: str) -> None:
@@ -121,6 +125,10 @@ def holds_the_consensus(folder: str) -> None:
             assert torch.equal(value, (everyone[0][name] + everyone[1][name]) / 2)
         plain = common.Module.load_from_checkpoint(f"{folder}/epoch=0.ckpt")
         common.assert_equal(dict(plain.state_dict()), saved["state_dict"])
+        options = {"ckpt_path": f"{folder}/epoch=0.ckpt", "enable_checkpointing": False}
+        train(common.Module(), algorithm, 2, noted, **options)
+        assert len(noted.shown) == 2
+        assert all(checkpoint.keys() == saved.keys() - {"commlib"} for checkpoint in noted.shown)
         dist.barrier()
 
 
@@ -209,21 +217,6 @@ def test_another_world_size_is_refused_where_it_is_not(tmp_path, world_size):
     run_ranks(refuses_on_other_ranks, world_size, "topk", path)
 
 
-class Warnings(logging.Handler):
-    """Collects commlib's warnings."""
-
-    def __enter__(self) -> list[str]:
-        self.found: list[str] = []
-        logging.getLogger("commlib").addHandler(self)
-        return self.found
-
-    def __exit__(self, *_: Any) -> None:
-        logging.getLogger("commlib").removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-
 def to_and_from_ddp(folder: str) -> None:
     with common.run_on_rank():
         train(common.Module(), common.ddp(), 1, keep_all(f"{folder}/ddp"))
@@ -232,7 +225,7 @@ def to_and_from_ddp(folder: str) -> None:
         for strategy in (common.ddp, common.strategy):
             for source in ("ddp", "commlib"):
                 module = common.Module()
-                with Warnings() as found:
+                with common.Warnings() as found:
                     train(module, strategy(), 2, ckpt_path=f"{folder}/{source}/epoch=0.ckpt")
                 warned = dist.get_rank() == 0 and source == "ddp" and strategy is common.strategy
                 assert ["no commlib state" in text for text in found] == [True] * warned

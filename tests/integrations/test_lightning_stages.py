@@ -288,16 +288,48 @@ class OptimizerOfNothing(common.Module):
         return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
-class NoOptimizers(Manual):
+class StepsUnseen(Manual):
+    """Makes steps with an optimizer that Lightning does not know."""
+
     def configure_optimizers(self) -> Any:
+        self.unseen = torch.optim.SGD(self.parameters(), lr=0.1)
         return []
+
+    def optimizers(self, *_: Any, **__: Any) -> Any:
+        self.on_before_optimizer_step(None)
+        return self.unseen
+
+
+class NothingTrained(NoOptimizer, Manual):
+    """Has only parameters that need no gradient, which DDP refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.losses.append(self.loss_of(batch))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [NoOptimizer, OptimizerOfNothing, NoOptimizers])
-def test_a_module_without_optimizers_is_refused(kind):
-    with common.run_on_rank(), raises_on_every_rank(commlib.ConfigError, "configure_optimizers", kind.__name__):
-        common.fit(kind(), common.strategy())
+def test_a_module_without_optimizers_is_trained_as_by_ddp():
+    with common.run_on_rank(), common.Warnings() as warned:
+        for kind in (NoOptimizer, StepsUnseen):
+            expected, _ = common.fit(kind(), common.ddp())
+            for name in ("allreduce", "topk", "diloco"):
+                got, _ = common.fit(kind(), common.strategy(name))
+                common.assert_equal_runs(got, expected)
+        module, _ = common.fit(NothingTrained(), common.strategy("diloco"))
+        assert len(module.losses) == common.STEPS
+    told = [f"{kind}.configure_optimizers returned no" for kind in ("NoOptimizer", "StepsUnseen") for _ in range(2)]
+    assert [text[: len(told[0])] for text in warned] == (told if dist.get_rank() == 0 else [])
+
+
+@on_ranks(2)
+def test_an_optimizer_of_other_parameters_is_refused():
+    name = OptimizerOfNothing.__name__
+    with common.run_on_rank(), raises_on_every_rank(commlib.ConfigError, "configure_optimizers", name):
+        common.fit(OptimizerOfNothing(), common.strategy())
 
 
 @on_ranks(2)
@@ -347,13 +379,27 @@ def test_optimizers_are_made_of_rank_0s_weights():
         assert gathered(kept) == [kept, kept]
 
 
+class LogsFigures(pl.Callback):
+    """Logs statistics as the documents show for any tracker."""
+
+    def __init__(self) -> None:
+        self.figures: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.figures.append(commlib.stats(pl_module).as_dict())
+
+
 @on_ranks(1)
 def test_one_process_trains_as_ddp_does():
     with common.run_on_rank():
         expected, _ = common.fit(common.Module(), common.ddp())
         for name in ("allreduce", "local_sgd"):
-            got, _ = common.fit(common.Module(), f"commlib_{name}")
+            logs = LogsFigures()
+            got, _ = common.fit(common.Module(), f"commlib_{name}", callbacks=[logs])
             common.assert_equal_runs(got, expected)
+            steps = got.trainer.global_step
+            assert [each["wire_bytes"] for each in logs.figures] == [0] * steps
+            assert {each["world_size"] for each in logs.figures} == {1}
 
 
 @on_ranks(1)

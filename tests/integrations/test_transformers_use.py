@@ -95,6 +95,10 @@ def test_one_process_trains_as_without_commlib(tmp_path: Path) -> None:
     expected = train(tmp_path / "plain", save_strategy="steps", save_steps=3)
     got = train(tmp_path / "commlib", "topk", save_strategy="steps", save_steps=3)
     assert find(got.trainer.model) is None
+    figures = commlib.stats(got.trainer.model)
+    assert (figures.algorithm, figures.world_size, figures.rounds) == ("topk", 1, 0)
+    with pytest.raises(commlib.ConfigError, match="not wrapped"):
+        commlib.stats(expected.trainer.model)
     assert_same_run(got, expected)
     again = train(tmp_path / "commlib", "topk", resume=str(tmp_path / "commlib/checkpoint-3"))
     assert_same_weights(again.weights, expected.weights)

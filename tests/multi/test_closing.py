@@ -52,6 +52,7 @@ ELSEWHERE = {
     "accelerate.wrapped": "of a table; tests/unit/test_weak.py",
     "accelerate.waiting": "of a table; tests/unit/test_weak.py",
     "sharded models": "of a table; tests/unit/test_weak.py",
+    "wrap.alone": "of a table; tests/unit/test_weak.py",
 }
 
 

@@ -27,6 +27,7 @@ import final_loss  # noqa: E402
 import intervals  # noqa: E402
 import launch  # noqa: E402
 import models  # noqa: E402
+import profile_step  # noqa: E402
 import report  # noqa: E402
 import shrunk  # noqa: E402
 import step  # noqa: E402
@@ -647,3 +648,23 @@ def test_a_sweep_is_shown_by_its_best_fixed_size():
     found = {"best_fixed": "commlib:allreduce@16", "planned_to_best": 0.9859, "lo": 0.9667, "hi": 1.0434}
     line = report.sweep_row({"rows": [row], "sweep": found})
     assert line == "| cnn | 2 ranks, loopback | 16 MiB | 0.986 | 0.967 to 1.043 |"
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def traced(name: str, start: float, duration: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "ts": start, "dur": duration, "pid": 1, "tid": 7}
+
+
+def test_collectives_of_a_trace_that_overlap_are_moved_to_tracks_of_their_own():
+    names = ["all_to_all: bucket 0", "all_to_all: bucket 1", "all_gather: bucket 0", "encode: bucket 2"]
+    times = [(0.0, 5.0), (3.0, 4.0), (5.0, 1.0), (4.0, 1.0)]
+    trace = {"traceEvents": [traced(f"commlib: {name}", *time) for name, time in zip(names, times, strict=True)]}
+    profile_step.separate_collectives(trace)
+    assert [event["tid"] for event in trace["traceEvents"]] == ["wire 0", "wire 1", "wire 0", 7]
+
+
+def test_a_trace_without_commlib_is_refused():
+    with pytest.raises(SystemExit, match="without a wrapped model"):
+        profile_step.spans_of({"traceEvents": [traced("forward", 0.0, 1.0)]})

@@ -1,6 +1,7 @@
 """`commlib compare` and `commlib profile`: tables, JSON, pictures, traces, options, errors."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -230,6 +231,16 @@ def test_a_trace_covers_one_step():
         assert any(span.lane == "network" for span in spans)
     events = timeline.chrome_trace(comparison.results())["traceEvents"]
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_no_events_of_a_track_overlap():
+    """Perfetto would drop them. Within nodes and between them, collectives run at the same time."""
+    events = timeline.chrome_trace(compared("signsgd(hierarchical=True)").results())["traceEvents"]
+    tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert "network 2" in tracks.values()
+    for pid, tid in tracks:
+        own = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (pid, tid)]
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-6 for a, b in itertools.pairwise(own))
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):

@@ -400,13 +400,48 @@ def test_numbers_that_make_no_sense_are_refused(command, option, value):
     assert f"Invalid value for '--{option}'" in result.output
 
 
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self, monkeypatch):
+        self.now_s = 0.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now_s)
+
+
 def test_a_log_shows_life(monkeypatch, capsys):
-    now = iter([0.0, 5.0, 11.0, 11.0, 12.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    with progress.progress_bar("simulating here", 3) as advance:
-        for name in "abc":
+    clock = Clock(monkeypatch)
+    with progress.progress_bar("simulating here", 2, 2) as advance:
+        for name, clock.now_s in (("slow", 70.0), ("fast", 75.0), ("slow", 150.0), ("fast", 152.0)):
             advance(name)
-    assert capsys.readouterr().err == "simulating here: 3 simulations\nsimulating here: 2 of 3\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "simulating here: 4 simulations",
+        "simulating here: 1 of 4",
+        "simulating here: 3 of 4, about 0:05 min left",
+    ]
+
+
+def test_the_remaining_time_is_that_of_the_kinds_that_remain(monkeypatch):
+    """As many tasks are done as remain, but the slow ones come first."""
+    clock = Clock(monkeypatch)
+    remaining = progress.Remaining(3, 4)
+    for name, clock.now_s in (("ddp", 1.0), ("slow", 101.0)):
+        remaining.add(name)
+        assert remaining.seconds() is None
+    clock.now_s = 103.0
+    remaining.add("fast")
+    assert remaining.seconds() == 3 * (1 + 100 + 2)
+    for name, clock.now_s in (("ddp", 104.0), ("slow", 224.0)):
+        remaining.add(name)
+    assert remaining.seconds() == 2 * 1 + 2 * 110 + 3 * 2
+    assert str(remaining) == ", about 3:48 min left"
+
+
+def test_without_repeats_no_time_is_promised(monkeypatch):
+    clock = Clock(monkeypatch)
+    remaining = progress.Remaining(2, 1)
+    for name, clock.now_s in (("ddp", 1.0), ("slow", 101.0)):
+        remaining.add(name)
+        assert str(remaining) == ""
 
 
 def test_all_commands_keep_to_the_width(small):

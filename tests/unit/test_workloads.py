@@ -245,6 +245,31 @@ def test_a_file_that_cannot_be_written_is_found_before_the_script_runs(tmp_path)
     assert "it ran" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "error"),
+    [
+        ("def fails():\n    raise KeyError('mine')\nfails()\n", "line 3, in <module>", "KeyError"),
+        ("def x(:\n", "line 1", "SyntaxError"),
+        ("import commlib\nraise commlib.ConfigError('mine')\n", "line 2, in <module>", "commlib.errors.ConfigError"),
+        (
+            "import torch\nmodel = torch.nn.Linear(8, 4)\ndef step(model):\n    model(torch.ones(3, 7))\n",
+            "line 4, in step",
+            "RuntimeError",
+        ),
+    ],
+)
+def test_an_error_of_the_script_is_shown_from_its_first_line_on(text, where, error, tmp_path):
+    script, output = tmp_path / "mine.py", tmp_path / "work.json"
+    script.write_text(text)
+    result = CliRunner().invoke(app, ["profile", str(script), "--output", str(output)])
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert next(line for line in lines if line.startswith("  File")).startswith(f'  File "{script}", {where}')
+    assert lines[-2].startswith(f"{error}: ")
+    assert lines[-1] == f"commlib profile: {script} raised {error.split('.')[-1]}; nothing was written"
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("text", ["x = 1", "import torch\nmodel = torch.nn.Linear(1, 1)\nstep = 3"])
 def test_a_script_without_model_and_step_is_a_clear_error(text, tmp_path):
     script = tmp_path / "bad.py"

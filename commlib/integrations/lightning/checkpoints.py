@@ -68,13 +68,17 @@ class Saved:
         return None if rank else {**formats.stamp(_FORMAT), "world_size": world_size, "ranks": states}
 
 
-def load(model: nn.Module, saved: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def load(model: nn.Module, own: Mapping[str, Any] | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Load this rank's part of a checkpoint, after everything else was loaded. Every rank calls it.
+
+    Args:
+        model: The wrapped module.
+        own: commlib's entry in the file; None if it has none.
+        optimizers: All of the module's optimizers.
 
     Raises:
         ConfigError: It is of another format or algorithm, or of another world size and the state is not portable.
     """
-    own = saved.get(KEY)
     if own is None:
         if dist.get_rank() == 0:
             _log.warning(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,8 @@ from commlib.integrations.lightning import checkpoints
 from commlib.parallel import restore_class
 from commlib.replica import Replica, find
 from commlib.wrap import expect_backward, synchronize, unwrap, wrap
+
+_log = logging.getLogger("commlib")
 
 #: Options of Lightning's own strategies that are passed on.
 _LIGHTNING_OPTIONS = (
@@ -80,6 +83,7 @@ class CommlibStrategy(DDPStrategy):
         self.algorithm = algorithm
         self._options = options
         self._saved: checkpoints.Saved | None = None
+        self._loaded: Mapping[str, Any] | None = None
         self._has_failed = False
         self._hooks: list[Any] = []
 
@@ -109,7 +113,7 @@ class CommlibStrategy(DDPStrategy):
         """Set up the module. Wrap it if it will be trained.
 
         Raises:
-            ConfigError: An error of `commlib.wrap`, or the module has no optimizers.
+            ConfigError: An error of `commlib.wrap`, or no optimizer of the module has parameters of it.
         """
         self._has_failed, self._saved = False, None
         super().setup(trainer)
@@ -117,17 +121,32 @@ class CommlibStrategy(DDPStrategy):
             self._wrap()
 
     def _wrap(self) -> None:
-        module = self._module
-        optimizers = self._raw_optimizers
-        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        if trained.isdisjoint(map(id, module.parameters())):
+        module, optimizers = self._module, self._raw_optimizers
+        algorithm = algorithms.create(self.algorithm)
+        if not optimizers:
+            if not any(parameter.requires_grad for parameter in module.parameters()):
+                return
+            algorithm = self._without_steps(algorithm)
+        elif _held_by(optimizers).isdisjoint(map(id, module.parameters())):
             raise ConfigError(
                 f"{type(module).__name__}.configure_optimizers returned no optimizer with parameters of the module, so "
-                "there is nothing to train together. Return one, or use another strategy than commlib's"
+                "there is nothing to train together. Return one, or None to train without an optimizer"
             )
         self._hooks = [each.register_step_pre_hook(self._run_closure_first) for each in optimizers]  # before commlib's
         scaler = getattr(self.precision_plugin, "scaler", None)
-        wrap(module, self.algorithm, optimizer=list(optimizers), scaler=scaler, **self._options)
+        wrap(module, algorithm, optimizer=optimizers or None, scaler=scaler, **self._options)
+
+    def _without_steps(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm for a module without optimizers: its gradients are averaged as with DDP."""
+        if algorithm.name == "allreduce":
+            return algorithm
+        if self.is_global_zero:
+            _log.warning(
+                "%s.configure_optimizers returned no optimizer, so %r has no steps to follow: 'allreduce' averages the "
+                "gradients. If the module has an optimizer, return it",
+                *(type(self._module).__name__, algorithm.name),
+            )
+        return algorithms.create("allreduce")
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -139,7 +158,7 @@ class CommlibStrategy(DDPStrategy):
         """Unwrap the module. If replicas differ, all ranks get the consensus first."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._loaded = [], None
         replica = self._replica
         if replica is not None and self._has_failed:
             self._saved = None
@@ -162,8 +181,10 @@ class CommlibStrategy(DDPStrategy):
         return self.lightning_module
 
     @property
-    def _raw_optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return all_of(resolve(list(self.optimizers))) if self.optimizers else ()
+    def _raw_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The module's optimizers, without Lightning's placeholder for none, which has no parameters."""
+        found = all_of(resolve(list(self.optimizers))) if self.optimizers else ()
+        return [optimizer for optimizer in found if optimizer.param_groups]
 
     @property
     def _replica(self) -> Replica | None:
@@ -189,7 +210,7 @@ class CommlibStrategy(DDPStrategy):
         """Write the file from rank 0, with every rank's part in it. Every rank calls it."""
         gathered = self._gathered() if "optimizer_states" in checkpoint else None
         if gathered is not None:
-            checkpoint[checkpoints.KEY] = gathered
+            checkpoint = {**checkpoint, checkpoints.KEY: gathered}  # hooks have seen the dict, and may keep it
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gathered(self) -> dict[str, Any] | None:
@@ -204,6 +225,13 @@ class CommlibStrategy(DDPStrategy):
         return saved.gather()
 
     @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the file. commlib's entry is removed and kept until the optimizers are loaded: no hook sees it."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._loaded = checkpoint.pop(checkpoints.KEY, None)
+        return checkpoint
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state, the last state that all ranks share, and then this rank's part.
 
@@ -212,7 +240,8 @@ class CommlibStrategy(DDPStrategy):
         """
         super().load_optimizer_state_dict(checkpoint)
         if self._replica is not None:
-            checkpoints.load(self._module, checkpoint, self._raw_optimizers)
+            checkpoints.load(self._module, self._loaded, self._raw_optimizers)
+            self._loaded = None
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +249,8 @@ class CommlibStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as the forward of the wrapped module."""
         module, replica = self._module, self._replica
-        assert replica is not None
+        if replica is None:  # nothing in it is trained
+            return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             if module.automatic_optimization:
                 replica.begin_forward()
@@ -305,6 +335,10 @@ def _running(replica: Replica, value: bool) -> Generator[None, None, None]:
         yield
     finally:
         replica.is_running = before
+
+
+def _held_by(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def _takes_gradients_before(replica: Replica) -> bool:
