@@ -65,7 +65,7 @@ def misfits(comparison: Comparison) -> str:
 
 
 def presets_of(comparison: Comparison) -> str:
-    """Return what the presets among the rows stand for; "" without any."""
+    """Return the algorithms and options of the presets among the rows; "" without any."""
     named = [(row.algorithm, PRESETS[row.algorithm]) for row in comparison.rows if row.algorithm in PRESETS]
     if not named:
         return ""

@@ -26,7 +26,7 @@ def muon(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 class OfAnotherPackage(TopK):
-    """Measured by whoever wrote it."""
+    """Measured by its author, not by commlib."""
 
 
 def said(action: str = "always", *, algorithm: str | TopK = "topk", make=adamw) -> list[warnings.WarningMessage]:
