@@ -20,7 +20,7 @@ from commlib.codecs import BlockCodec, SparseCodec
 from commlib.primitives.topology import Topology
 
 #: Relative increase of the validation loss over all-reduce's above which an algorithm counts as losing. It lies in a
-#: gap of the measurements: the highest mean below it is 4.8 %, the lowest above it is 7.2 %.
+#: gap of the measurements: the highest mean below it is 4.8 %, the lowest above it is 5.2 %.
 LOSES = 0.05
 #: Display names of the optimizer kinds (`Algorithm.made_for`).
 OPTIMIZERS = {"sgd": "SGD", "adam": "AdamW", "muon": "Muon"}
@@ -41,7 +41,8 @@ class Known:
         steps: Number of steps.
         loss: Validation loss relative to all-reduce's with the same seeds, minus 1: 0.32 is 32 % more.
         file: File in `benchmarks/results`.
-        options: Options that an instance must have for this result to apply, including relevant defaults.
+        options: Attributes that an instance or its channel must have for this result to apply, including relevant defaults.
+            The period of `streaming_diloco` is that of a fragment.
         seeds: The seeds.
         ranks: Number of ranks.
     """

@@ -32,7 +32,7 @@ def rows_of(file):
 
 def losses(known, system):
     """The losses of a system in the run that an entry names, by seed."""
-    run = (known.model, OPTIMIZERS[known.optimizer].lower(), known.steps, known.ranks, f"commlib:{system}@1")
+    run = (known.model, known.trained_with, known.steps, known.ranks, f"commlib:{system}@1")
     names = ("model", "optimizer", "steps", "ranks", "system")
     return {r["seed"]: r["loss"] for r in rows_of(known.file) if tuple(r[name] for name in names) == run}
 
@@ -41,7 +41,7 @@ def losses(known, system):
     "known", known_losses(), ids=lambda known: f"{known.optimizer}-{known.model}-{known.steps}-{known.system}"
 )
 def test_every_figure_is_that_of_the_result_file(known):
-    own, exact = losses(known, known.system), losses(known, "allreduce")
+    own, exact = losses(known, known.system), losses(known, known.baseline)
     assert tuple(sorted(own.keys() & exact.keys())) == known.seeds
     assert abs(fmean(own[seed] / exact[seed] - 1 for seed in known.seeds) - known.loss) <= 0.0005 + 1e-9
 
@@ -64,14 +64,20 @@ def test_whatever_was_measured_with_its_defaults_is_known():
 
 def test_every_entry_speaks_of_what_was_measured():
     for known in known_losses():
-        tree = ast.parse(known.system, mode="eval").body
-        given = (
-            {k.arg: k.value for k in tree.keywords if k.arg not in ("lr", "optimizer")}
-            if isinstance(tree, ast.Call)
-            else {}
-        )
-        options = ", ".join(f"{name}={ast.unparse(value)}" for name, value in given.items())
-        assert known.speaks_of(made(f"{known.algorithm}({options})")), known
+        assert known.speaks_of(of_system(known.system)), known
+
+
+def of_system(text):
+    """The algorithm of a system in the benchmark."""
+    tree = ast.parse(text, mode="eval").body
+    keywords = tree.keywords if isinstance(tree, ast.Call) else []
+    given = [f"{k.arg}={_literal(k.value)}" for k in keywords if k.arg not in ("lr", "optimizer")]
+    return made(f"{text.partition('(')[0]}({', '.join(given)})")
+
+
+def _literal(value: ast.expr) -> str:
+    """The benchmark's command line has words without quotes."""
+    return repr(value.id) if isinstance(value, ast.Name) else ast.unparse(value)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,11 @@ def test_every_entry_speaks_of_what_was_measured():
         ("diloco", "sgd", False),  # 300 steps are too few for it, 3,000 are enough
         ("streaming_diloco", "sgd", True),
         ("topk", "muon", True),  # not measured with it: as with AdamW
+        ("diloco_muon", "adam", False),  # its own kind counts
+        ("diloco(period=20, outer_lr=1.0, outer_momentum=0.5)", "muon", False),  # sends more than the measured one
+        ("diloco", "muon", True),  # other options
+        ("noloco", "adam", True),
+        ("dgc", "adam", True),
         ("bytegrad", "muon", False),
         ("topk(ef21=0.1)", "adam", False),  # another gradient: not known
         ("signsgd(feedback=False)", "adam", True),  # on one model of two
@@ -116,10 +127,10 @@ def test_of_several_models_the_worst_counts():
 
 
 def test_what_is_made_for_another_optimizer_is_doubted_unless_it_was_measured():
-    assert doubt(made("dgc"), "adam") == "made for SGD, not measured with AdamW"
+    assert doubt(made("gossip"), "adam") == "made for SGD, not measured with AdamW"
     assert doubt(made("sparse_loco"), "sgd") == "made for AdamW, not measured with SGD"
     assert doubt(made("diloco"), "sgd") == ""  # made for AdamW, but keeps up
-    assert doubt(made("noloco"), "adam") == "not measured with AdamW"
+    assert doubt(made("noloco(period=10)"), "adam") == "not measured with AdamW"
     assert doubt(made("topk(ef21=0.1)"), "adam").endswith("not measured with AdamW")  # another gradient
     assert doubt(made("allreduce"), "adam") == ""  # exact
     assert doubt(made("bytegrad"), "adam") == ""
@@ -132,8 +143,7 @@ def test_what_keeps_up_is_not_known_to_lose(kind):
     assert "bytegrad" in names
     assert not [name for name in names if name.startswith(("signsgd", "randomk"))]
     for name in names:
-        options = "" if "lr=" in name and "outer" not in name else name
-        assert loses_with(made(options), kind) is None
+        assert loses_with(of_system(name), kind) is None
 
 
 def test_every_algorithm_says_what_it_is_made_for():

