@@ -41,8 +41,8 @@ class Known:
         steps: Number of steps.
         loss: Validation loss relative to all-reduce's with the same seeds, minus 1: 0.32 is 32 % more.
         file: File in `benchmarks/results`.
-        options: Attributes that an instance or its channel must have for this result to apply, including relevant defaults.
-            The period of `streaming_diloco` is that of a fragment.
+        options: Attributes that an instance or its channel must have for this result to apply, including relevant
+            defaults. The period of `streaming_diloco` is that of a fragment.
         seeds: The seeds.
         ranks: Number of ranks.
     """
