@@ -30,7 +30,8 @@ class DGC(Compressed):
     Args:
         ratio: Fraction of a bucket's elements that is sent after the warm-up, in (0, 1].
         momentum: The momentum m, in [0, 1).
-        clip: Norm to which each rank clips the gradient of the whole model; None does not clip.
+        clip: Norm to which each rank clips the gradient of the model; None does not clip. Parameters that `compress`
+            leaves out are not clipped.
         ratio_warmup_steps: Optimizer steps (rounds, without an optimizer) in which the ratio decreases from 0.25 to
             `ratio`, by the same factor at each quarter.
         hierarchical: Whether gradients are first summed inside each node in full precision; each node then acts as one
