@@ -97,7 +97,7 @@ def import_torch() -> None:
     # A plugin that imports a name from its former place.
     warnings.filterwarnings("ignore", message="commlib.algorithms.families.policy has moved")
     # Tests that combine an algorithm and an optimizer do not examine the loss of that combination.
-    warnings.filterwarnings("ignore", message=".* more loss than all-reduce with")
+    warnings.filterwarnings("ignore", message=".* (more loss than all-reduce|not measured) with")
 
 
 def die_with_parent() -> None:
