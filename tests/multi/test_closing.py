@@ -53,6 +53,7 @@ ELSEWHERE = {
     "accelerate.waiting": "of a table; tests/unit/test_weak.py",
     "sharded models": "of a table; tests/unit/test_weak.py",
     "wrap.alone": "of a table; tests/unit/test_weak.py",
+    "membership": "held where a process joins a job; tests/unit/test_membership.py",
 }
 
 
