@@ -61,7 +61,7 @@ def test_the_classes_have_what_the_table_says() -> None:
 def test_an_extension_with_another_shape_is_refused(field: str, value: int) -> None:
     built = {number: dict(fields) for number, fields in native.load().block_codecs().items()}
     built[BY_NAME["int4"].id][field] = value
-    with pytest.raises(CommlibError, match=rf"int4\.{field}: expected \w+, got {value}\. Build it again"):
+    with pytest.raises(CommlibError, match=rf"int4\.{field}: expected \w+, got {value}\. Install commlib again"):
         codec_table.check_built(built, codec_table.TOP_K_BLOCK)
 
 

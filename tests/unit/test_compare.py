@@ -245,7 +245,7 @@ def test_no_events_of_a_track_overlap():
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"commlib\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'matplotlib"):
         plots.speedups({"a": [1.0, 2.0]}, [1.0, 2.0], "x", "title", tmp_path / "a.png")
 
 
