@@ -70,7 +70,7 @@ def rendezvous(
         "commlib-rendezvous.journal"
     ),
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Let new members begin a job; else an earlier one must go on.")
+        bool, typer.Option("--fresh", help="Let new members begin if no member of an earlier job returns.")
     ] = False,
     min_members: Annotated[int, typer.Option(min=1, help="Nobody trains with fewer members.")] = 1,
     target_members: Annotated[
@@ -88,7 +88,7 @@ def rendezvous(
         if status:
             command.show_status(host, port, token)
         else:
-            command.serve(host, port, token, journal, fresh, min_members, target_members)
+            command.serve(host, port, token, journal, command.Rules(fresh, min_members, target_members))
 
 
 @app.command()

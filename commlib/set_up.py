@@ -162,8 +162,9 @@ def check_optimizer(
     if algorithm.optimizer_kind not in (None, kind):
         named = OPTIMIZERS[algorithm.optimizer_kind]
         raise ConfigError(
-            f"optimizer: this preset of {algorithm.name!r} was measured with {named}; expected {named} for the hidden "
-            f"matrices, as in optimizer=[muon, adamw], got {optimizers.names_of(optimizer)}"
+            f"optimizer: this preset of {algorithm.name!r} was measured with {named}; expected torch.optim.{named} for "
+            f"the hidden matrices and another one for the rest, as in optimizer=[muon, adamw], got "
+            f"{optimizers.names_of(optimizer)}. {algorithm.name!r} itself takes any optimizer"
         )
     algorithm.check_optimizer(optimizer, is_warming_up)
     needed = algorithm.channel.needs_optimizer

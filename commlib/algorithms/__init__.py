@@ -150,7 +150,9 @@ def get(name: str) -> type[Algorithm]:
         raise ConfigError(f"algorithm: {name!r} is a preset, which takes no options: {PRESETS[name]}")
     near = difflib.get_close_matches(str(name), [*list(), *PRESETS], n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise ConfigError(f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}")
+    raise ConfigError(
+        f"algorithm: {name!r} is not registered. {hint}Registered: {', '.join(list())}; presets: {', '.join(PRESETS)}"
+    )
 
 
 def create(algorithm: str | Algorithm) -> Algorithm:

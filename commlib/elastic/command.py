@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from commlib.elastic.registry import Rules
 from commlib.elastic.service import HANDSHAKE_S, Service
 from commlib.elastic.views import Status, StatusReply, packed, unpacked
 from commlib.elastic.wire import Wire, WireError, WrongToken
@@ -38,9 +39,7 @@ def read_token(path: Path | None) -> bytes:
     return token
 
 
-def serve(
-    host: str, port: int, token: bytes, journal: Path, is_fresh: bool, min_members: int, target_members: int
-) -> None:
+def serve(host: str, port: int, token: bytes, journal: Path, rules: Rules) -> None:
     """Run a service until SIGINT or SIGTERM. Prints its address when it is ready.
 
     Raises:
@@ -48,13 +47,11 @@ def serve(
         CommlibError: The journal can no longer be written.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    service = Service(
-        host, port, token, journal, is_fresh=is_fresh, min_members=min_members, target_members=target_members
-    )
+    service = Service(host, port, token, journal, rules)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: service.stop())
     newest = service.registry.view
-    state = f"continues view {newest.number}" if newest else "begins a job" if is_fresh else _WAITS
+    state = f"continues view {newest.number}" if newest else "begins a job" if rules.is_fresh else _WAITS
     print(f"commlib rendezvous: {_shown(service.address)}: {state}", flush=True)
     try:
         service.run()

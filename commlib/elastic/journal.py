@@ -1,4 +1,4 @@
-"""The views that a service has made, on disk: one line of JSON per view, written before anybody hears of it."""
+"""The views that a service has made, on disk: one line of JSON per view, written before it is sent."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ class Membership:
 
         Raises:
             Excluded: This member is not in the newest view.
-            StoreLost: The service is not connected when the time is over.
-            PeerTimeout: It is, but too few members have come.
+            StoreLost: The time is over. The message tells whether the service is connected.
         """
         found = lambda: self._view is not None and self._view.number > number and self._is_large_enough  # noqa: E731
         self._wait(found, self._timeout_s if timeout_s is None else timeout_s, f"a view after number {number}")

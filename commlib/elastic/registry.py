@@ -15,17 +15,20 @@ The first view. Without a journal the service does not know whether an earlier r
 was told that the job is `fresh`, it therefore waits for members that claim a view, and continues the newest claimed one
 when more than half of its members have come. New members wait meanwhile.
 
-After a restart the members of the journalled view have `grace_s` to return; those that do not are removed. The last
-member is never removed: when nobody remains, all members of the view have `grace_s` to return, and after that new
-members begin with the state that they have loaded. When most members are silent at once, the service itself is cut off,
-and it waits `CUT_OFF` times as long.
+After a restart the members of the journalled view have `grace_s` to return; those that do not are removed. A member
+that claims a newer view of the same job shows that the journal is an old copy: the claims then decide, as without a
+journal.
+
+The last member is never removed, since it may train without the service. New members begin with the state that they
+have loaded once its process was started again under its name, or after `grace_s` if the job is `fresh`. When most
+members are silent at once, the service itself is cut off, and it waits `CUT_OFF` times as long.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -80,6 +83,23 @@ class Record:
     settled: int = 0
 
 
+@dataclass(frozen=True)
+class Rules:
+    """The options of a service.
+
+    Attributes:
+        is_fresh: Whether new members may begin with their own state if no member of an earlier view claims one.
+        min_members: The number of members below which nobody trains; members may ask for more.
+        target_members: Members on standby enter below this number; 0: never.
+        grace_s: How long members of the newest view may take to return, in seconds.
+    """
+
+    is_fresh: bool = False
+    min_members: int = 1
+    target_members: int = 0
+    grace_s: float = 10.0
+
+
 @dataclass
 class _Suspicion:
     since_s: float
@@ -92,10 +112,7 @@ class Registry(Generic[C]):
     Args:
         epoch: Random text of this run of the service.
         view: The newest journalled view; None without one.
-        is_fresh: Whether a job may begin although there is no journalled view.
-        min_members: The number of members below which nobody trains; members may ask for more.
-        target_members: Members on standby enter below this number; 0: never.
-        grace_s: How long members of the journalled view may take to return, in seconds.
+        rules: The options.
         now_s: The current time.
         journal: Called with each new view, which must be on disk when it returns.
         send: Called with a connection and a message.
@@ -109,24 +126,19 @@ class Registry(Generic[C]):
         self,
         epoch: str,
         view: View | None,
-        *,
-        is_fresh: bool,
-        min_members: int,
-        target_members: int,
-        grace_s: float,
+        rules: Rules,
         now_s: float,
         journal: Callable[[View], None],
         send: Callable[[C, Message], None],
     ) -> None:
         self.view = view
         self.records: dict[C, Record] = {}
-        self._epoch, self._is_fresh = epoch, is_fresh
-        self._min_members, self._target_members, self._grace_s = min_members, target_members, grace_s
+        self._epoch, self._rules = epoch, rules
         self._journal, self._send = journal, send
         self._generations: dict[str, tuple[int, int]] = {}
         self._claims: dict[C, Claim] = {}
-        self._absent: set[int] = set()  # members of the view that have not returned since the service started
-        self._return_by_s = now_s + grace_s
+        self._absent: set[int] = set()  # members of the view that are not connected but may return
+        self._return_by_s = now_s + rules.grace_s
         self._suspicion: _Suspicion | None = None
         self._is_over = False  # no member of the view remains, and none can return
         if view is not None:
@@ -178,34 +190,38 @@ class Registry(Generic[C]):
     def tick(self, now_s: float) -> list[C]:
         """Process all that is due; return the connections that have become silent, which the caller closes."""
         if self.view is not None and self._absent and now_s >= self._return_by_s:
-            if len(self._absent) == len(self.view.ids):
-                self._absent, self._is_over = set(), True
-                self._admit()
-            else:
+            if len(self._absent) < len(self.view.ids):
                 names = ", ".join(member.name for member in self.view.members if member.id in self._absent)
                 self._remove(self._absent, f"{names} did not return", now_s)
+            elif self._rules.is_fresh:
+                self._absent, self._is_over = set(), True
+                self._admit()
         if self._suspicion is not None and now_s >= self._suspicion.since_s + SUSPICION_S:
             pairs, self._suspicion = self._suspicion.pairs, None
             if excluded := smallest_cover(pairs):
                 names = ", ".join(record.member.name for record in self._members() if record.member.id in excluded)
                 self._remove(set(excluded), f"{names} cannot reach other members", now_s)
-        silent = [connection for connection in self.records if now_s >= self._silent_at_s(connection, now_s)]
+        silent = self._silent(now_s)
         for connection in silent:
             self.end(connection, "was silent", now_s)
         return silent
 
-    def _silent_at_s(self, connection: C, now_s: float) -> float:
-        """Return when a connection counts as silent if nothing is heard from it."""
-        record = self.records[connection]
+    def _silent(self, now_s: float) -> list[C]:
+        """Return the connections from which nothing was heard for too long."""
         members = list(self._members())
         quiet = [each for each in members if now_s >= each.heard_s + each.heartbeat_s / 2]
-        is_cut_off = record.stage is Stage.MEMBER and 2 * len(quiet) > len(members)
-        return record.heard_s + record.heartbeat_s * (CUT_OFF if is_cut_off else 1)
+        patience = CUT_OFF if 2 * len(quiet) > len(members) else 1
+        return [
+            connection
+            for connection, record in self.records.items()
+            if now_s >= record.heard_s + record.heartbeat_s * (patience if record.stage is Stage.MEMBER else 1)
+        ]
 
-    def due_s(self) -> float | None:
+    def due_s(self, now_s: float) -> float | None:
         """Return when `tick` may have something to do; None if only events matter."""
-        times = [record.heard_s + record.heartbeat_s for record in self.records.values()]
-        times += [self._return_by_s] if self._absent else []
+        limits = [(record.heard_s, record.heartbeat_s) for record in self.records.values()]
+        times = [at_s + limit_s * (1 if at_s + limit_s > now_s else CUT_OFF) for at_s, limit_s in limits]
+        times += [self._return_by_s] if self._absent and self._return_by_s > now_s else []
         if self._suspicion is not None:
             times.append(self._suspicion.since_s + SUSPICION_S)
         return min(times, default=None)
@@ -220,7 +236,10 @@ class Registry(Generic[C]):
             self._send(connection, Refused(f"the name {name!r} is in use"))
             return False
         if self.view is not None and any(m.name == name and m.id in self._absent for m in self.view.members):
-            self._remove({m.id for m in self.view.members if m.name == name}, f"{name} was started again", now_s)
+            if len(self.view.ids) == 1:
+                self._absent, self._is_over = set(), True
+            else:
+                self._remove({m.id for m in self.view.members if m.name == name}, f"{name} was started again", now_s)
         member_id, generation = self._generations.get(name, (self._next_id(), -1))
         self._generations[name] = member_id, generation + 1
         member = Member(member_id, generation + 1, name, join.address, join.data)
@@ -231,14 +250,19 @@ class Registry(Generic[C]):
         return True
 
     def _return(self, connection: C, join: Join, claim: Claim, now_s: float) -> bool:
-        """Take back a member that trained before the service was started again, or before its connection broke."""
+        """Take back a member that trained before the service was started again, or the last member of a view."""
+        if self.view is not None and claim.view.job != self.view.job:
+            self._send(connection, Refused("the service has the journal of another job"))
+            return False
+        self._claims[connection] = claim
+        if self.view is not None and claim.view.number > self.view.number and self.view.epoch != self._epoch:
+            self.view, self._absent, self._rules = None, set(), replace(self._rules, is_fresh=False)
         if self.view is None:
-            self._claims[connection] = claim
             self._welcome(connection, join, claim, now_s)
             self._continue_claimed(now_s)
             return True
         mine = next((m for m in self.view.members if m.id == claim.id and m.generation == claim.generation), None)
-        if mine is None or claim.id not in self._absent or claim.view.number > self.view.number:
+        if mine is None or claim.id not in self._absent:
             self._send(connection, NewView(self.view, self._least(), "you were excluded"))
             return False
         self._absent.discard(claim.id)
@@ -262,11 +286,10 @@ class Registry(Generic[C]):
         self.view = newest
         self._remember(newest)
         self._absent = set(newest.ids) - here.keys()
-        self._return_by_s = now_s + self._grace_s
+        self._return_by_s = now_s + self._rules.grace_s
         for connection in [c for c in self._claims if c not in here.values()]:
             self._send(connection, NewView(newest, self._least(), "you were excluded"))
             self.records.pop(connection)
-        self._claims.clear()
         for connection in here.values():
             self._send(connection, NewView(newest, self._least(), "the service was started again"))
         self._admit()
@@ -276,7 +299,7 @@ class Registry(Generic[C]):
         self._activate_standby()
         if self.view is None or self._is_over:
             found = [record for record in self.records.values() if record.stage is Stage.JOINING]
-            if (self._is_fresh or self._is_over) and found and len(found) >= self._least():
+            if (self._rules.is_fresh or self._is_over) and found and len(found) >= self._least():
                 self._make_view([record.member for record in found], "the job begins")
             return
         if any(record.settled < self.view.number for record in self._members()) or self._absent:
@@ -293,7 +316,7 @@ class Registry(Generic[C]):
         entering = [r for r in self.records.values() if r.stage in (Stage.JOINING, Stage.READY)]
         present = len(self.view.ids) if self.view else 0
         waiting = sorted((r for r in self.records.values() if r.stage is Stage.STANDBY), key=lambda r: r.member)
-        for record in waiting[: max(0, self._target_members - present - len(entering))]:
+        for record in waiting[: max(0, self._rules.target_members - present - len(entering))]:
             record.stage = Stage.JOINING
 
     def _tell_joining(self) -> None:
@@ -316,12 +339,13 @@ class Registry(Generic[C]):
         return (record for record in self.records.values() if record.stage is Stage.MEMBER)
 
     def _least(self) -> int:
-        return max([self._min_members, *(record.min_members for record in self.records.values())])
+        return max([self._rules.min_members, *(record.min_members for record in self.records.values())])
 
     def _make_view(self, members: list[Member], reason: str) -> None:
-        number = self.view.number + 1 if self.view else 1
-        view = View(self._epoch, number, tuple(sorted(members)))
+        job, number = (self.view.job, self.view.number + 1) if self.view else (self._epoch, 1)
+        view = View(job, self._epoch, number, tuple(sorted(members)))
         self._journal(view)
+        self._claims.clear()
         self.view, self._suspicion, self._is_over = view, None, False
         ids = set(self.view.ids)
         for connection, record in list(self.records.items()):
@@ -342,7 +366,7 @@ class Registry(Generic[C]):
             return
         left = [member for member in self.view.members if member.id not in ids]
         if not left:
-            self._absent, self._return_by_s = set(self.view.ids), now_s + self._grace_s
+            self._absent, self._return_by_s = set(self.view.ids), now_s + self._rules.grace_s
         elif len(left) < len(self.view.members):
             self._absent -= ids
             self._make_view(left, reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlib.elastic.journal import Journal
-from commlib.elastic.registry import FROM_MEMBERS, Registry
+from commlib.elastic.registry import FROM_MEMBERS, Registry, Rules
 from commlib.elastic.views import BadMessage, Join, Message, Status, StatusReply, packed, unpacked
 from commlib.elastic.wire import Wire, WireError, WrongToken
 from commlib.errors import ConfigError
@@ -57,10 +57,7 @@ class Service:
         port: The port; 0 lets the system choose.
         token: The secret that members share with the service; b"" for none.
         journal: The file of the views.
-        is_fresh: As in `Registry`, and likewise below.
-        min_members: The number of members below which nobody trains.
-        target_members: Members on standby enter below this number; 0: never.
-        grace_s: How long members may take to return after the service was started again, in seconds.
+        rules: The options of its decisions.
 
     Attributes:
         address: (host, port) that it listens on.
@@ -76,11 +73,7 @@ class Service:
         port: int,
         token: bytes,
         journal: Path,
-        *,
-        is_fresh: bool = False,
-        min_members: int = 1,
-        target_members: int = 0,
-        grace_s: float = 10.0,
+        rules: Rules = Rules(),  # noqa: B008 (it is frozen)
     ) -> None:
         self._token = token
         try:
@@ -108,10 +101,7 @@ class Service:
         self.registry: Registry[_Connection] = Registry(
             secrets.token_hex(8),
             self._journal.newest,
-            is_fresh=is_fresh,
-            min_members=min_members,
-            target_members=target_members,
-            grace_s=grace_s,
+            rules,
             now_s=time.monotonic(),
             journal=self._journal.write,
             send=self._send,
@@ -248,9 +238,10 @@ class Service:
 
     def _limit_s(self) -> float | None:
         times = [each.until_s for each in self._connections if each.until_s is not None]
-        if (due_s := self.registry.due_s()) is not None:
+        now_s = time.monotonic()
+        if (due_s := self.registry.due_s(now_s)) is not None:
             times.append(due_s)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return max(0.0, min(times) - now_s) if times else None
 
     def _tick(self) -> None:
         now_s = time.monotonic()

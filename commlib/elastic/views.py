@@ -40,11 +40,13 @@ class View:
     """The members that train together, in rank order.
 
     Attributes:
+        job: The epoch of the job's first view.
         epoch: Random text of the service's run that made this view.
         number: Larger than that of every earlier view of the job, across runs of the service.
         members: In order of their ids.
     """
 
+    job: str
     epoch: str
     number: int
     members: tuple[Member, ...]

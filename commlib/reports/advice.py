@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from commlib import algorithms
 from commlib.algorithms import PRESETS
 from commlib.algorithms.base import EXACTNESS
 from commlib.algorithms.known import LOSES, OPTIMIZERS
 from commlib.reports.families import without_auto
 from commlib.reports.rows import amount
 from commlib.reports.tables import kept
+from commlib.simulation import compare
 from commlib.simulation.compare import Comparison, Prediction
 from commlib.simulation.cost import unit
 from commlib.simulation.simulator import Result
@@ -54,6 +56,16 @@ def _best_by_class(comparison: Comparison) -> Iterator[Prediction]:
             yield rows[0]
 
 
+def forms_left_out(comparison: Comparison) -> str:
+    """Return which hierarchical forms were not compared although their algorithms were; "" if none."""
+    if not compare.has_nodes(comparison.network, comparison.sharding):
+        return ""
+    labels = [row.algorithm for row in comparison.rows]
+    named = [label for label in labels if label in algorithms.list() and compare.hierarchical_form(label) is not None]
+    forms = [form for name in named if (form := f"{name}(hierarchical=True)") not in labels]
+    return f"Forms for nodes of several ranks, not compared: {', '.join(forms)}." if forms else ""
+
+
 def misfits(comparison: Comparison) -> str:
     """Return which rows need more memory than the device has; "" if none."""
     rows = [kept(without_auto(row.algorithm)) for row in comparison.rows if not row.fits]
@@ -95,6 +107,7 @@ class _Choice:
     name: str
     exactness: str
     result: Result
+    loss: float | None = None
 
     @property
     def slowdown(self) -> float:
@@ -110,10 +123,13 @@ class _Choice:
         return network.bytes_per_s, network.bandwidth_gbps, -network.latency_us
 
     def described(self) -> str:
-        """Return the algorithm, its class, the slowdown and the cost."""
+        """Return the algorithm, its class and measured loss, the slowdown and the cost."""
         cost = self.comparison.cost(self.result)
         price = "" if cost is None else f", {amount(cost.per_million)} per million {unit(self.comparison.workload)}"
-        return f"{kept(self.name)} ({self.exactness}), {self.slowdown - 1:+.0%}{price}"
+        muon = ", with Muon, whose own time is not included" if self.name in PRESETS else ""
+        loss = f", loss {self.loss:+.0%}" if self.loss is not None and round(self.loss, 2) else ""
+        slower = f"{self.slowdown - 1:+.0%}" if self.slowdown < 2 else f"{self.slowdown:.3g} times as long"
+        return f"{kept(self.name)} ({self.exactness}{muon}{loss}), {slower}{price}"
 
 
 def network_advice(comparisons: Sequence[Comparison]) -> str:
@@ -145,7 +161,7 @@ def network_advice(comparisons: Sequence[Comparison]) -> str:
 def _choices(comparison: Comparison) -> list[_Choice]:
     """Return the baseline and the rows without a mark, the most exact first, then the fastest."""
     found = [
-        _Choice(comparison, without_auto(row.algorithm), row.exactness, row.result)
+        _Choice(comparison, without_auto(row.algorithm), row.exactness, row.result, row.loss)
         for row in comparison.rows
         if not row.mark
     ]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from commlib import algorithms
 from commlib.algorithms.allreduce import AllReduce
 from commlib.algorithms.auto import Auto
 from commlib.algorithms.base import EXACTNESS, Algorithm
@@ -22,14 +21,13 @@ from commlib.errors import ConfigError
 from commlib.network import presets, workloads
 from commlib.network.model import Device, Network, Workload
 from commlib.reports import plots, sweeps, tables, targets
-from commlib.reports.advice import advice, losses, misfits, network_advice, presets_of
+from commlib.reports.advice import advice, forms_left_out, losses, misfits, network_advice, presets_of
 from commlib.reports.assumptions import ceiling, sharded, summary
 from commlib.reports.csv_rows import to_csv
 from commlib.reports.page import page
 from commlib.reports.progress import progress_bar
 from commlib.reports.rows import columns, explained, num_required, rows_of
 from commlib.simulation import compare, timeline
-from commlib.simulation.collectives import Islands
 from commlib.simulation.compare import Comparison
 from commlib.simulation.cost import prices
 from commlib.simulation.sharded import Sharding
@@ -192,7 +190,7 @@ class _Case:
     @property
     def has_nodes(self) -> bool:
         """Whether the ranks that the algorithms run on are on several nodes, with several each."""
-        return _has_nodes(self.network, self.options.sharding)
+        return compare.has_nodes(self.network, self.options.sharding)
 
     @property
     def is_one_island(self) -> bool:
@@ -317,30 +315,14 @@ def show(comparison: Comparison, console: Console, wide: bool = False) -> None:
         _say(text, console)
     for name, reason in comparison.refused.items():
         _say(f"not simulated: {tables.kept(name)}: {reason}", console)
-    if forms := _forms_left_out(comparison):
-        _say(f"Forms for nodes of several ranks, not compared: {', '.join(forms)}.", console)
+    if text := forms_left_out(comparison):
+        _say(text, console)
     _say(advice(comparison), console, "bold")
     console.print()
 
 
-def _has_nodes(network: Network, sharding: Sharding | None) -> bool:
-    """Return whether the ranks that the algorithms run on are on several nodes, with several each."""
-    if sharding is not None:
-        network = Islands.of(network, sharding.ranks).replicas
-    return min(network.gpus_per_node, network.nodes) > 1
-
-
 def _names(text: str | None, usual: str) -> list[str]:
     return [each.strip() for each in (usual if text is None else text).split(",")]
-
-
-def _forms_left_out(comparison: Comparison) -> list[str]:
-    """Return hierarchical forms that were not compared although their algorithms were, for nodes of several ranks."""
-    if not _has_nodes(comparison.network, comparison.sharding):
-        return []
-    labels = [row.algorithm for row in comparison.rows]
-    named = [label for label in labels if label in algorithms.list() and compare.hierarchical_form(label) is not None]
-    return [form for name in named if (form := f"{name}(hierarchical=True)") not in labels]
 
 
 def _say(text: str, console: Console, style: str = "") -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from commlib.reports.advice import NEAR, advice, losses, misfits, network_advice, presets_of
+from commlib.reports.advice import NEAR, advice, forms_left_out, losses, misfits, network_advice, presets_of
 from commlib.reports.assumptions import assumptions, summary
 from commlib.reports.rows import Row, explained, rows_of
 from commlib.simulation.compare import Comparison
@@ -103,9 +103,10 @@ def _section(comparison: Comparison) -> Iterator[str]:
     yield from _paragraphs([advice(comparison)], "advice")
     yield _figure(comparison, [row for row in rows if not row.is_variant])
     yield _table(rows)
+    forms = forms_left_out(comparison)
     refused = [f"Not simulated: {name}: {reason}" for name, reason in comparison.refused.items()]
     notes = [note(comparison) for note in (explained, presets_of, losses, misfits)]
-    yield from _paragraphs([*notes, *refused], "note")
+    yield from _paragraphs([*notes, *refused, forms], "note")
     yield "<h3>Assumptions</h3>"
     yield _definitions(assumptions(comparison))
 
@@ -169,7 +170,7 @@ def _figure(comparison: Comparison, rows: Sequence[Row]) -> str:
     label = f"Time of a training step on {comparison.network.name}"
     return "\n".join(
         [
-            f"<figure><figcaption><strong>{escape(label)}</strong>, the fastest form of each algorithm, in ms.<br>",
+            f"<figure><figcaption><strong>{escape(label)}</strong>, in ms: the fastest compared form of each.<br>",
             *(_key(_COMPUTE, "computation"), _key(_EXPOSED, "exposed communication")),
             _key(_LIMIT, f"line: {NEAR - 1:.0%} above a step without communication") + "</figcaption>",
             f'<svg width="100%" height="{y}" role="img" aria-label="{escape(label)}">',

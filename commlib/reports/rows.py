@@ -129,7 +129,7 @@ def amount(value: float) -> str:
 
 
 def _loss(row: Prediction) -> str:
-    return f"{row.loss:+.0%}" if row.loss is not None else "?" * bool(row.doubt)
+    return f"{round(row.loss, 2) + 0.0:+.0%}" if row.loss is not None else "?" * bool(row.doubt)
 
 
 def _short(value: float) -> str:

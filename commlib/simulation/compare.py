@@ -18,6 +18,7 @@ from commlib.algorithms.base import EXACTNESS, Algorithm
 from commlib.algorithms.known import doubt, measured
 from commlib.errors import CodecError, ConfigError
 from commlib.network.model import Device, Network, Workload
+from commlib.simulation.collectives import Islands
 from commlib.simulation.cost import Cost, Price, cost, unit
 from commlib.simulation.options import check_options, options_of
 from commlib.simulation.sharded import Sharding
@@ -206,6 +207,13 @@ def _all(several_per_node: bool, optimizer: str | None) -> dict[str, Algorithm]:
     if optimizer == "adam":
         found |= {name: algorithms.create(name) for name in algorithms.PRESETS}
     return found
+
+
+def has_nodes(network: Network, sharding: Sharding | None) -> bool:
+    """Return whether the ranks that the algorithms run on are on several nodes, with several each."""
+    if sharding is not None:
+        network = Islands.of(network, sharding.ranks).replicas
+    return min(network.gpus_per_node, network.nodes) > 1
 
 
 def hierarchical_form(name: str) -> Algorithm | None:

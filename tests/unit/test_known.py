@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from commlib import algorithms
 from commlib.algorithms.auto import Auto
-from commlib.algorithms.known import LOSES, OPTIMIZERS, doubt, keeping_up, known_losses, loses_with
+from commlib.algorithms.known import LOSES, OPTIMIZERS, doubt, keeping_up, known_losses, loses_with, measured
 from commlib.engine import optimizers
 from commlib.optim import DeMo, FrozenVarianceAdam
 from commlib.simulation.compare import candidates
@@ -135,6 +136,27 @@ def test_what_is_made_for_another_optimizer_is_doubted_unless_it_was_measured():
     assert doubt(made("allreduce"), "adam") == ""  # exact
     assert doubt(made("bytegrad"), "adam") == ""
     assert doubt(made("topk"), "adam").startswith("32% more loss than all-reduce with AdamW")
+
+
+#: A row of `commlib compare` in a page: name, mark, class, step, speed-up, loss.
+SHOWN = re.compile(
+    r"^ *(?P<name>[a-z_0-9]+(?:\([^)]*\))?)(?P<mark>[*?]?) +(?:exact|8bit|compensated|any) +[\d,.]+ +[\d.]+ +"
+    r"(?P<loss>[+-]\d+%|\?)",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/tutorial.md"])
+def test_the_output_in_the_pages_has_the_known_losses(page):
+    """Both show a workload with AdamW."""
+    rows = list(SHOWN.finditer((RESULTS.parents[1] / page).read_text()))
+    assert rows
+    for row in rows:
+        algorithm = made(row["name"])
+        found = measured(algorithm, "adam")
+        loss = "?" if found is None else f"{found.loss:+.0%}"
+        mark = "" if not doubt(algorithm, "adam") else "?" if found is None else "*"
+        assert (row["mark"], row["loss"]) == (mark, loss), row["name"]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -14,6 +14,7 @@ from commlib.arguments import described
 from commlib.engine import optimizers
 from commlib.errors import ConfigError
 from commlib.network import presets
+from commlib.reports.advice import network_advice
 from commlib.simulation import compare
 from commlib.tuner import candidates_of
 from tests.unit.test_compare_screens import NETWORK, OPTIONS, SMALL, shown
@@ -68,6 +69,9 @@ def test_compare_shows_presets_for_workloads_with_adamw():
     text = " ".join(line.strip() for line in shown(comparison, 80))
     assert "diloco_muon: DiLoCo(period=30, outer_lr=1.0, outer_momentum=0.5, codec='int4')" in text
     assert "Muon for the hidden matrices, whose own computation is not simulated." in text
+    (only,) = [row for row in comparison.rows if row.algorithm == "diloco_muon"]
+    advised = network_advice([dataclasses.replace(comparison, rows=(only,))])
+    assert "diloco_muon (any, with Muon, whose own time is not included, loss +2%)" in advised
 
 
 def test_results_with_muon_take_precedence_over_those_with_adamw():

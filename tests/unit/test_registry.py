@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlib.elastic.registry import SUSPICION_S, Registry, Stage, smallest_cover
+from commlib.elastic.registry import SUSPICION_S, Registry, Rules, Stage, smallest_cover
 from commlib.elastic.views import (
     Claim,
     Join,
@@ -15,7 +15,6 @@ from commlib.elastic.views import (
     Refused,
     Settled,
     Suspect,
-    View,
     Welcome,
 )
 
@@ -32,10 +31,7 @@ class Job:
         self.registry = Registry(
             epoch,
             view,
-            is_fresh=fresh,
-            min_members=least,
-            target_members=target,
-            grace_s=GRACE_S,
+            Rules(fresh, least, target, GRACE_S),
             now_s=0.0,
             journal=self.journal.append,
             send=self._send,
@@ -212,6 +208,22 @@ def test_when_most_are_silent_the_service_itself_is_cut_off_and_waits():
     assert job.ids == (0,)
 
 
+def test_the_service_sleeps_while_it_waits_for_silent_members():
+    """The next time is in the future whenever nothing is due, or the service would use a core."""
+    job = job_of(4)
+    for _ in range(2):
+        job.pass_time(BEAT_S + 1, 0)
+        assert job.ids == (0, 1, 2, 3)
+        assert job.registry.due_s(job.now_s) > job.now_s
+    job.pass_time(BEAT_S + 1, 0)
+    assert job.ids == (0,)
+    lost = job_of(1, fresh=True)
+    lost.registry._rules = Rules(is_fresh=False)
+    lost.registry.end(0, "ended", lost.now_s)
+    lost.pass_time(100 * GRACE_S)
+    assert lost.registry.due_s(lost.now_s) is None
+
+
 def test_the_last_member_is_never_removed_and_may_return():
     job = job_of(2)
     job.registry.end(0, "ended", job.now_s)
@@ -224,7 +236,26 @@ def test_the_last_member_is_never_removed_and_may_return():
     assert job.ids == (1,)
 
 
-def test_when_nobody_returns_new_members_begin_with_a_higher_number():
+def test_when_nobody_returns_new_members_begin_only_if_the_job_may_begin():
+    """The old members may train without the service."""
+    old = job_of(1)
+    job = Job(old.registry.view, "e1", fresh=False)
+    job.join(2)
+    job.pass_time(100 * GRACE_S, 2)
+    assert (job.registry.view.number, job.ids) == (1, (0,))
+
+
+def test_when_the_last_process_was_started_again_nobody_trains_and_new_members_begin():
+    old = job_of(2)
+    job = Job(old.registry.view, "e1", fresh=False)
+    job.join(2, "member-1")
+    assert job.ids == (0,), "the other one may train"
+    job.join(3, "member-0")
+    assert (job.registry.view.number, job.ids) == (3, (0, 1))
+    assert {member.generation for member in job.registry.view.members} == {1}
+
+
+def test_when_nobody_returns_to_a_job_that_may_begin_new_members_do():
     job = job_of(2)
     job.registry.end(0, "ended", job.now_s)
     job.registry.end(1, "ended", job.now_s)
@@ -388,11 +419,28 @@ def test_half_of_the_newest_view_is_not_enough():
     assert job.registry.view is None
 
 
-def test_one_that_claims_a_newer_view_than_the_journals_is_excluded():
-    old = job_of(2)
+def test_a_claim_newer_than_the_journal_shows_that_it_is_an_old_copy():
+    old = job_of(3)
+    stale, stale_claims = old.registry.view, claims_of(old)
+    old.registry.end(0, "ended", 0.0)
+    newest = claims_of(old)
+    job = Job(stale, "e1", fresh=True)
+    job.join(9)
+    job.join(0, "member-0", claim=stale_claims[0])
+    job.join(1, "member-1", claim=newest[1])
+    assert job.registry.view is None
+    job.join(2, "member-2", claim=newest[2])
+    assert (job.registry.view, job.journal) == (newest[2].view, [])
+    assert 0 not in job.last(0).view.ids, "excluded"
+    job.pass_time(100 * GRACE_S, 1, 2, 9)
+    assert job.ids == (1, 2), "and the new member did not begin"
+
+
+def test_members_of_another_job_are_refused():
+    old, other = job_of(2), job_of(2, epoch="e7")
     job = Job(old.registry.view, "e1", fresh=False)
-    newer = View("e0", 5, old.registry.view.members)
-    assert not job.join(0, "member-0", claim=Claim(0, 0, newer))
+    assert not job.join(0, "member-0", claim=claims_of(other)[0])
+    assert job.last(0, Refused).reason == "the service has the journal of another job"
 
 
 # --- any order of events ----------------------------------------------------------------------------------------------
