@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from commlib.errors import ConfigError
 from commlib.parallel import NAMES, as_made_by_the_user
 from commlib.replica import Replica, find, replicas
 from commlib.sharding.local import island_of, reshard
+from commlib.transport.base import Transport
 from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
@@ -83,7 +85,7 @@ class SetUp:
         if isinstance(self.algorithm, Auto):
             tuner().candidates_of(self.algorithm, self.optimizer)
 
-    def agree(self, transport: TorchTransport, options: dict[str, Any], error: Exception | None) -> Algorithm:
+    def agree(self, transport: Transport, options: dict[str, Any], error: Exception | None) -> Algorithm:
         """Check that all ranks have the same model and options, and connect the island of a sharded model. Collective.
 
         Args:
@@ -102,9 +104,13 @@ class SetUp:
         if self.algorithm.channel.keeps_replicas_alike:
             optimizer_state.agree(transport, optimizer_state.digests(self.optimizer, self.parameters))
         island = sorted(island_of(parameter.param for parameter in self.parameters))
-        if len(island) > 1 and transport.world_size > 1:
+        if len(island) > 1 and isinstance(transport, TorchTransport) and transport.world_size > 1:
             transport.join_island(island)
         return self.algorithm
+
+    def digest(self, options: dict[str, Any]) -> str:
+        """Return a digest of the model and the options."""
+        return hashlib.sha256(repr(list(self.pairs(options))).encode()).hexdigest()[:16]
 
     def pairs(self, options: dict[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the (name, value) pairs that must be identical on all ranks."""

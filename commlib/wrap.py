@@ -28,11 +28,13 @@ from commlib.engine import stats as statistics
 from commlib.engine.engine import Engine
 from commlib.engine.stats import Stats
 from commlib.errors import ConfigError, LossWarning
+from commlib.hand_over import HandOver, check_elastic
 from commlib.parallel import M, WrappedModel, extend, restore_class
 from commlib.replica import Copy, Replica, find, inside_compiled, replica_of, wrapped_of
 from commlib.set_up import SetUp, check_optimizer, tuner
 from commlib.shard import sharded_of, unshard
 from commlib.transport import closing
+from commlib.transport.base import Transport
 from commlib.transport.groups import as_timedelta, resolve_group
 from commlib.transport.torch_dist import TorchTransport
 from commlib.weak import WeakTable
@@ -75,7 +77,8 @@ def wrap(
         optimizer: Required by algorithms that act on weights or optimizer state. If given, warm-ups, periods and
             schedules count its steps. With a list (Muon and AdamW), a step ends when each optimizer has made one. A
             proxy (such as accelerate's) is resolved to the optimizer that it wraps.
-        process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, or None for the default group.
+        process_group: A `ProcessGroup`, a 1-D `DeviceMesh`, the result of `commlib.elastic.join`, or None for the
+            default group.
         bucket_cap_mb: Bucket size in MiB. None lets commlib measure and plan the buckets.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks at the end of each synchronised backward, so
             that every rank has the same buffers as with DDP in the next forward. No forward copies buffers.
@@ -103,12 +106,17 @@ def wrap(
         TransportError: The process group's store does not answer, or the ranks cannot be connected.
     """
     closing.drain()  # free dropped models before new connections are created
-    group = resolve_group(ddp_arguments.group(process_group, ddp))
-    ranks = torch.distributed.get_process_group_ranks(group)
+    group = ddp_arguments.group(process_group, ddp)
+    members = group if getattr(group, "is_elastic", False) else None
+    group = members or resolve_group(group)
+    ranks = [0] if members else torch.distributed.get_process_group_ranks(group)
     setup = SetUp(model, algorithm, optimizer, ignored_parameters, bucket_cap_mb, scaler, ranks, unannounced, ddp)
     broadcast_buffers = ddp_arguments.copies_buffers(broadcast_buffers, ddp)
-    duration, longest, error = _timeouts(timeout, group, setup)
-    connect = functools.partial(TorchTransport, group, setup.device, duration, longest)
+    if members:
+        connect, error = _to_members(members, setup, timeout), None
+    else:
+        duration, longest, error = _timeouts(timeout, group, setup)
+        connect = functools.partial(TorchTransport, group, setup.device, duration, longest)
     with contextlib.ExitStack() as undo:
         transport = connect()
         undo.callback(transport.close)
@@ -136,14 +144,32 @@ def wrap(
         replica.tuner = _tuner_of(engine, connect, replica)
         extend(model, replica)
         undo.callback(restore_class, model)
-        if init_sync:
+        if members:
+            _enter(members, replica, setup.digest(options))
+        elif init_sync:
             replica.broadcast_model()
         engine.open(connect)
         undo.pop_all()
     return cast("WrappedModel[M]", model)
 
 
-def _tuner_of(engine: Engine, connect: Callable[[], TorchTransport], replica: Replica) -> Any:
+def _to_members(members: Any, setup: SetUp, timeout: Any) -> Callable[[], Transport]:
+    """Return the function that opens an elastic group's communicator, after the checks for such a group."""
+    if setup.error is None and setup.algorithm is not None:
+        check_elastic(setup.algorithm, setup.scaler is not None)
+    limit = timedelta(seconds=members.timeout_s) if timeout is None else as_timedelta(timeout, members, setup.device)
+    return functools.partial(members.open, setup.device, limit.total_seconds())
+
+
+def _enter(members: Any, replica: Replica, digest: str) -> None:
+    """Wait for a view with this member, and receive the others' state."""
+    engine = replica.engine
+    engine.session.transport.when_entered = HandOver(replica, members.shared)  # pyright: ignore[reportAttributeAccessIssue]
+    members.begin(engine.gradients.num_rounds, digest)
+    engine.gradients.reducer.enter_as_new()
+
+
+def _tuner_of(engine: Engine, connect: Callable[[], Transport], replica: Replica) -> Any:
     """Return the tuner for `auto`; None on a rank alone, unless it has one candidate, which it then uses."""
     auto = engine.algorithm
     if not isinstance(auto, Auto):

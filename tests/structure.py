@@ -39,7 +39,7 @@ BELOW = {
     "algorithms": {*_PIECES, "optim"},
     "engine": {*_PIECES, "formats", "algorithms"},
     "simulation": {*_TRAINING, "network"},
-    "wrap": {*_TRAINING, "formats", "version", "network", "simulation", "pipelining"},
+    "wrap": {*_TRAINING, "elastic", "formats", "version", "network", "simulation", "pipelining"},
     "reports": {"errors", "installation", "version", "primitives", "algorithms", "network", "simulation", "wrap"},
     "emulation": {"errors", "transport", "algorithms", "engine", "network", "simulation", "wrap", "reports"},
     "integrations": {"locks", "weak", "errors", "formats", "algorithms", "engine", "transport", "wrap"},
@@ -64,7 +64,7 @@ BELOW = {
 # Files of the top layer that implement `wrap`, and the command line.
 PLACED = {
     **dict.fromkeys(
-        ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
+        ["checkpoint", "ddp_arguments", "hand_over", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
     ),
     "cli_options": "cli",
 }

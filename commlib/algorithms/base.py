@@ -153,6 +153,8 @@ class Algorithm(Recorded):
         optimizer_type: Class of the optimizer that it requires; None if it works with any optimizer.
         optimizer_kind: Kind of optimizer that `wrap` requires: "sgd", "adam" or "muon"; None if it works with any kind.
             Set by presets.
+        can_repeat: For gradients: whether a round can be repeated with other ranks from its inputs and the saved state,
+            and a rank can join without state of its own. False if state is a sum over the ranks.
         limits: Contracts (`tests/contract`) that it does not meet: name and reason. Exceptions that follow from the
             channel are not listed. Such a use raises a `ConfigError` on all ranks.
         name: Set by `wrap`: the name under which it is registered (the file name for commlib's own), or else the class
@@ -166,6 +168,7 @@ class Algorithm(Recorded):
     portable: bool = False
     keeps_mean: bool = False
     has_momentum: ClassVar[bool] = False
+    can_repeat: bool = True
     optimizer_type: ClassVar[type[torch.optim.Optimizer] | None] = None
     optimizer_kind: str | None = None
     limits: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -282,6 +285,16 @@ class Algorithm(Recorded):
             if twice := found.keys() & saved.keys():
                 raise ConfigError(f"{type(self).__name__}.states: two of them save {sorted(twice)}; rename one")
             found |= saved
+        return found
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """Return the entries of `state_dict` that are the same on all ranks."""
+        if self.portable:
+            return self.state_dict()
+        found: dict[str, Any] = {}
+        for state in self.states:
+            saved = state.save() if state.same else {}
+            found |= {kind: saved[kind] for kind in state.same}
         return found
 
     def check_state_dict(self, state: dict[str, Any]) -> None:

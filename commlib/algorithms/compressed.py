@@ -54,6 +54,7 @@ class Aggregation(State):
         self._buckets: dict[int, _Bucket] = {}
         kinds = () if compressed is None else compressed.kinds
         self._kinds = ("owed", *kinds, *self.others.kinds)
+        self.same = (*(() if compressed is None else compressed.same), *self.others.same)
 
     @override
     def setup(self, context: Context) -> None:
@@ -185,6 +186,7 @@ class Compressed(Algorithm):
         if ef21 is not None:
             self._check_ef21(ef21, ef21_excludes)
             aggregator, others = EF21(aggregator, ef21), Smoothed(ef21)
+            self.can_repeat = False  # the estimate is a sum over the ranks
             self.made_for = "sgd"
             # The result is not a mean of gradients, and a single rank has momentum too.
             self.channel = dataclasses.replace(self.channel, accumulates=False, idle_alone=False)

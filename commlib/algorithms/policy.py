@@ -54,6 +54,8 @@ class Units(State):
             learning rate of the first one is used.
     """
 
+    same = ("units",)
+
     def __init__(self, rescale: bool = False) -> None:
         self.rescale = rescale
         self._optimizer: torch.optim.Optimizer | None = None

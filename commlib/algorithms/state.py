@@ -19,10 +19,13 @@ class State:
 
     Attributes:
         shaped: Entries of `save` with one piece for each whole parameter; see `Algorithm.shaped_state`.
+        same: Entries of `save` that are the same on all ranks. A new member of an elastic group receives them, and
+            begins without the other entries.
         is_shared: Whether other ranks hold parts of the same state, so that it is reset with another group.
     """
 
     shaped: Sequence[str] = ()
+    same: Sequence[str] = ()
     is_shared: bool = False
 
     def setup(self, context: Context) -> None:

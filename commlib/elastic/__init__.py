@@ -1,1 +1,5 @@
-"""Training with ranks that come and go. See `docs/explanation/elastic.md`."""
+"""Groups whose ranks come and go: members, numbered views of them, and the service that numbers the views."""
+
+from commlib.elastic.members import Members, join
+
+__all__ = ["Members", "join"]

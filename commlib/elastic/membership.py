@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from commlib import locks
+from commlib.elastic.store import ViewStore
 from commlib.elastic.views import (
     BadMessage,
     Claim,
@@ -22,6 +23,7 @@ from commlib.elastic.views import (
     Member,
     Message,
     NewView,
+    Put,
     Ready,
     Refused,
     Settled,
@@ -32,14 +34,14 @@ from commlib.elastic.views import (
     unpacked,
 )
 from commlib.elastic.wire import Wire, WireError, WrongToken
-from commlib.errors import ConfigError, Excluded, StoreLost
+from commlib.errors import ConfigError, Excluded, StoreLost, TransportError
 from commlib.kernels import native
 from commlib.transport.addresses import address_towards
 from commlib.transport.connections import keep_alive
 
 _log = logging.getLogger("commlib")
 
-_FROM_SERVICE = (Welcome, NewView, Joining, Refused)
+_FROM_SERVICE = (Welcome, NewView, Joining, Put, Refused)
 #: Heartbeats sent within the time after which the service counts a member as silent.
 _BEATS = 4
 #: The pauses between attempts to reach the service, in seconds.
@@ -47,6 +49,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _RECEIVED_BYTES = 1 << 16
 #: How long `close` waits for the thread, in seconds.
 _END_S = 5.0
+
+
+class ViewOver(TransportError):
+    """A newer view has been received."""
 
 
 class Membership:
@@ -57,7 +63,8 @@ class Membership:
         token: The secret shared with it.
         join: The first message. Its address may be "": the one from which this host reaches the service.
         timeout_s: How long the constructor and a change of view wait for the service, in seconds.
-        on_view: Called on the thread with each new view, first of all.
+        on_view: Called on the thread with each new view.
+        on_joining: Called on the thread with the members that join the newest view.
 
     Attributes:
         me: This member, as the service knows it.
@@ -74,14 +81,17 @@ class Membership:
         join: Join,
         timeout_s: float,
         on_view: Callable[[View], None] = lambda view: None,
+        on_joining: Callable[[Joining], None] = lambda joining: None,
     ) -> None:
         self.me = Member(-1, 0, join.name, join.address, join.data)
         self.address, self._where = address, _parsed(address)
-        self._token, self._join, self._timeout_s, self._on_view = token, join, timeout_s, on_view
+        self._token, self._join, self._timeout_s = token, join, timeout_s
+        self._on_view, self._on_joining = on_view, on_joining
         self._changed = locks.condition("membership")
         self._view: View | None = None
         self._min_members = 1
         self._joining: Joining | None = None
+        self._store: ViewStore | None = None
         self._error: BaseException | None = None
         self._is_closed = False
         self._socket: socket.socket | None = None
@@ -102,10 +112,31 @@ class Membership:
         """The newest view received; None before the first one. Does not block."""
         return self._view
 
+    def store_of(self, view: View) -> ViewStore:
+        """Return the store of a view.
+
+        Raises:
+            ViewOver: A newer view has been received.
+        """
+        with self._changed:
+            if self._view is None or self._store is None or self._view.number != view.number:
+                raise ViewOver(f"view {view.number} is over")
+            return self._store
+
     @property
     def joining(self) -> Joining | None:
         """The members that join the newest view, and their donors; None if unknown. Does not block."""
         return self._joining
+
+    @property
+    def min_members(self) -> int:
+        """The number of members below which nobody trains."""
+        return self._min_members
+
+    @property
+    def connection(self) -> str:
+        """Whether the service is connected, for messages."""
+        return "is connected" if self.is_connected else "is not connected"
 
     @property
     def is_connected(self) -> bool:
@@ -136,8 +167,7 @@ class Membership:
     def _wait(self, is_done: Callable[[], object], timeout_s: float, what: str) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: is_done() or self._error is not None, timeout_s):
-                connected = "is connected" if self.is_connected else "is not connected"
-                raise StoreLost(f"waited {timeout_s:g} s for {what}; the service at {self.address} {connected}")
+                raise StoreLost(f"waited {timeout_s:g} s for {what}; the service at {self.address} {self.connection}")
             self.check()
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -155,8 +185,14 @@ class Membership:
         self._send(Suspect(number, ids))
 
     def leave(self) -> None:
-        """Leave in order, after a completed round. The others do not wait for this member any more."""
-        self._send(Leave())
+        """Leave. The others do not wait for this member any more. Safe in a signal handler."""
+        if self._changed.acquire(blocking=False):
+            try:
+                self._send(Leave())
+            finally:
+                self._changed.release()
+        else:  # the signal has interrupted a message of this thread, or another thread sends one
+            self._end_connection()
 
     def close(self) -> None:
         """End the connection and the thread. Idempotent."""
@@ -247,6 +283,9 @@ class Membership:
                 self._take_view(message)
             case Joining():
                 self._joining = message
+                self._on_joining(message)
+            case Put() if self._view is not None and self._store is not None and message.number == self._view.number:
+                self._store.receive(message.key, message.value)
             case Refused() if self.me.id < 0 and "in use" in message.reason:
                 pass  # the process that was started again waits until its predecessor's connection has ended
             case Refused():
@@ -257,19 +296,26 @@ class Membership:
     def _take_view(self, message: NewView) -> None:
         view = message.view
         if self._view is not None and view.number == self._view.number:
+            if self._store is not None:  # the service was started again
+                self._store.put_again()
             return
+        if self._store is not None:
+            self._store.end()
         if self.me.id not in view.ids:
             self._fail(
                 Excluded(f"this member is not in view {view.number} of {len(view.ids)} members: {message.reason}")
             )
             return
         _log.info("elastic: view %d of %d members: %s", view.number, len(view.ids), message.reason)
-        self._on_view(view)
         with self._changed:
             self._view, self._min_members = view, message.min_members
+            self._store = ViewStore(lambda key, value: self._send(Put(view.number, key, value)))
             self._changed.notify_all()
+        self._on_view(view)
 
     def _fail(self, error: BaseException) -> None:
+        if self._store is not None:
+            self._store.end()
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

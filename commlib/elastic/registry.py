@@ -40,6 +40,7 @@ from commlib.elastic.views import (
     Member,
     Message,
     NewView,
+    Put,
     Ready,
     Refused,
     Settled,
@@ -49,7 +50,7 @@ from commlib.elastic.views import (
 )
 
 #: The messages that members send.
-FROM_MEMBERS = (Join, Ready, Settled, Suspect, Leave)
+FROM_MEMBERS = (Join, Ready, Settled, Suspect, Put, Leave)
 
 #: How long the service waits for the end of a suspected member's connection before it excludes anybody, in seconds.
 SUSPICION_S = 0.5
@@ -140,6 +141,7 @@ class Registry(Generic[C]):
         self._absent: set[int] = set()  # members of the view that are not connected but may return
         self._return_by_s = now_s + rules.grace_s
         self._suspicion: _Suspicion | None = None
+        self._puts: dict[str, Put] = {}  # of the view
         self._is_over = False  # no member of the view remains, and none can return
         if view is not None:
             self._remember(view)
@@ -162,6 +164,9 @@ class Registry(Generic[C]):
             case Settled() if record.stage is Stage.MEMBER:
                 record.settled = message.number
                 self._admit()
+            case Put() if record.stage is Stage.MEMBER and self.view and message.number == self.view.number:
+                self._puts[message.key] = message
+                self._relay(message, connection)
             case Suspect() if record.stage is Stage.MEMBER and self.view and message.number == self.view.number:
                 self._suspect(record.member.id, message.ids, now_s)
             case Leave():
@@ -201,6 +206,8 @@ class Registry(Generic[C]):
             if excluded := smallest_cover(pairs):
                 names = ", ".join(record.member.name for record in self._members() if record.member.id in excluded)
                 self._remove(set(excluded), f"{names} cannot reach other members", now_s)
+            elif self.view is not None:
+                self._make_view(list(self.view.members), "a connection between members broke")
         silent = self._silent(now_s)
         for connection in silent:
             self.end(connection, "was silent", now_s)
@@ -268,6 +275,8 @@ class Registry(Generic[C]):
         self._absent.discard(claim.id)
         self._welcome(connection, join, claim, now_s)
         self._send(connection, NewView(self.view, self._least(), "the service was started again"))
+        for message in self._puts.values():
+            self._send(connection, message)
         self._admit()
         return True
 
@@ -333,6 +342,11 @@ class Registry(Generic[C]):
             if record.stage is Stage.MEMBER or record in joining:
                 self._send(connection, message)
 
+    def _relay(self, message: Put, source: C) -> None:
+        for connection, record in self.records.items():
+            if record.stage is Stage.MEMBER and connection != source:
+                self._send(connection, message)
+
     # --- views ------------------------------------------------------------------------------------------------------
 
     def _members(self) -> Iterator[Record]:
@@ -346,6 +360,7 @@ class Registry(Generic[C]):
         view = View(job, self._epoch, number, tuple(sorted(members)))
         self._journal(view)
         self._claims.clear()
+        self._puts.clear()
         self.view, self._suspicion, self._is_over = view, None, False
         ids = set(self.view.ids)
         for connection, record in list(self.records.items()):
@@ -374,7 +389,7 @@ class Registry(Generic[C]):
     def _suspect(self, own: int, ids: tuple[int, ...], now_s: float) -> None:
         assert self.view is not None
         pairs = {frozenset((own, other)) for other in ids if other != own and other in self.view.ids}
-        if not pairs:
+        if ids and not pairs:
             return
         if self._suspicion is None:
             self._suspicion = _Suspicion(now_s)

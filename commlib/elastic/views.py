@@ -128,10 +128,19 @@ class Settled(Message):
 
 @dataclass(frozen=True)
 class Suspect(Message):
-    """A member could not exchange data with others of the view `number`."""
+    """A member could not exchange data with others of the view `number`; without `ids`, it does not know with whom."""
 
     number: int
     ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Put(Message):
+    """A key of the view `number` and its value. The service relays it to the other members of the view."""
+
+    number: int
+    key: str
+    value: bytes
 
 
 @dataclass(frozen=True)

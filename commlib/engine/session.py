@@ -3,6 +3,11 @@
 [Note: wholly] Buckets, parameters and algorithms change on all ranks at the same point of the program. If a change
 fails on one rank, the rank cannot return to its old state, because the other ranks have changed. So the communication
 ends: on this rank at once, and on its peers when this rank aborts its communicators.
+
+[Note: agreement] In an elastic group a rank can die while others already have the result of a round. No rank uses a
+result before an all-reduce shows that every rank has it. If any rank has left that all-reduce, all ranks have the
+result; if some rank of the next view has none, no rank has left it, and the round is repeated from its inputs. So all
+ranks, the lost ones included, make the same steps, and no result has to be handed out.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+
+import torch
 
 from commlib.engine.modes import in_plain_mode
 from commlib.engine.rounds.driver import Driver
@@ -52,6 +59,41 @@ class Session:
         """Set `comm.nodes` for algorithms. Collective on the first call."""
         if self.comm.nodes is None:
             self.comm.nodes = self.transport.split_by_node()
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the ranks may change between rounds."""
+        return self.transport.is_elastic
+
+    def is_agreed(self, number: int, error: Exception) -> bool:
+        """See `Transport.is_agreed`."""
+        return self.transport.is_agreed(number, error)
+
+    def enter(self, number: int | None) -> bool:
+        """Let the ranks of the newest view take part in the next round; return whether they have changed.
+
+        Args:
+            number: The number of the round, from 1; None for a new member, which knows no number yet.
+        """
+        has_changed = self.transport.enter(number)
+        if has_changed:
+            comm, transport = self.comm, self.transport
+            comm.rank, comm.world_size, comm.num_active = transport.rank, transport.world_size, transport.world_size
+        return has_changed
+
+    def agree(self, number: int) -> None:
+        """Agree, in an elastic group, that all ranks have the result of a round. See [Note: agreement].
+
+        Raises:
+            TransportError: The group has broken. `is_agreed` tells what the ranks of the next view have.
+        """
+        if self.is_elastic:
+            self.transport.note_complete(number)
+            self.driver.run(self.transport, [Task(lambda: "the agreement on a round", self._agreement, True, True)])
+            self.transport.note_agreed(number)
+
+    def _agreement(self) -> Communication:
+        yield self.comm.all_reduce(torch.zeros(1, device="cpu"))
 
     @in_plain_mode
     def run(self, what: str, communication: Communication) -> None:

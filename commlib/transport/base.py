@@ -231,6 +231,31 @@ class Transport(ABC):
     timeout_s: float  # how long a collective may wait for its peers
     stands_for_all: bool = False  # whether this process simulates all ranks, which then arrive at the same time
     in_order: bool = True  # whether all ranks issue its requests in the same order relative to other transports
+    is_elastic: bool = False  # whether the ranks may change between rounds; see `commlib.elastic.transport`
+
+    def enter(self, number: int | None) -> bool:
+        """Follow the newest view of an elastic group before the round `number` (from 1) or, with None, as a new member.
+
+        Returns:
+            Whether the ranks have changed since the last call.
+        """
+        return False
+
+    def note_complete(self, number: int) -> None:  # noqa: B027 (for elastic groups)
+        """Note that this rank has the result of a round, and so takes part in the agreement that all ranks have it."""
+
+    def note_agreed(self, number: int) -> None:  # noqa: B027 (for elastic groups)
+        """Note that all ranks have the result of a round."""
+
+    def is_agreed(self, number: int, error: Exception) -> bool:
+        """Return, after an error in a round, whether all ranks of the next view have its result. Else it is repeated.
+
+        Raises:
+            Exception: The given error, unless the group is elastic.
+            StoreLost: No new view came in time.
+            Excluded: This rank is not in the new view.
+        """
+        raise error
 
     @property
     def failure(self) -> Exception | None:

@@ -31,7 +31,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -326,9 +326,23 @@ class _Attempt:
         return sign == "+" or int(sign[1:]) > self._began
 
 
-def meet(
-    store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float, last_word: bytes
-) -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
+class Met(NamedTuple):
+    """Ranks that have met.
+
+    Attributes:
+        place: A name that no other communicator has, the same on all ranks.
+        store: A store for the communicator alone.
+        made: The connections that this rank opened, by peer.
+        accepted: The connections that its peers opened, by peer.
+    """
+
+    place: str
+    store: dist.Store
+    made: Mapping[int, socket.socket]
+    accepted: Mapping[int, socket.socket]
+
+
+def meet(store: dist.Store, rank: int, global_ranks: Sequence[int], timeout_s: float, last_word: bytes) -> Met:
     """Let the ranks of a group meet, and connect every pair. Collective; takes at most little more than `timeout_s`.
 
     Args:
@@ -338,9 +352,6 @@ def meet(
         timeout_s: How long to wait for the other ranks.
         last_word: See `connect_all`.
 
-    Returns:
-        The agreed name, the store with the agreed prefix, and the connections of `connect_all`.
-
     Raises:
         PeerTimeout: Ranks did not arrive, or the store does not answer.
         PeerFailure: Ranks died.
@@ -349,12 +360,12 @@ def meet(
     deadline = time.monotonic() + timeout_s + GRACE_S
     thread, given_up = 0, threading.Event()
 
-    def connect() -> tuple[str, dist.Store, dict[int, socket.socket], dict[int, socket.socket]]:
+    def connect() -> Met:
         nonlocal thread
         thread = threading.get_ident()
         with contextlib.closing(Meeting(store, rank, global_ranks, timeout_s, given_up)) as meeting:
             made, accepted = connect_all(meeting, last_word)
-            return meeting.name, meeting.own_store(), made, accepted
+            return Met(meeting.name, meeting.own_store(), made, accepted)
 
     def check() -> None:
         if time.monotonic() > deadline:

@@ -36,11 +36,12 @@ from commlib.transport.base import (
     is_own,
 )
 from commlib.transport.closing import Finalizer
-from commlib.transport.groups import NODE_VARIABLE, global_ranks, kind_of_backend, name_of_node
+from commlib.transport.groups import NODE_VARIABLE, name_of_node
 from commlib.transport.island import join_island
 from commlib.transport.lifelines import Lifelines, Verdict, Word
 from commlib.transport.plain import MalformedError, decode, encode
-from commlib.transport.rendezvous import GRACE_S, all_said, meet, name_of, named
+from commlib.transport.ranks import Ranks, RanksOfGroup
+from commlib.transport.rendezvous import GRACE_S, all_said, name_of, named
 from commlib.transport.staging import Staged, StagedWork, staging_of
 from commlib.transport.watch import Watch
 
@@ -75,7 +76,7 @@ class TorchTransport(Transport):
     store: `new_group` is also collective over ranks outside `group`, and reuses names after a group is destroyed.
 
     Args:
-        group: The user's process group, which defines the ranks, the backend and the store.
+        group: The user's process group, or other `Ranks`, which define the backend and how the ranks meet.
         device: The device of the tensors.
         timeout: How long a collective may wait for its peers.
         setup_timeout: How long the set-up waits for ranks, which may arrive at different times; None: `timeout`.
@@ -87,18 +88,21 @@ class TorchTransport(Transport):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, setup_timeout: timedelta | None = None
+        self,
+        group: dist.ProcessGroup | Ranks,
+        device: torch.device,
+        timeout: timedelta,
+        setup_timeout: timedelta | None = None,
     ) -> None:
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self.global_ranks = global_ranks(group)
+        self._ranks = group if isinstance(group, Ranks) else RanksOfGroup(group)
+        self.rank, self.global_ranks = self._ranks.rank, self._ranks.global_ranks
+        self.world_size = len(self.global_ranks)
         self._longest_s = self.timeout_s = (setup_timeout or timeout).total_seconds()  # until all ranks are connected
         self.bytes_sent = 0.0
         self._device = device
         self.members_of_nodes: list[list[int]] = []  # the ranks of each node, once split_by_node has found them
         self._connections = Connections()
         self._finalizer = Finalizer(self, self._connections.end, f"the communicator of {self._name}")
-        self._parent = weakref.ref(group)
         self._timeout = timeout
         self._unseen: Exception | None = None  # the failure that the watch detected
         self._watch: Watch | None = None  # on NCCL
@@ -108,7 +112,7 @@ class TorchTransport(Transport):
         self._place, self._turns = "", itertools.count()  # its name in the group's store; numbers of `gather_apart`
         self._spare: list[socket.socket] = []
         try:
-            self._meet(c10d._get_process_group_store(group))
+            self._meet()
             self._connect("all", self._store, range(self.world_size))
             if self._connections.by_group["all"].is_nccl:
                 self._connect(_CONTROL, self._part(_CONTROL), range(self.world_size))
@@ -131,13 +135,11 @@ class TorchTransport(Transport):
     def _name(self) -> str:
         return name_of(self.rank, self.global_ranks)
 
-    def _meet(self, store: dist.Store) -> None:
+    def _meet(self) -> None:
         """Find the other ranks, agree with them on a prefix of the store, and create the lifelines."""
         if self.world_size == 1:
             return
-        self._place, self._store, made, accepted = meet(
-            store, self.rank, self.global_ranks, self.timeout_s, Word.LOST.value
-        )
+        self._place, self._store, made, accepted = self._ranks.meet(self.timeout_s, Word.LOST.value)
         ends = {peer: (made if self.rank < peer else accepted)[peer] for peer in made}
         # Closed once all ranks have connected. Until then, a closed connection means that its rank died.
         self._spare = [each for each in (*made.values(), *accepted.values()) if each not in ends.values()]
@@ -165,10 +167,8 @@ class TorchTransport(Transport):
         if len(members) == 1:
             self._connections.by_group[name] = Connection(members)
             return
-        group, rank = self._parent(), members.index(self.rank)
-        if group is None:
-            raise TransportError(f"{self._name}: the process group of the model has been destroyed")
-        is_nccl = name != _CONTROL and kind_of_backend(group, self._device) == "nccl"
+        rank = members.index(self.rank)
+        is_nccl = name != _CONTROL and self._ranks.kind_of_backend(self._device) == "nccl"
         connection = nccl.NcclConnection(members, self._device) if is_nccl else Connection(members)
         self._connections.by_group[name] = connection
         assert store is not None

@@ -57,7 +57,7 @@ class GradientChannel(OpenChannel):
         self.session = session
         self.keeper = algorithm
         self._has_loaded_state = False  # since the last step
-        self.reducer = Reducer(session, device, settings, Averaging(algorithm, counter, session.comm, settings.scaler))
+        self.reducer = Reducer(session, device, settings, _averaging(algorithm, counter, session, settings.scaler))
         self.search = self.reducer.search
         self.buffers = self.reducer.buffers
         self.backward = (
@@ -72,7 +72,7 @@ class GradientChannel(OpenChannel):
     def use(self, algorithm: Algorithm, counter: StepCounter, parameters: Sequence[Parameter]) -> None:
         """Communicate these parameters with this algorithm from now on. Collective; not allowed during backward."""
         self.keeper = algorithm
-        self.reducer.averaging = Averaging(algorithm, counter, self.session.comm, self.reducer.settings.scaler)
+        self.reducer.averaging = _averaging(algorithm, counter, self.session, self.reducer.settings.scaler)
         self._start(parameters)
 
     def _start(self, parameters: Sequence[Parameter]) -> None:
@@ -224,3 +224,7 @@ class GradientChannel(OpenChannel):
         self.backward.unhook()
         if self.backward.round is not None:
             self.session.abandon(CommlibError("the model was unwrapped during backward"))
+
+
+def _averaging(algorithm: Algorithm, counter: StepCounter, session: Session, scaler: Any) -> Averaging:
+    return Averaging(algorithm, counter, session.comm, scaler, session.is_elastic)

@@ -18,6 +18,7 @@ from commlib.engine.channel import Settings
 from commlib.engine.frozen import FrozenParameters
 from commlib.engine.gradients.averaging import Averaging
 from commlib.engine.gradients.buckets import BucketSet
+from commlib.engine.gradients.inputs import Inputs
 from commlib.engine.gradients.loss_scale import NUM_LEVELS
 from commlib.engine.gradients.round import GradientRound
 from commlib.engine.planning import plan as plans
@@ -28,7 +29,7 @@ from commlib.engine.planning.search import PlanSearch
 from commlib.engine.planning.sizes import BucketTimes
 from commlib.engine.rounds.task import Task
 from commlib.engine.session import Session
-from commlib.errors import CommlibError, ConfigError
+from commlib.errors import CommlibError, ConfigError, TransportError
 from commlib.primitives.replicate import broadcast_all
 from commlib.sharding.local import local_of
 from commlib.transport.base import Communication
@@ -88,6 +89,7 @@ class Reducer:
         bucket_set: The slots of the parameters, and the current buckets.
         buffers: The buffers that each round broadcasts.
         last: Statistics of the last round.
+        inputs: The buckets before the round, in an elastic group.
         num_rounds: Number of rounds so far.
         waited_s: Seconds that the training thread has waited for rounds so far (on CUDA: host time).
     """
@@ -101,6 +103,7 @@ class Reducer:
         self.bucket_set = BucketSet(parks=device.type == "cuda")
         self.buffers = Buffers()
         self.last = LastRound()
+        self.inputs = Inputs() if session.is_elastic else None
         self.num_rounds = 0
         self.waited_s = 0.0
         self._device = device
@@ -108,6 +111,7 @@ class Reducer:
         self._frozen = FrozenParameters(patience=None)
         self._may_hold_communicated = False  # until a backward begins
         self._exchange: Background | None = None
+        self._snapshot: dict[str, Any] = {}  # the algorithm's state before the round, in an elastic group
 
     @property
     def buckets(self) -> list[Bucket | EmbeddingBucket]:
@@ -126,17 +130,26 @@ class Reducer:
         buckets, dense = [], []
         if not self.averaging.is_idle:
             buckets, dense = self.bucket_set.build(plan, 0 if self.averaging.loss_scale is None else NUM_LEVELS)
-            settings = self.settings
-            self.averaging.setup(Context(self.session.comm, dense, self._device, settings.optimizer, settings.scaler))
+            self._set_up(dense)
+            if self.inputs is not None:
+                self.inputs.prepare(dense)
         self.search.installed(plan)
         self.bucket_set.take(buckets, dense)
         self.last = LastRound(exposed_s=self.last.exposed_s, waited=self.last.waited)
+
+    def _set_up(self, dense: Sequence[Bucket]) -> None:
+        comm, settings = self.session.comm, self.settings
+        self.averaging.setup(Context(comm, dense, self._device, settings.optimizer, settings.scaler))
 
     def install_pending(self) -> None:
         """Install the pending plan, if there is one. Must not be called during backward."""
         if self.search.pending is not None:
             with self.session.wholly():
                 self.install(self.search.pending)
+
+    def enter_as_new(self) -> None:
+        """Become a rank of an elastic group, at the beginning of the next round of the others."""
+        self._enter(None)
 
     def frozen(self) -> list[str]:
         """Return the names of parameters that are to leave the plan: permanently frozen, and still frozen now."""
@@ -185,19 +198,47 @@ class Reducer:
     def open_round(self, contributes: bool = True) -> GradientRound:
         """Open the round of this backward. `contributes`: whether this rank has data for it."""
         comm, averaging = self.session.comm, self.averaging
+        self._enter(self.num_rounds + 1)
         if not self.buckets:
             raise CommlibError(f"rank {comm.rank}: there are parameters but no buckets. This is a bug in commlib")
         comm.step, comm.contributes, comm.optimizer_step = self.num_rounds, contributes, averaging.counter.step
-        tail = self.search.tasks(comm)
+        if self.inputs is not None:
+            self._snapshot = averaging.snapshot()
+        return GradientRound(
+            self.buckets, averaging.current, self.session, self._tail, averaging.loss_scale, self.inputs
+        )
+
+    def _tail(self) -> list[Task]:
+        tail = self.search.tasks(self.session.comm)
         if self.buffers.tensors():
             tail.append(Task(lambda: "the broadcast of buffers", lambda: self.buffers.copy(self.session), True, True))
-        return GradientRound(self.buckets, averaging.current, self.session, tail, averaging.loss_scale)
+        return tail
+
+    def _enter(self, number: int | None) -> None:
+        """Follow the newest view, if the group is elastic, before the round of this number (from 1)."""
+        if self.session.enter(number):
+            self._set_up(self.bucket_set.dense)
+
+    def _complete(self, round_: GradientRound) -> None:
+        """Wait for a round. In an elastic group, repeat it with those who are left until all ranks have its result."""
+        number = self.num_rounds + 1
+        while True:
+            try:
+                round_.wait()
+                self.session.check_streams()
+                self.session.agree(number)
+                return
+            except TransportError as error:
+                if self.session.is_agreed(number, error):
+                    return
+            self.averaging.restore(self._snapshot)
+            self._enter(number)
+            round_.repeat()
 
     def finish(self, round_: GradientRound, publishes: bool = True) -> None:
         """Wait for a round. If `publishes`, its results become the gradients; otherwise these do not change."""
         start_s, start = time.perf_counter(), self._timer.now()
-        round_.wait()
-        self.session.check_streams()
+        self._complete(round_)
         waited = (start, self._timer.now())
         exposed_s = time.perf_counter() - start_s
         self.waited_s += exposed_s

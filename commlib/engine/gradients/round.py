@@ -10,6 +10,7 @@ from commlib.algorithms.base import Algorithm
 from commlib.algorithms.channels import Gradients
 from commlib.engine.buckets.bucket import Bucket, EmbeddingBucket
 from commlib.engine.buckets.slot import TAKEN
+from commlib.engine.gradients.inputs import Inputs
 from commlib.engine.gradients.loss_scale import NUM_LEVELS, LossScale
 from commlib.engine.rounds import marks
 from commlib.engine.rounds.task import Round, Task
@@ -28,8 +29,9 @@ class GradientRound:
         buckets: All buckets of the plan, in plan order.
         algorithm: Communicates each bucket.
         session: Carries the round.
-        tail: Further tasks, launched once backward has ended.
+        tail: Creates further tasks, launched once backward has ended.
         loss_scale: Compares the loss scales of the ranks. The plan's buckets must then have space for its marks.
+        inputs: Keeps the buckets' values, so that `repeat` is possible.
 
     Attributes:
         num_pending: Number of buckets that have not been given to the driver; see the note in `slot.py`.
@@ -40,26 +42,41 @@ class GradientRound:
         buckets: Sequence[Bucket | EmbeddingBucket],
         algorithm: Algorithm,
         session: Session,
-        tail: Sequence[Task] = (),
+        tail: Callable[[], Sequence[Task]] = list,
         loss_scale: LossScale | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
-        channel = algorithm.channel
-        assert isinstance(channel, Gradients)
         self._buckets = buckets
         self._dense = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
         self._last = self._dense[-1] if self._dense else None
         self._algorithm = algorithm
         self._loss_scale = loss_scale
+        self._session = session
+        self._tail = tail
+        self._inputs = inputs
         self._comm = session.comm
         self._driver = session.driver
         self.num_pending = len(buckets)
-        tasks = [Task(bucket.describe, self._communication(bucket), **_kind(channel, bucket)) for bucket in buckets]
+        self._open()
+
+    def _open(self) -> None:
+        channel = self._algorithm.channel
+        assert isinstance(channel, Gradients)
+        tasks = [Task(each.describe, self._communication(each), **_kind(channel, each)) for each in self._buckets]
         self._sends_flags = self._last is not None and not channel.reduces_flags
         if self._sends_flags:
             tasks.append(Task(lambda: "the flags of unused parameters", self._communicate_flags))
         self._num_gradient_tasks = len(tasks)
-        self._round = Round(session.transport, [*tasks, *tail], channel.window)
+        self._round = Round(self._session.transport, [*tasks, *self._tail()], channel.window)
         self._driver.open(self._round)
+
+    def repeat(self) -> None:
+        """Run the round once more with the inputs that were kept, after an error in an elastic group."""
+        assert self._inputs is not None
+        self._inputs.restore(self._dense, self._algorithm.predivisor(self._comm))
+        self.drop()
+        self._open()
+        self._launch_all()
 
     @property
     def tasks(self) -> list[Task]:
@@ -75,7 +92,12 @@ class GradientRound:
         if isinstance(bucket, EmbeddingBucket):
             own = bucket.gradient if self._comm.contributes else _no_gradient
             return lambda: sparse_sum(own(), bucket.slots[0].param, self._comm, bucket.result)
-        return lambda: self._algorithm.communicate(bucket, self._comm)
+        return lambda: self._communicate(bucket)
+
+    def _communicate(self, bucket: Bucket) -> Communication:
+        if self._inputs is not None:
+            self._inputs.keep(bucket)
+        return self._algorithm.communicate(bucket, self._comm)
 
     def _communicate_flags(self) -> Communication:
         assert self._last is not None
@@ -110,9 +132,11 @@ class GradientRound:
         """Launch every bucket with zeros, on a rank without data."""
         for bucket in self._dense:
             bucket.zero()
-        for idx in range(self._num_gradient_tasks):
+        self._launch_all()
+
+    def _launch_all(self) -> None:
+        for idx in range(len(self._round.tasks)):
             self._driver.ready(self._round, idx)
-        self._launch_tail()
 
     def _write_flags(self, flags: torch.Tensor) -> None:
         if self._loss_scale is not None:

@@ -51,7 +51,7 @@ class PlanSearch:
     plan: Plan
 
     def __init__(self, transport: Transport, device: torch.device, cap_bytes: int | None) -> None:
-        if cap_bytes is None and torch.are_deterministic_algorithms_enabled():
+        if cap_bytes is None and (torch.are_deterministic_algorithms_enabled() or transport.is_elastic):
             cap_bytes = INITIAL_CAP_BYTES  # a plan that does not depend on clocks
         self._transport = transport
         self._device = device
@@ -76,6 +76,8 @@ class PlanSearch:
         if self._has_copies and self.cap_bytes is None:
             self.cap_bytes, self.num_recorded = INITIAL_CAP_BYTES, 1
         self.readiness = Readiness(len(parameters), self._device)
+        if self._transport.is_elastic:  # a new member has the same plan without having seen the others' backwards
+            return plans.by_sizes(parameters, self.cap_bytes or INITIAL_CAP_BYTES)
         return plans.initial(parameters, self.cap_bytes or _RECORDED_CAP_BYTES)
 
     def restore(self, plan: Plan | None) -> Plan:

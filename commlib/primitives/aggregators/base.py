@@ -96,6 +96,8 @@ class Aggregator(ABC, Generic[_W]):
 
     #: The kinds of state that `Workspace.save` returns.
     kinds: tuple[str, ...] = ()
+    #: Those of them that are the same on all ranks.
+    same: tuple[str, ...] = ()
     #: Whether each rank has its own state, such as residuals. Without state, scale and decay of a round have no effect.
     has_state: bool = True
     #: The `Algorithm.exactness` of gradients averaged with this aggregator.

@@ -23,6 +23,7 @@ class LowRank(Aggregator[LowRankWorkspace]):
     """
 
     kinds = ("errors", "factors")
+    same = ("factors",)
 
     def __init__(self, rank: int, seed: int) -> None:
         self.rank = rank

@@ -82,6 +82,7 @@ class CorrectedMomentum(Aggregator[MomentumWorkspace]):
         self.ratio_warmup_steps = ratio_warmup_steps
         self.balanced = balanced
         self.kinds = ("worker", "velocity", "regions") if balanced else ("worker", "velocity")
+        self.same = ("regions",) if balanced else ()
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio at an optimizer step (at a round if no optimizer is known)."""
@@ -156,6 +157,7 @@ class LocalMomentum(Aggregator[MeanMomentum]):
     """
 
     kinds = ("momentum",)
+    same = ("momentum",)
 
     def __init__(self, momentum: float) -> None:
         self.momentum = momentum

@@ -44,6 +44,7 @@ class Balanced(Gathered):
     """
 
     kinds = ("worker", "regions")
+    same = ("regions",)
 
     def __init__(self, codec: TopK) -> None:
         super().__init__(codec)

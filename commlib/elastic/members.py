@@ -1,0 +1,184 @@
+"""The group of an elastic job: `join`, and the object that `commlib.wrap` takes instead of a process group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from commlib.elastic.membership import Membership
+from commlib.elastic.progress import Progress
+from commlib.elastic.sessions import Sessions
+from commlib.elastic.transport import ElasticTransport
+from commlib.elastic.views import Join, Joining, View
+from commlib.errors import ConfigError
+
+
+class Stateful(Protocol):
+    """An object with state, such as a learning-rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Load the state."""
+        ...
+
+
+class Members:
+    """The members of an elastic job, as seen by one of them. Made by `join`.
+
+    Attributes:
+        timeout_s: How long a collective, and a change of the view, may take, in seconds.
+        shared: What new members receive in addition to the model and the optimizer, by name.
+    """
+
+    is_elastic = True  # tells `commlib.wrap` that this is no process group
+
+    def __init__(self, address: str, token: bytes, join: Join, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.shared: dict[str, Stateful] = {}
+        self._sessions: Sessions | None = None
+        self._transport: ElasticTransport | None = None
+        self._is_ready = False
+        self._membership = Membership(address, token, join, timeout_s, self._on_view, self._on_joining)
+
+    # --- for users --------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> int:
+        """This member's id. It keeps it when it joins again under its name."""
+        return self._membership.me.id
+
+    @property
+    def name(self) -> str:
+        """This member's name."""
+        return self._membership.me.name
+
+    @property
+    def view(self) -> View | None:
+        """The newest view; None before the first one. Does not block."""
+        return self._membership.view
+
+    @property
+    def rank(self) -> int:
+        """This member's rank in the view of the current round: 0 to `world_size` - 1. 0 before the first view."""
+        return 0 if self._transport is None else self._transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of members in the view of the current round. 1 before the first view."""
+        return 1 if self._transport is None else self._transport.world_size
+
+    def share(self, name: str, stateful: Stateful) -> None:
+        """Let new members receive the state of another object, such as a scheduler. Call it before `commlib.wrap`.
+
+        Every member calls it with the same names. The state may contain tensors, plain values, and lists, tuples and
+        dicts of them.
+
+        Raises:
+            ConfigError: The name is taken, or a model is wrapped already.
+        """
+        if name in self.shared or self._sessions is not None:
+            raise ConfigError(
+                f"share: {name!r} is taken" if name in self.shared else "share: call it before commlib.wrap"
+            )
+        self.shared[name] = stateful
+
+    def leave(self) -> None:
+        """Leave the job at once. The others repeat the current round without this member. Safe in a signal handler."""
+        self._membership.leave()
+
+    def close(self) -> None:
+        """Leave the job and end the connection to the service. Idempotent."""
+        self._membership.leave()
+        self._membership.close()
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- for `commlib.wrap` -----------------------------------------------------------------------------------------
+
+    def open(self, device: torch.device, timeout_s: float) -> ElasticTransport:
+        """Return the communicator of the job's model. It has one rank until it enters a view.
+
+        Raises:
+            ConfigError: Another model is wrapped already, or the model is not on the CPU.
+        """
+        if self._sessions is not None:
+            raise ConfigError("elastic: these members already train a wrapped model; join once for each model")
+        if device.type != "cpu":
+            raise ConfigError(f"elastic groups take models on the CPU; this one is on {device}")
+        self._sessions = Sessions(self._membership, Progress(), timeout_s)
+        self._transport = ElasticTransport(self._sessions)
+        return self._transport
+
+    def begin(self, rounds: int, model: str) -> None:
+        """Take part in views from now on.
+
+        Args:
+            rounds: The rounds of the loaded state.
+            model: A digest of the model and the options, which must be the same on all members.
+        """
+        assert self._sessions is not None
+        sessions = self._sessions
+        with sessions.lock:
+            sessions.progress.agreed, sessions.progress.model = rounds, model
+        self._is_ready = True
+        if (view := self._membership.view) is not None:
+            sessions.follow(view)
+        elif (joining := self._membership.joining) is not None:
+            self._membership.ready(joining.number)
+
+    def _on_view(self, view: View) -> None:
+        if self._is_ready and self._sessions is not None:
+            self._sessions.follow(view)
+
+    def _on_joining(self, joining: Joining) -> None:
+        if self._is_ready and any(member.id == self._membership.me.id for member, _ in joining.joining):
+            self._membership.ready(joining.number)
+
+
+def join(
+    address: str,
+    name: str | None = None,
+    *,
+    min_members: int = 1,
+    heartbeat_s: float = 5.0,
+    timeout: float | timedelta = 300.0,
+    token: str | bytes = b"",
+    standby: bool = False,
+) -> Members:
+    """Join an elastic job. Replaces `torch.distributed.init_process_group` and the launcher.
+
+    Pass the result to `commlib.wrap(model, ..., process_group=members)`. The job's service must run:
+    `commlib rendezvous`.
+
+    Args:
+        address: The service's "host:port".
+        name: This member's name, unique in the job; a process that is started again under its name keeps its id. None
+            lets the service choose one.
+        min_members: The number of members below which training pauses. The largest value of all members counts.
+        heartbeat_s: The service excludes this member after this time without a sign of life, in seconds.
+        timeout: How long a collective, and a change of the view, may take, in seconds or as a timedelta.
+        token: The secret that all members share with the service.
+        standby: Whether to enter only while the job has fewer members than its target.
+
+    Returns:
+        The members of the job.
+
+    Raises:
+        ConfigError: An argument has the wrong value, the token is wrong, or the service refuses the member.
+        StoreLost: The service did not answer in time.
+    """
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    for what, value in (("heartbeat_s", heartbeat_s), ("timeout", timeout_s), ("min_members", min_members)):
+        if not value > 0:
+            raise ConfigError(f"join: {what}: expected a positive number, got {value!r}")
+    secret = token.encode() if isinstance(token, str) else token
+    return Members(address, secret, Join(name or "", "", "", min_members, heartbeat_s, standby), timeout_s)

@@ -1,0 +1,211 @@
+"""A communicator for each view, made in the background, and the agreement of its members.
+
+[Note: settling] A thread of its own *settles* each view as it arrives: it ends the communicator of the view before,
+which ends the round under way, connects the members, and compares their progress. So a member that evaluates or saves
+takes part at once. If a newer view arrives, the keys of the older one end, and its thread with them. The training
+thread takes the newest settled view when it begins a round, or when a round has failed. The progress that the others
+are told can no longer change: from the arrival of a view on, no round of an earlier view becomes complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commlib import locks
+from commlib.elastic.membership import Membership, ViewOver
+from commlib.elastic.progress import Agreement, Progress, agree
+from commlib.elastic.ranks import ViewRanks
+from commlib.elastic.views import View
+from commlib.errors import CommlibError, StoreLost, TransportError
+from commlib.transport.torch_dist import TorchTransport
+
+_log = logging.getLogger("commlib")
+
+#: How long a broken view may wait for the service to notice by itself, in seconds.
+_UNNOTICED_S = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """A view whose members are connected.
+
+    Attributes:
+        view: The view.
+        transport: Its communicator.
+        agreement: What its members agree on.
+    """
+
+    view: View
+    transport: TorchTransport
+    agreement: Agreement
+
+    @property
+    def agreed(self) -> int:
+        """The last round whose result all members have."""
+        return self.agreement.agreed
+
+
+class Sessions:
+    """The communicators of one model, one for each view.
+
+    Args:
+        membership: This member.
+        progress: The rounds of this member. Changed only with `lock`.
+        timeout_s: How long a collective, the set-up of a view and a new view may take, in seconds.
+
+    Attributes:
+        lock: Held to read and change `progress`.
+    """
+
+    def __init__(self, membership: Membership, progress: Progress, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.progress = progress
+        self.lock = locks.condition("elastic sessions")
+        self._membership = membership
+        self._newest: View | None = None  # received, not necessarily settled
+        self._settled: Settled | None = None
+        self._error: BaseException | None = None
+        self._broken: int | None = None  # the number of a view that broke, until the service is told
+        self._old: list[TorchTransport] = []
+
+    # --- views, on their threads ------------------------------------------------------------------------------------
+
+    def follow(self, view: View) -> None:
+        """Begin to settle a view. Called on the thread of the membership."""
+        with self.lock:
+            if self._newest is not None and self._newest.number >= view.number:
+                return
+            self._newest, self._broken = view, None
+            before, self._settled = self._settled, None
+            if before is not None:
+                self._old.append(before.transport)
+            self.lock.notify_all()
+        threading.Thread(target=self._settle, args=(view,), name=f"commlib view {view.number}", daemon=True).start()
+
+    def _settle(self, view: View) -> None:
+        began_s = time.monotonic()
+        with self.lock:
+            old, self._old = self._old, []
+        for transport in old:
+            transport.abort()
+        transport = None
+        try:
+            if len(view.members) >= self._membership.min_members:
+                store = self._membership.store_of(view)
+                ranks = ViewRanks(view, self._membership.me.id, store, "gradients")
+                limit = timedelta(seconds=self.timeout_s)
+                transport = TorchTransport(ranks, torch.device("cpu"), limit)
+                self._publish(view, transport, began_s)
+        except (ViewOver, dist.DistStoreError):
+            _log.debug("elastic: view %d ended before it was settled", view.number)
+        except TransportError as error:
+            _log.info("elastic: view %d could not be connected: %s", view.number, error)
+            self._broke(view, error)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            for each in old:
+                each.close()
+
+    def _publish(self, view: View, transport: TorchTransport, began_s: float) -> None:
+        with self.lock:
+            if self._newest is not view:
+                transport.close()
+                return
+            said = self.progress.said()
+        agreement = agree([Progress.told(each) for each in transport.gather_objects(said)])
+        with self.lock:
+            if self._newest is not view:
+                self._old.append(transport)
+                return
+            self.progress.follow(agreement)
+            self._settled = Settled(view, transport, agreement)
+            self.lock.notify_all()
+        self._membership.settled(view.number)
+        _log.info(
+            "elastic: view %d is connected after %.3f s; round %d is complete",
+            view.number,
+            time.monotonic() - began_s,
+            agreement.agreed,
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        with self.lock:
+            self._error = self._error or error
+            self.lock.notify_all()
+
+    # --- the training thread ----------------------------------------------------------------------------------------
+
+    def newest(self, after: int = 0) -> Settled:
+        """Return the newest view once it is settled and its number is larger than `after`.
+
+        Raises:
+            Excluded: This member is not in the newest view.
+            StoreLost: No such view came in time.
+            CommlibError: The members cannot train together.
+        """
+        began_s = time.monotonic()
+        while True:
+            with self.lock:
+                self._check()
+                found = self._settled
+                if found is not None and found.view.number > after:
+                    return found
+                broken = self._broken
+                self.lock.wait(_UNNOTICED_S / 4)
+            waited_s = time.monotonic() - began_s
+            if broken is not None and waited_s > _UNNOTICED_S:
+                self._tell(broken, ())
+            is_paused = self._newest is not None and len(self._newest.members) < self._membership.min_members
+            if waited_s > self.timeout_s and not is_paused:
+                raise StoreLost(
+                    f"no view after number {after} was settled within {self.timeout_s:g} s; the service at "
+                    f"{self._membership.address} {self._membership.connection}"
+                )
+
+    def _check(self) -> None:
+        self._membership.check()
+        if self._error is not None:
+            raise self._error
+
+    def broke(self, settled: Settled, error: Exception) -> None:
+        """End the communicator of a view in which a collective failed, at all members, and ask for another view."""
+        settled.transport.abort()
+        self._broke(settled.view, error)
+
+    def _broke(self, view: View, error: Exception) -> None:
+        """Tell the service which members did not answer; wait for its own observation if that is not known."""
+        with self.lock:
+            if self._newest is not view:
+                return
+            self._broken = view.number
+        if ids := tuple(getattr(error, "ranks", ())):
+            self._tell(view.number, ids)
+
+    def _tell(self, number: int, ids: tuple[int, ...]) -> None:
+        with self.lock:
+            if self._broken != number:
+                return
+            self._broken = None
+        self._membership.suspect(ids, number)
+
+    def is_current(self, settled: Settled) -> bool:
+        """Return whether no newer view has arrived. The lock is held."""
+        return self._newest is settled.view
+
+    def close(self) -> None:
+        """End the communicators. Idempotent."""
+        with self.lock:
+            found, self._settled = self._settled, None
+            old, self._old = self._old, []
+            self._error = self._error or CommlibError("the model was unwrapped")
+            self.lock.notify_all()
+        for each in [*old, *([found.transport] if found else [])]:
+            each.close()

@@ -1,0 +1,131 @@
+"""The state that new members of an elastic group receive from one of the others, at the beginning of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from commlib.algorithms.base import Algorithm
+from commlib.algorithms.channels import Gradients
+from commlib.engine import optimizers
+from commlib.errors import ConfigError
+from commlib.transport.base import Communication, Communicator
+
+if TYPE_CHECKING:
+    from commlib.elastic.members import Stateful
+    from commlib.elastic.sessions import Settled
+    from commlib.replica import Replica
+
+
+def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
+    """Refuse what does not work in an elastic group.
+
+    Raises:
+        ConfigError: The algorithm does not average gradients in rounds that can be repeated, or a GradScaler is used.
+    """
+    declared, name = algorithm.channel, algorithm.name
+    if not isinstance(declared, Gradients):
+        raise ConfigError(f"{name}: elastic groups take algorithms on gradients that need no warm-up; this is none yet")
+    if declared.hierarchical:
+        raise ConfigError(f"{name}: hierarchical=True is not supported in an elastic group")
+    if not algorithm.can_repeat:
+        raise ConfigError(
+            f"{name}: with these options it keeps sums over all members, so it cannot continue without one"
+        )
+    if is_scaled:
+        raise ConfigError("scaler: a GradScaler is not supported in an elastic group")
+
+
+class HandOver:
+    """Sends the state of a member to new members. Called on the training thread of every member of a view.
+
+    Args:
+        replica: The wrapped model.
+        shared: Further objects of the user, by name.
+    """
+
+    def __init__(self, replica: Replica, shared: Mapping[str, Stateful]) -> None:
+        self._replica, self._shared = replica, shared
+
+    def __call__(self, settled: Settled) -> None:
+        """Send or receive the state, if the view has new members. Collective.
+
+        Raises:
+            TransportError: A member was lost. The state of new members is undefined until the next call.
+        """
+        agreement, engine = settled.agreement, self._replica.engine
+        if not agreement.new:
+            return
+        transport = engine.session.transport
+        comm = Communicator(transport.rank, transport.world_size)
+        is_donor, is_new = comm.rank == agreement.donor, comm.rank in agreement.new
+        tensors: list[torch.Tensor] = []
+        own = _taken_apart(self._state(), tensors) if is_donor else None
+        described = [(list(each.shape), str(each.dtype).removeprefix("torch.")) for each in tensors]
+        skeleton, layout = transport.gather_objects((own, described))[agreement.donor]
+        if is_new:
+            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in layout]
+
+        def send() -> Communication:
+            sends = [(rank, each) for rank in agreement.new for each in tensors] if is_donor else []
+            receives = [(agreement.donor, each) for each in tensors] if is_new else []
+            yield comm.exchange(sends, receives)
+
+        engine.session.run("handing over the state to new members", send())
+        if is_new:
+            self._load(_put_together(skeleton, tensors))
+
+    def _state(self) -> dict[str, Any]:
+        replica, engine = self._replica, self._replica.engine
+        return {
+            "model": {name: each.data for name, each in replica.bare.named_parameters()},
+            "buffers": dict(replica.bare.named_buffers()),
+            "optimizers": [each.state_dict() for each in optimizers.all_of(engine.optimizer)],
+            "algorithm": engine.algorithm.shared_state_dict(),
+            "step": engine.counter.step,
+            "num_rounds": engine.gradients.num_rounds,
+            "hook_counts": engine.gradients.backward.hook_counts(),
+            "shared": {name: each.state_dict() for name, each in self._shared.items()},
+        }
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        replica, engine = self._replica, self._replica.engine
+        for kind, own in (("model", replica.bare.named_parameters()), ("buffers", replica.bare.named_buffers())):
+            for name, each in own:
+                each.data.copy_(state[kind][name])
+        for optimizer, its in zip(optimizers.all_of(engine.optimizer), state["optimizers"], strict=True):
+            optimizer.load_state_dict(its)
+        engine.algorithm.load_state_dict({**engine.algorithm.state_dict(), **state["algorithm"]})
+        engine.counter.step = state["step"]
+        engine.gradients.reducer.num_rounds = state["num_rounds"]
+        engine.gradients.backward.restore_counts(state["hook_counts"])
+        engine.forget_loads()
+        for name, each in self._shared.items():
+            each.load_state_dict(state["shared"][name])
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return nested data with each tensor replaced by its place in `tensors`, where it is appended."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().contiguous())
+        return ("tensor", len(tensors) - 1)
+    if isinstance(value, Mapping):
+        return ("dict", [(key, _taken_apart(each, tensors)) for key, each in value.items()])
+    if isinstance(value, list | tuple):
+        return ("list" if isinstance(value, list) else "tuple", [_taken_apart(each, tensors) for each in value])
+    return ("plain", value)
+
+
+def _put_together(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the data that `_taken_apart` turned into `skeleton` and `tensors`."""
+    kind, value = skeleton
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _put_together(each, tensors) for key, each in value}
+    if kind == "plain":
+        return value
+    return (list if kind == "list" else tuple)(_put_together(each, tensors) for each in value)
