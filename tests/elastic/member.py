@@ -1,0 +1,196 @@
+"""Members of an elastic job, forked from one process that has imported everything: python -m tests.elastic.member
+
+Reads a line of JSON for each member to start, and prints "<name> pid <pid>". Members print lines that begin with their
+name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import commlib
+from commlib import elastic
+from commlib.elastic.transport import ElasticTransport
+from commlib.engine.gradients.inputs import Inputs
+from commlib.kernels import native
+from commlib.replica import replica_of
+
+
+@dataclasses.dataclass
+class Start:
+    """A member to start.
+
+    Attributes:
+        name: Its name.
+        address: The service.
+        token: The secret.
+        algorithm: The name of the algorithm, and its options.
+        options: See above.
+        trap: (place, number of the round): there the member prints "at <place>" and waits to be killed.
+        rounds: After this many rounds it leaves.
+        members_at: Before the round of this number it waits until the view has this many members.
+        seed: The seed of its weights.
+        min_members: As for `join`.
+        sleep_s: How long each step sleeps.
+        width: The width of the model.
+        timeout_s: The timeout of `join`.
+        heartbeat_s: The heartbeats of `join`.
+    """
+
+    name: str
+    address: str
+    token: str
+    algorithm: str = "allreduce"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trap: tuple[str, int] = ("", 0)
+    rounds: int = 8
+    seed: int = 0
+    min_members: int = 1
+    members_at: dict[str, int] = dataclasses.field(default_factory=dict)
+    sleep_s: float = 0.0
+    width: int = 64
+    timeout_s: float = 60.0
+    heartbeat_s: float = 60.0
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+class Trap:
+    """Stops the member at one place of one round."""
+
+    def __init__(self, start: Start, model: torch.nn.Module, engine: Any) -> None:
+        self._start, self._engine = start, engine
+        place, _ = start.trap
+        if place == "forward":
+            model.register_forward_pre_hook(lambda *_: self.here(place))
+        elif place == "backward":
+            model[-1].weight.register_hook(lambda _: self.here(place))
+        elif place == "encode":
+            _before(Inputs, "keep", lambda: self.here(place))
+        elif place == "collective":
+            _after(ElasticTransport, "issue", lambda: self.here(place))
+        elif place == "complete":
+            _before(ElasticTransport, "note_complete", lambda: self.here(place))
+        elif place == "agreed":
+            _before(ElasticTransport, "note_agreed", lambda: self.here(place))
+        elif place == "optimizer":
+            engine.optimizer.register_step_pre_hook(lambda *_: self.here(place, done=1))
+
+    def here(self, place: str, done: int = 0) -> None:
+        if self._engine.gradients.num_rounds - done == self._start.trap[1] - 1:
+            say(self._start.name, "at", place)
+            signal.pause()
+
+
+def _before(cls: type, method: str, act: Callable[[], None]) -> None:
+    real = getattr(cls, method)
+
+    def run(*args: Any) -> Any:
+        act()
+        return real(*args)
+
+    setattr(cls, method, run)
+
+
+def _after(cls: type, method: str, act: Callable[[], None]) -> None:
+    real = getattr(cls, method)
+
+    def run(*args: Any) -> Any:
+        result = real(*args)
+        act()
+        return result
+
+    setattr(cls, method, run)
+
+
+def digest(tensors: Any) -> str:
+    return hashlib.sha256(b"".join(each.detach().contiguous().numpy().tobytes() for each in tensors)).hexdigest()[:12]
+
+
+def make_model(width: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 10))
+
+
+def batch(name: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.Generator().manual_seed(1000 * number + sum(name.encode()))
+    return torch.randn(8, 32, generator=data), torch.randint(0, 10, (8,), generator=data)
+
+
+def train(start: Start) -> None:
+    torch.manual_seed(start.seed)
+    members = elastic.join(
+        start.address,
+        start.name,
+        token=start.token,
+        timeout=start.timeout_s,
+        heartbeat_s=start.heartbeat_s,
+        min_members=start.min_members,
+    )
+    say(start.name, "joined", members.id)
+    model = make_model(start.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    members.share("scheduler", scheduler)
+    made = commlib.algorithms.create(start.algorithm)
+    if start.options:
+        made = type(made)(**start.options)
+    commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)
+    engine = replica_of(model).engine
+    Trap(start, model, engine)
+    say(start.name, "entered", engine.gradients.num_rounds, members.world_size)
+    while (number := engine.gradients.num_rounds + 1) <= start.rounds:
+        if count := start.members_at.get(str(number)):
+            while members.view is None or len(members.view.ids) < count:
+                time.sleep(0.002)
+        inputs, labels = batch(start.name, number)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        scheduler.step()
+        time.sleep(start.sleep_s)
+        tensors = [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]
+        rate, total = optimizer.param_groups[0]["lr"], sum(float(p.detach().double().sum()) for p in model.parameters())
+        say(start.name, "round", number, members.world_size, digest(tensors), rate, total)
+    members.close()
+    say(start.name, "left")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports much on first use
+    native.load()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, threads  # they would be missing in forked members
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    say("ready")
+    for line in sys.stdin:
+        start = Start(**json.loads(line))
+        if (pid := os.fork()) == 0:
+            logging.basicConfig(level=logging.INFO, format=f"{start.name} log %(message)s", stream=sys.stdout)
+            try:
+                train(start)
+            except BaseException as error:
+                say(start.name, "failed", type(error).__name__, str(error).replace("\n", " "))
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        say(start.name, "pid", pid)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Rounds that lose a member: the others repeat them, or have their result already, with the same bits on all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.elastic.job import Job, Template, running
+from tests.elastic.member import batch, make_model
+
+#: Places of a round before its result, and from its result on. At the first and the last one, nothing is repeated.
+BEFORE = ("forward", "backward", "encode", "collective")
+AFTER = ("complete", "agreed", "optimizer")
+#: The round in which a member is lost, and the number of rounds.
+LOST, ROUNDS = 3, 6
+
+
+def lose(job: Job, place: str, **options: Any) -> tuple[int, str]:
+    """Kill one of four members at a place of a round; return the last round of the others."""
+    common = {"rounds": ROUNDS, "members_at": {"1": 4}, **options}
+    job.start("a", "b", **common)
+    job.start("c", trap=(place, LOST), **common)
+    job.start("d", **common)
+    job.wait(f"c at {place}")
+    job.signal("c")
+    job.wait("a left", "b left", "d left")
+    found = [job.rounds(name) for name in "abd"]
+    assert all(each == found[0] for each in found), job
+    worlds = [world for world, _ in found[0].values()]
+    num_with_it = LOST if place in AFTER else LOST - 1
+    assert worlds[:num_with_it] == [4] * num_with_it
+    assert worlds[LOST:] == [3] * (ROUNDS - LOST)
+    return found[0][ROUNDS]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "places"),
+    [
+        ("allreduce", {}, BEFORE + AFTER),
+        ("bytegrad", {}, ("forward", "collective", "complete", "optimizer")),
+        ("topk", {"ratio": 0.1}, ("forward", "collective", "complete", "optimizer")),
+        ("powersgd", {"rank": 2}, ("forward", "collective", "complete", "optimizer")),
+    ],
+)
+def test_a_lost_member(
+    template: Template, tmp_path: Path, algorithm: str, options: dict[str, Any], places: tuple[str, ...]
+) -> None:
+    """Wherever it is lost, the bits are those of a loss between rounds."""
+    ends: dict[bool, set[str]] = {True: set(), False: set()}
+    for place in places:
+        with running(template, tmp_path / place) as job:
+            ends[place in AFTER].add(lose(job, place, algorithm=algorithm, options=options)[1])
+    assert [len(bits) for bits in ends.values()] == [1, 1]
+    assert ends[True] != ends[False]
+
+
+@pytest.mark.parametrize("place", ["collective", "agreed"])
+def test_the_mean_is_that_of_who_is_there(template: Template, tmp_path: Path, place: str) -> None:
+    """The weights are those of one process that computes the mean of the members' gradients."""
+    with running(template, tmp_path / "journal") as job:
+        lose(job, place)
+        total = float(job.said("a", "round")[-1][4])
+    torch.manual_seed(0)
+    model = make_model(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for number in range(1, ROUNDS + 1):
+        with_it = number < LOST or (number == LOST and place in AFTER)
+        names = "abcd" if with_it else "abd"
+        optimizer.zero_grad()
+        for name in names:
+            inputs, labels = batch(name, number)
+            (torch.nn.functional.cross_entropy(model(inputs), labels) / len(names)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert total == pytest.approx(sum(float(p.detach().double().sum()) for p in model.parameters()), abs=1e-4)
