@@ -27,7 +27,7 @@ def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
     """
     declared, name = algorithm.channel, algorithm.name
     if not isinstance(declared, Gradients):
-        raise ConfigError(f"{name}: elastic groups take algorithms on gradients that need no warm-up; this is none yet")
+        raise ConfigError(f"{name} is not supported in an elastic group yet; algorithms on gradients are")
     if declared.hierarchical:
         raise ConfigError(f"{name}: hierarchical=True is not supported in an elastic group")
     if not algorithm.can_repeat:

@@ -80,7 +80,7 @@ class Replica:
         self.is_running = False
         self.tuner: Tuner | None = None
         self.copies_buffers = broadcast_buffers
-        if broadcast_buffers and engine.comm.world_size > 1:
+        if broadcast_buffers and (engine.comm.world_size > 1 or engine.session.is_elastic):
             own = weakref.ref(self)
             engine.gradients.buffers.tensors = lambda: replica._buffers() if (replica := own()) is not None else []
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commlib.errors import CommlibError
+from commlib.errors import CommlibError, ConfigError, TransportError
+
+
+class OtherModel(TransportError):
+    """New members have another model or other options."""
 
 
 @dataclass
@@ -62,30 +66,38 @@ class Agreement:
     new: tuple[int, ...]
 
 
-def agree(members: Sequence[Progress]) -> Agreement:
+def agree(members: Sequence[Progress], rank: int) -> Agreement:
     """Return the agreement of the members of a view, in rank order. See [Note: agreement] in `engine/session.py`.
 
     If all members are new, the one with the most rounds gives its state; of several, the first.
 
+    Args:
+        members: What they have said.
+        rank: This member.
+
     Raises:
-        CommlibError: The members have models or options that differ, or rounds that exclude each other.
+        ConfigError: This member is new, and has another model or other options than the others.
+        OtherModel: Other new members have. They leave.
+        CommlibError: A member has rounds that exclude those of the others.
     """
-    models = {member.model for member in members}
-    if len(models) > 1:
-        counts = {model: sum(member.model == model for member in members) for model in sorted(models)}
-        raise CommlibError(f"the members have different models or options: {counts}")
-    new = [rank for rank, member in enumerate(members) if member.is_new]
-    old = [rank for rank, member in enumerate(members) if not member.is_new]
+    new = [each for each, member in enumerate(members) if member.is_new]
+    old = [each for each, member in enumerate(members) if not member.is_new]
+    donor = old[0] if old else max(new, key=lambda each: (members[each].agreed, -each))
+    model = members[donor].model
+    if members[rank].model != model:
+        raise ConfigError(
+            "elastic: this member's model, or an option of commlib.wrap, differs from those of the other members"
+        )
+    if others := [each for each, member in enumerate(members) if member.model != model]:
+        raise OtherModel(f"ranks {others} have another model or other options")
     if not old:
-        donor = max(new, key=lambda rank: (members[rank].agreed, -rank))
-        return Agreement(members[donor].agreed, donor, tuple(rank for rank in new if rank != donor))
-    agreed = max(members[rank].agreed for rank in old)
-    complete = {members[rank].complete for rank in old}
+        return Agreement(members[donor].agreed, donor, tuple(each for each in new if each != donor))
+    agreed = max(members[each].agreed for each in old)
+    complete = {members[each].complete for each in old}
     if len(complete) == 1 and complete.pop()[0] == agreed + 1:
         agreed += 1
-    for rank in old:
-        if members[rank].agreed != agreed and not (
-            members[rank].agreed == agreed - 1 and members[rank].complete[0] == agreed
-        ):
-            raise CommlibError(f"rank {rank} cannot continue after round {agreed}: {members[rank]}")
-    return Agreement(agreed, old[0], tuple(new))
+    for each in old:
+        member = members[each]
+        if member.agreed != agreed and (member.agreed, member.complete[0]) != (agreed - 1, agreed):
+            raise CommlibError(f"rank {each} cannot continue after round {agreed}: {member}. This is a bug in commlib")
+    return Agreement(agreed, donor, tuple(new))

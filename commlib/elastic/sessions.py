@@ -97,12 +97,10 @@ class Sessions:
             transport.abort()
         transport = None
         try:
-            if len(view.members) >= self._membership.min_members:
-                store = self._membership.store_of(view)
-                ranks = ViewRanks(view, self._membership.me.id, store, "gradients")
-                limit = timedelta(seconds=self.timeout_s)
-                transport = TorchTransport(ranks, torch.device("cpu"), limit)
-                self._publish(view, transport, began_s)
+            store = self._membership.store_of(view)
+            ranks = ViewRanks(view, self._membership.me.id, store, "gradients")
+            transport = TorchTransport(ranks, torch.device("cpu"), timedelta(seconds=self.timeout_s))
+            self._publish(view, transport, began_s)
         except (ViewOver, dist.DistStoreError):
             _log.debug("elastic: view %d ended before it was settled", view.number)
         except TransportError as error:
@@ -110,20 +108,22 @@ class Sessions:
             self._broke(view, error)
         except BaseException as error:
             self._fail(error)
+            self._membership.leave()
         finally:
             for each in old:
                 each.close()
+            if transport is not None and not self._is_settled(transport):
+                transport.close()
 
     def _publish(self, view: View, transport: TorchTransport, began_s: float) -> None:
         with self.lock:
             if self._newest is not view:
-                transport.close()
                 return
             said = self.progress.said()
-        agreement = agree([Progress.told(each) for each in transport.gather_objects(said)])
+        told = [Progress.told(each) for each in transport.gather_objects(said)]
+        agreement = agree(told, transport.rank)
         with self.lock:
             if self._newest is not view:
-                self._old.append(transport)
                 return
             self.progress.follow(agreement)
             self._settled = Settled(view, transport, agreement)
@@ -136,6 +136,11 @@ class Sessions:
             agreement.agreed,
         )
 
+    def _is_settled(self, transport: TorchTransport) -> bool:
+        with self.lock:
+            found = [self._settled.transport] if self._settled is not None else []
+            return any(each is transport for each in [*found, *self._old])
+
     def _fail(self, error: BaseException) -> None:
         with self.lock:
             self._error = self._error or error
@@ -144,7 +149,7 @@ class Sessions:
     # --- the training thread ----------------------------------------------------------------------------------------
 
     def newest(self, after: int = 0) -> Settled:
-        """Return the newest view once it is settled and its number is larger than `after`.
+        """Return the newest view once it is settled, its number is larger than `after`, and it has enough members.
 
         Raises:
             Excluded: This member is not in the newest view.
@@ -156,14 +161,14 @@ class Sessions:
             with self.lock:
                 self._check()
                 found = self._settled
-                if found is not None and found.view.number > after:
+                is_paused = found is not None and len(found.view.members) < self._membership.min_members
+                if found is not None and found.view.number > after and not is_paused:
                     return found
                 broken = self._broken
                 self.lock.wait(_UNNOTICED_S / 4)
             waited_s = time.monotonic() - began_s
             if broken is not None and waited_s > _UNNOTICED_S:
                 self._tell(broken, ())
-            is_paused = self._newest is not None and len(self._newest.members) < self._membership.min_members
             if waited_s > self.timeout_s and not is_paused:
                 raise StoreLost(
                     f"no view after number {after} was settled within {self.timeout_s:g} s; the service at "

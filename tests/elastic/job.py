@@ -69,9 +69,11 @@ class Template:
     def wait(self, beginning: str) -> None:
         """Wait for a line that begins with these words."""
         words = beginning.split()
+        failure = [words[0], "failed"]
+        said = lambda wanted: any(line[: len(wanted)] == wanted for line in self.lines)  # noqa: E731
         with self.news:
-            found = self.news.wait_for(lambda: any(line[: len(words)] == words for line in self.lines), LIMIT_S)
-        assert found, f"no line {beginning!r} in:\n{self}"
+            self.news.wait_for(lambda: said(words) or said(failure), LIMIT_S)
+            assert said(words), f"no line {beginning!r} in:\n{self}"
 
     def clear(self) -> None:
         """Kill all members, and forget what they said."""

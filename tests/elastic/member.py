@@ -24,6 +24,7 @@ import commlib
 from commlib import elastic
 from commlib.elastic.transport import ElasticTransport
 from commlib.engine.gradients.inputs import Inputs
+from commlib.hand_over import HandOver
 from commlib.kernels import native
 from commlib.replica import replica_of
 
@@ -47,6 +48,7 @@ class Start:
         width: The width of the model.
         timeout_s: The timeout of `join`.
         heartbeat_s: The heartbeats of `join`.
+        leaves_on_sigterm: Whether a handler of SIGTERM calls `leave`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Start:
     width: int = 64
     timeout_s: float = 60.0
     heartbeat_s: float = 60.0
+    leaves_on_sigterm: bool = False
 
 
 def say(*words: object) -> None:
@@ -73,8 +76,8 @@ def say(*words: object) -> None:
 class Trap:
     """Stops the member at one place of one round."""
 
-    def __init__(self, start: Start, model: torch.nn.Module, engine: Any) -> None:
-        self._start, self._engine = start, engine
+    def __init__(self, start: Start, model: Any, optimizer: Any) -> None:
+        self._start, self._model = start, model
         place, _ = start.trap
         if place == "forward":
             model.register_forward_pre_hook(lambda *_: self.here(place))
@@ -84,15 +87,20 @@ class Trap:
             _before(Inputs, "keep", lambda: self.here(place))
         elif place == "collective":
             _after(ElasticTransport, "issue", lambda: self.here(place))
+        elif place == "give":
+            _before(HandOver, "_state", lambda: self.here(place))
+        elif place == "take":
+            _before(HandOver, "_load", lambda: self.here(place))
         elif place == "complete":
             _before(ElasticTransport, "note_complete", lambda: self.here(place))
         elif place == "agreed":
             _before(ElasticTransport, "note_agreed", lambda: self.here(place))
         elif place == "optimizer":
-            engine.optimizer.register_step_pre_hook(lambda *_: self.here(place, done=1))
+            optimizer.register_step_pre_hook(lambda *_: self.here(place, done=1))
 
     def here(self, place: str, done: int = 0) -> None:
-        if self._engine.gradients.num_rounds - done == self._start.trap[1] - 1:
+        num_rounds = replica_of(self._model).engine.gradients.num_rounds
+        if place == "take" or num_rounds - done == self._start.trap[1] - 1:
             say(self._start.name, "at", place)
             signal.pause()
 
@@ -143,15 +151,22 @@ def train(start: Start) -> None:
     )
     say(start.name, "joined", members.id)
     model = make_model(start.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    members.share("scheduler", scheduler)
     made = commlib.algorithms.create(start.algorithm)
     if start.options:
         made = type(made)(**start.options)
+    optimizer: Any = (
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if made.has_momentum else 0.9)
+        if made.optimizer_type is None
+        else made.optimizer_type(model.parameters(), lr=0.05)  # type: ignore[call-arg]
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    members.share("scheduler", scheduler)
+    Trap(start, model, optimizer)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # ends the pause of a trap
+    if start.leaves_on_sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: members.leave())
     commlib.wrap(model, made, optimizer=optimizer, process_group=members, bucket_cap_mb=0.004)
     engine = replica_of(model).engine
-    Trap(start, model, engine)
     say(start.name, "entered", engine.gradients.num_rounds, members.world_size)
     while (number := engine.gradients.num_rounds + 1) <= start.rounds:
         if count := start.members_at.get(str(number)):
@@ -163,7 +178,8 @@ def train(start: Start) -> None:
         optimizer.step()
         scheduler.step()
         time.sleep(start.sleep_s)
-        tensors = [*model.parameters(), *(s["momentum_buffer"] for s in optimizer.state.values())]
+        states = [each for state in optimizer.state.values() for each in state.values()]
+        tensors = [*model.state_dict().values(), *(each for each in states if isinstance(each, torch.Tensor))]
         rate, total = optimizer.param_groups[0]["lr"], sum(float(p.detach().double().sum()) for p in model.parameters())
         say(start.name, "round", number, members.world_size, digest(tensors), rate, total)
     members.close()

@@ -1,4 +1,4 @@
-"""Rounds that lose a member: the others repeat them, or have their result already, with the same bits on all of them."""
+"""Rounds that lose a member: the others repeat them, or have their result already, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,135 @@
+"""Changes of the view: new members, members that are stopped, cut off or leave, a service that is away."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.job import Job, Template, running
+
+ROUNDS = 7
+
+
+def same(job: Job, *names: str, last: int = ROUNDS) -> None:
+    """Check that members have the same bits after each round that they have in common, up to the last one."""
+    found = [job.rounds(name) for name in names]
+    for number in set.intersection(*(set(each) for each in found)):
+        assert len({each[number] for each in found}) == 1, f"round {number} of\n{job}"
+    assert all(max(each) == last for each in found), job
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "topk", "powersgd"])
+def test_a_new_member_has_the_weights_of_the_others(template: Template, tmp_path: Path, algorithm: str) -> None:
+    """Also their momenta, buffers and learning rate; it contributes from its first round."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"algorithm": algorithm, "rounds": ROUNDS, "members_at": {"1": 2, "4": 4}}
+        job.start("a", "b", seed=1, **common)
+        job.wait("a round 3", "b round 3")
+        job.start("c", "d", seed=2, **common)
+        job.wait(*(f"{name} left" for name in "abcd"))
+        same(job, *"abcd")
+        assert min(job.rounds("c")) == 4
+        assert job.rounds("c")[ROUNDS][0] == 4
+        assert len({tuple(job.said(name, "round")[-1]) for name in "abcd"}) == 1
+
+
+@pytest.mark.parametrize("lost", ["donor", "new"])
+def test_a_member_is_lost_while_the_state_is_handed_over(template: Template, tmp_path: Path, lost: str) -> None:
+    """A new member receives the state of another one; without the new one, the others go on."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 2, "4": 3}}
+        job.start("a", trap=("give" if lost == "donor" else "", 4), **common)
+        job.start("b", **common)
+        job.wait("a round 3", "b round 3")
+        job.start("c", seed=2, trap=("take" if lost == "new" else "", 0), rounds=ROUNDS)
+        name = "a" if lost == "donor" else "c"
+        job.wait(f"{name} at")
+        job.signal(name)
+        left = [each for each in "abc" if each != name]
+        job.wait(*(f"{each} left" for each in left))
+        same(job, *left)
+
+
+def test_a_stopped_member_is_excluded(template: Template, tmp_path: Path) -> None:
+    """It finds out when it continues; the others have gone on without it."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
+        job.start("a", "b", **common)
+        job.start("c", trap=("backward", 3), heartbeat_s=1.0, **common)
+        job.wait("c at backward")
+        job.signal("c", signal.SIGSTOP)
+        job.wait("a left", "b left")
+        same(job, "a", "b")
+        job.signal("c", signal.SIGCONT)
+        job.signal("c", signal.SIGUSR1)
+        job.wait("c failed Excluded")
+
+
+def test_a_member_that_leaves(template: Template, tmp_path: Path) -> None:
+    """It does so in a signal handler, in the middle of a round."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
+        job.start("a", "b", **common)
+        job.start("c", trap=("backward", 3), leaves_on_sigterm=True, **common)
+        job.wait("c at backward")
+        job.signal("c", signal.SIGTERM)
+        job.wait("a left", "b left")
+        same(job, "a", "b")
+        assert [worlds for worlds, _ in job.rounds("a").values()] == [3, 3, 2, 2, 2, 2, 2]
+
+
+def test_the_service_is_away(template: Template, tmp_path: Path) -> None:
+    """Members train without it. When one is lost, the others wait for the service, and continue."""
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 3}}
+        job.start("a", "b", **common)
+        job.start("c", trap=("collective", 5), **common)
+        job.wait("a round 2")
+        job.stop_serving()
+        job.wait("c at collective")
+        job.signal("c")
+        job.serve()
+        job.wait("a left", "b left")
+        same(job, "a", "b")
+        assert [worlds for worlds, _ in job.rounds("a").values()] == [3, 3, 3, 3, 2, 2, 2]
+
+
+def test_the_service_stays_away(template: Template, tmp_path: Path) -> None:
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 2}, "timeout_s": 2.0}
+        job.start("a", **common)
+        job.start("b", trap=("collective", 3), **common)
+        job.wait("b at collective")
+        job.stop_serving()
+        job.signal("b")
+        job.wait("a failed StoreLost")
+        job.serve()
+
+
+def test_a_member_with_another_model_is_refused(template: Template, tmp_path: Path) -> None:
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 2, "4": 3}}
+        job.start("a", "b", **common)
+        job.wait("a round 3", "b round 3")
+        job.start("c", width=32, **common)
+        job.wait("c failed ConfigError")
+        job.start("d", **common)
+        job.wait("a left", "b left", "d left")
+        same(job, "a", "b", "d")
+
+
+def test_training_pauses_below_min_members(template: Template, tmp_path: Path) -> None:
+    with running(template, tmp_path / "journal") as job:
+        common: dict[str, Any] = {"rounds": ROUNDS, "min_members": 2}
+        job.start("a", **common)
+        job.start("b", trap=("collective", 3), **common)
+        job.wait("b at collective")
+        job.signal("b")
+        job.wait("a log elastic: view 2 of 1 members:")
+        job.start("c", **common)
+        job.wait("a left", "c left")
+        same(job, "a", "c")
+        assert {worlds for worlds, _ in job.rounds("a").values()} == {2}
