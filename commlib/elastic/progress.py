@@ -21,12 +21,14 @@ class Progress:
         agreed: The last round of which it knows that all members had the result.
         complete: The last round of which it has the result, and the number of the view in which that round ran.
         is_new: Whether it has not received the others' state yet.
+        may_give: Whether its state counts nevertheless: it was there when the job began.
         model: A digest of its model and options.
     """
 
     agreed: int = 0
     complete: tuple[int, int] = (0, 0)
     is_new: bool = True
+    may_give: bool = False
     model: str = ""
 
     def follow(self, agreement: Agreement) -> None:
@@ -48,7 +50,7 @@ class Progress:
     @staticmethod
     def told(value: Mapping[str, Any]) -> Progress:
         """Return the progress that `said` turned into `value`."""
-        return Progress(value["agreed"], tuple(value["complete"]), value["is_new"], value["model"])
+        return Progress(value["agreed"], tuple(value["complete"]), value["is_new"], value["may_give"], value["model"])
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Agreement:
 def agree(members: Sequence[Progress], rank: int) -> Agreement:
     """Return the agreement of the members of a view, in rank order. See [Note: agreement] in `engine/session.py`.
 
-    If all members are new, the one with the most rounds gives its state; of several, the first.
+    If all members are new, one that was there when the job began gives its state: the one with the most rounds; of
+    several, the first.
 
     Args:
         members: What they have said.
@@ -82,7 +85,13 @@ def agree(members: Sequence[Progress], rank: int) -> Agreement:
     """
     new = [each for each, member in enumerate(members) if member.is_new]
     old = [each for each, member in enumerate(members) if not member.is_new]
-    donor = old[0] if old else max(new, key=lambda each: (members[each].agreed, -each))
+    givers = old or [each for each in new if members[each].may_give]
+    if not givers:
+        raise CommlibError(
+            "elastic: all members that had the state of the job are gone. Start the job again from a checkpoint: all "
+            "members, and the service with --fresh"
+        )
+    donor = givers[0] if old else max(givers, key=lambda each: (members[each].agreed, -each))
     model = members[donor].model
     if members[rank].model != model:
         raise ConfigError(

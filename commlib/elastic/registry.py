@@ -309,7 +309,7 @@ class Registry(Generic[C]):
         if self.view is None or self._is_over:
             found = [record for record in self.records.values() if record.stage is Stage.JOINING]
             if (self._rules.is_fresh or self._is_over) and found and len(found) >= self._least():
-                self._make_view([record.member for record in found], "the job begins")
+                self._make_view([record.member for record in found], "the job begins", begins=True)
             return
         if any(record.settled < self.view.number for record in self._members()) or self._absent:
             self._tell_joining()
@@ -355,9 +355,10 @@ class Registry(Generic[C]):
     def _least(self) -> int:
         return max([self._rules.min_members, *(record.min_members for record in self.records.values())])
 
-    def _make_view(self, members: list[Member], reason: str) -> None:
+    def _make_view(self, members: list[Member], reason: str, begins: bool = False) -> None:
         job, number = (self.view.job, self.view.number + 1) if self.view else (self._epoch, 1)
-        view = View(job, self._epoch, number, tuple(sorted(members)))
+        began = number if begins or self.view is None else self.view.began
+        view = View(job, self._epoch, number, began, tuple(sorted(members)))
         self._journal(view)
         self._claims.clear()
         self._puts.clear()

@@ -83,6 +83,7 @@ class Sessions:
             if self._newest is not None and self._newest.number >= view.number:
                 return
             self._newest, self._broken = view, None
+            self.progress.may_give |= view.began == view.number
             before, self._settled = self._settled, None
             if before is not None:
                 self._old.append(before.transport)

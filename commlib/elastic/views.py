@@ -43,12 +43,15 @@ class View:
         job: The epoch of the job's first view.
         epoch: Random text of the service's run that made this view.
         number: Larger than that of every earlier view of the job, across runs of the service.
+        began: The number of the view in which the job began, or began again: its members have the state that they
+            loaded.
         members: In order of their ids.
     """
 
     job: str
     epoch: str
     number: int
+    began: int
     members: tuple[Member, ...]
 
     @property

@@ -72,8 +72,15 @@ class Template:
         failure = [words[0], "failed"]
         said = lambda wanted: any(line[: len(wanted)] == wanted for line in self.lines)  # noqa: E731
         with self.news:
-            self.news.wait_for(lambda: said(words) or said(failure), LIMIT_S)
+            if not self.news.wait_for(lambda: said(words) or said(failure), LIMIT_S):
+                self._dump_stacks()
             assert said(words), f"no line {beginning!r} in:\n{self}"
+
+    def _dump_stacks(self) -> None:
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+        self.news.wait_for(lambda: False, 1.0)
 
     def clear(self) -> None:
         """Kill all members, and forget what they said."""

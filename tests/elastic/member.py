@@ -7,6 +7,7 @@ name.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import logging
@@ -197,6 +198,7 @@ def main() -> None:
     for line in sys.stdin:
         start = Start(**json.loads(line))
         if (pid := os.fork()) == 0:
+            faulthandler.register(signal.SIGUSR2)
             logging.basicConfig(level=logging.INFO, format=f"{start.name} log %(message)s", stream=sys.stdout)
             try:
                 train(start)

@@ -114,11 +114,20 @@ def test_a_member_with_another_model_is_refused(template: Template, tmp_path: Pa
         common: dict[str, Any] = {"rounds": ROUNDS, "members_at": {"1": 2, "4": 3}}
         job.start("a", "b", **common)
         job.wait("a round 3", "b round 3")
-        job.start("c", width=32, **common)
-        job.wait("c failed ConfigError")
-        job.start("d", **common)
-        job.wait("a left", "b left", "d left")
-        same(job, "a", "b", "d")
+        job.start("c", width=32)
+        job.wait("c failed ConfigError", "a left", "b left")
+        same(job, "a", "b")
+
+
+def test_nobody_has_the_state(template: Template, tmp_path: Path) -> None:
+    """A new member that is left alone before it has received the state does not begin anew."""
+    with running(template, tmp_path / "journal") as job:
+        job.start("a", trap=("give", 4), members_at={"4": 2})
+        job.wait("a round 3")
+        job.start("b")
+        job.wait("a at give")
+        job.signal("a")
+        job.wait("b failed CommlibError elastic: all members that had the state")
 
 
 def test_training_pauses_below_min_members(template: Template, tmp_path: Path) -> None:
