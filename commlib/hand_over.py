@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_elastic(algorithm: Algorithm, is_scaled: bool) -> None:
-    """Refuse what does not work in an elastic group.
+    """Check that an algorithm and its options work in an elastic group.
 
     Raises:
         ConfigError: The algorithm does not average gradients in rounds that can be repeated, or a GradScaler is used.

@@ -162,7 +162,7 @@ def _to_members(members: Any, setup: SetUp, timeout: Any) -> Callable[[], Transp
 
 
 def _enter(members: Any, replica: Replica, digest: str) -> None:
-    """Wait for a view with this member, and receive the others' state."""
+    """Wait for a view with this member, and receive the state of the job."""
     engine = replica.engine
     engine.session.transport.when_entered = HandOver(replica, members.shared)  # pyright: ignore[reportAttributeAccessIssue]
     members.begin(engine.gradients.num_rounds, digest)

@@ -20,7 +20,7 @@ class Progress:
     Attributes:
         agreed: The last round of which it knows that all members had the result.
         complete: The last round of which it has the result, and the number of the view in which that round ran.
-        is_new: Whether it has not received the others' state yet.
+        is_new: Whether it has not received the state yet.
         may_give: Whether its state counts nevertheless: it was there when the job began.
         model: A digest of its model and options.
     """
@@ -40,7 +40,7 @@ class Progress:
             self.complete = (0, 0)
 
     def enter(self, agreement: Agreement) -> None:
-        """Note that this member has the others' state."""
+        """Note that this member has the state."""
         self.is_new, self.agreed = False, agreement.agreed
 
     def said(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the members of a view agree on.
+    """The agreement of the members of a view.
 
     Attributes:
         agreed: The last round whose result all of them have; they continue with the next one.
@@ -71,15 +71,14 @@ class Agreement:
 def agree(members: Sequence[Progress], rank: int) -> Agreement:
     """Return the agreement of the members of a view, in rank order. See [Note: agreement] in `engine/session.py`.
 
-    If all members are new, one that was there when the job began gives its state: the one with the most rounds; of
-    several, the first.
+    If all members are new, the donor is one that was there when the job began: the first of those with most rounds.
 
     Args:
-        members: What they have said.
+        members: The progress that each of them has reported.
         rank: This member.
 
     Raises:
-        ConfigError: This member is new, and has another model or other options than the others.
+        ConfigError: This member's model or an option differs.
         OtherModel: Other new members have. They leave.
         CommlibError: A member has rounds that exclude those of the others.
     """

@@ -28,7 +28,7 @@ from commlib.transport.torch_dist import TorchTransport
 
 _log = logging.getLogger("commlib")
 
-#: How long a broken view may wait for the service to notice by itself, in seconds.
+#: How long a member waits for the service to find the cause of a break before it asks for another view, in seconds.
 _UNNOTICED_S = 1.0
 
 

@@ -131,7 +131,7 @@ class Settled(Message):
 
 @dataclass(frozen=True)
 class Suspect(Message):
-    """A member could not exchange data with others of the view `number`; without `ids`, it does not know with whom."""
+    """A member could not exchange data with others of the view `number`. Empty `ids`: they are not known."""
 
     number: int
     ids: tuple[int, ...]

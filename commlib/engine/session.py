@@ -85,7 +85,7 @@ class Session:
         """Agree, in an elastic group, that all ranks have the result of a round. See [Note: agreement].
 
         Raises:
-            TransportError: The group has broken. `is_agreed` tells what the ranks of the next view have.
+            TransportError: The group has broken. `is_agreed` tells whether the ranks of the next view have it.
         """
         if self.is_elastic:
             self.transport.note_complete(number)

@@ -220,7 +220,7 @@ class Reducer:
             self._set_up(self.bucket_set.dense)
 
     def _complete(self, round_: GradientRound) -> None:
-        """Wait for a round. In an elastic group, repeat it with those who are left until all ranks have its result."""
+        """Wait for a round. In an elastic group, repeat it in each new view until all ranks have its result."""
         number = self.num_rounds + 1
         while True:
             try:

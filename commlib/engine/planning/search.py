@@ -76,7 +76,7 @@ class PlanSearch:
         if self._has_copies and self.cap_bytes is None:
             self.cap_bytes, self.num_recorded = INITIAL_CAP_BYTES, 1
         self.readiness = Readiness(len(parameters), self._device)
-        if self._transport.is_elastic:  # a new member has the same plan without having seen the others' backwards
+        if self._transport.is_elastic:  # a new member has recorded no backwards, and needs the same plan
             return plans.by_sizes(parameters, self.cap_bytes or INITIAL_CAP_BYTES)
         return plans.initial(parameters, self.cap_bytes or _RECORDED_CAP_BYTES)
 
