@@ -64,7 +64,8 @@ BELOW = {
 # Files of the top layer that implement `wrap`, and the command line.
 PLACED = {
     **dict.fromkeys(
-        ["checkpoint", "ddp_arguments", "join", "parallel", "replica", "set_up", "shard", "tuner", "verify"], "wrap"
+        ["checkpoint", "ddp_arguments", "join", "outputs", "parallel", "replica", "set_up", "shard", "tuner", "verify"],
+        "wrap",
     ),
     "cli_options": "cli",
 }

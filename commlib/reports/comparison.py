@@ -167,7 +167,8 @@ class Output:
             ConfigError: A file cannot be written.
         """
         if self.trace is not None:
-            timeline.save_trace([result for one in comparisons for result in one.results()], self.trace)
+            trace = timeline.chrome_trace([result for one in comparisons for result in one.results()])
+            targets.write_text(self.trace, json.dumps(trace), "--trace")
         if self.html is not None:
             targets.write_text(self.html, page(comparisons, self.command, drawn), "--html")
         if self.prints_csv:
