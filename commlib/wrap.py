@@ -181,8 +181,8 @@ def _warn_of_losses(algorithm: Algorithm, optimizer: Any, is_copy: bool) -> None
     if (found := measured(algorithm, kind)) is None:
         reason = doubt(algorithm, kind)
     else:
-        catches_up = isinstance(algorithm.channel, Weights)  # infrequent averages lower the loss only after many steps
-        reason = f"{found}, measured by `{found.command}`" if found.loss > _WARNED_OF and not catches_up else ""
+        needs_rounds = isinstance(algorithm.channel, Weights)  # the loss depends on the number of rounds
+        reason = f"{found}, measured by `{found.command}`" if found.loss > _WARNED_OF and not needs_rounds else ""
     if reason:
         text = (
             f"{algorithm.name}: {reason}. {advice}, or use an algorithm that matched all-reduce in these runs: "

@@ -1,4 +1,4 @@
-"""Other differences from DDP: the lines of docs/how-to/coming-from-ddp.md that no other file tests."""
+"""Differences from DDP: the lines of docs/reference/differences.md that no other file tests."""
 
 from __future__ import annotations
 
@@ -39,14 +39,12 @@ from tests.multi.common import (
 from tests.multi.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
-SECTION = "## Other differences"
 
 
 def lines_of_the_page() -> list[str]:
-    """The bullets of the section, each as one line."""
-    page = (ROOT / "docs" / "how-to" / "coming-from-ddp.md").read_text(encoding="utf-8")
-    section = page.split(SECTION)[1].split("\n## ")[0]
-    return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", section)[1:]]
+    """The bullets of the page, each as one line."""
+    page = (ROOT / "docs" / "reference" / "differences.md").read_text(encoding="utf-8")
+    return [" ".join(bullet.split()) for bullet in re.split(r"\n- ", page)[1:]]
 
 
 def test_every_line_of_the_page_names_its_test() -> None:
