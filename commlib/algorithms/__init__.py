@@ -146,9 +146,9 @@ def get(name: str) -> type[Algorithm]:
         return _class_in(importlib.import_module(f"{__name__}.{name}"), name)
     if name in _entry_points():
         return _checked(_load(_entry_points()[name]), name)
-    if name in PRESETS:
-        raise ConfigError(f"algorithm: {name!r} is a preset, which takes no options: {PRESETS[name]}")
     called, options = (part.strip() for part in str(name).rstrip(") ").partition("(")[::2])
+    if called in PRESETS:
+        raise ConfigError(f"algorithm: {called!r} is a preset, which takes no options: {PRESETS[called]}")
     if options and called in list():
         raise ConfigError(
             f"algorithm: {name!r} is a name with options. Pass them to the class: "

@@ -46,6 +46,8 @@ def test_every_preset_was_measured_with_its_optimizer_and_keeps_up(name):
 def test_a_preset_takes_no_options_and_its_name_is_suggested():
     with pytest.raises(ConfigError, match=r"'diloco_muon' is a preset, which takes no options: DiLoCo\(period=30, "):
         compare.candidates("diloco_muon(period=10)")
+    with pytest.raises(ConfigError, match=r"'diloco_muon' is a preset, which takes no options: DiLoCo\(period=30, "):
+        algorithms.create("diloco_muon(period=10)")
     with pytest.raises(ConfigError, match="Did you mean 'diloco_muon'") as caught:
         algorithms.create("diloco_moun")
     assert "bytegrad" not in str(caught.value)
